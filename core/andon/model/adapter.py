@@ -99,8 +99,8 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
         if not all(parameter.requires_grad for parameter in head.parameters()):
             msg = f"{name}, which is part of the classification head, is not trainable"
             raise RuntimeError(msg)
-        head.register_forward_pre_hook(_in_own_type)
-        head.register_forward_hook(_back_to_autocast, always_call=True)
+        head.register_forward_pre_hook(_enter_fp32)
+        head.register_forward_hook(_leave_fp32, always_call=True)
     trained: nn.Module = adapted
     return trained
 
@@ -182,20 +182,20 @@ def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
     return torch.where(new[..., None], own if scale is None else own * scale.to(own.dtype), found)
 
 
-_left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
+_fp32_contexts: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
 """The heads that are computing, each with its context without autocast."""
 
 
-def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _enter_fp32(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give an fp32 head fp32 input from a bfloat16 backbone. Autocast would round its weights and its logits."""
     first = next(head.parameters())
-    _left[head] = torch.autocast(first.device.type, enabled=False)
-    _left[head].__enter__()  # type: ignore[no-untyped-call]
+    _fp32_contexts[head] = torch.autocast(first.device.type, enabled=False)
+    _fp32_contexts[head].__enter__()  # type: ignore[no-untyped-call]
     return tuple(value.to(first.dtype) if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    _left.pop(head).__exit__(None, None, None)
+def _leave_fp32(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    _fp32_contexts.pop(head).__exit__(None, None, None)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -300,7 +300,7 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     tensors: dict[str, Stored] = {}
     for name, value in base.state_dict().items():
         # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
-        plain = _plain(name.replace(".modules_to_save.default.", "."))
+        plain = _base_name(name.replace(".modules_to_save.default.", "."))
         if not any(part in name for part in left_out) and plain not in base.all_tied_weights_keys:
             tensors[plain] = Stored(value, merged if value.is_floating_point() else None, changes.get(plain))
     folder.mkdir(parents=True, exist_ok=True)
@@ -317,7 +317,7 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
         _write_json(folder / "labels.json", {"labels": list(labels)})
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -335,7 +335,7 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
-        plain = _plain(name)
+        plain = _base_name(name)
         if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
             found[f"{plain}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):

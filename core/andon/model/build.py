@@ -104,7 +104,7 @@ def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights
         what = f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {model.config.vocab_size}"
         found.add("model.base", what)
     positions, length = positions_of(model), settings.max_length
-    if positions is not None and length > positions and not _takes(model, length, interface, positions):
+    if positions is not None and length > positions and not _accepts_length(model, length, interface, positions):
         what = f"{length} tokens are more than the model's {positions} positions"
         found.add("model.max_length", f"{what}; --set model.max_length={positions} is the most")
     found.raise_if_any()
@@ -189,7 +189,7 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
         file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
         cached = str(Path(file).parent) if isinstance(file, str) else ""
     _require_finite_model(model, Path(cached) if cached else None, base)
-    note = "" if causal else _settle_head(model, stored, missing, mismatched, interface, seed)
+    note = "" if causal else _keep_or_draw_head(model, stored, missing, mismatched, interface, seed)
     named, own_code = getattr(stored, "auto_map", None) or {}, ""
     codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
     if codes:
@@ -271,7 +271,7 @@ def _has_own_head(stored: Any, auto: Any) -> bool:
     return not written_by or any(each is not None and each.__name__ in written_by for each in loads)
 
 
-def _settle_head(
+def _keep_or_draw_head(
     model: Any, stored: Any, missing: Set[str], mismatched: Set[str], interface: ModelInterface, seed: int
 ) -> str:
     """Keep the checkpoint's head for labels of the same names, draw its output layer anew for others, and say which.
@@ -428,7 +428,7 @@ def positions_of(model: Any) -> int | None:
     return min([positions, *(rows - pad - 1 for rows, pad in sizes if pad is not None and rows >= positions)])
 
 
-def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
+def _accepts_length(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
     """Whether `model` accepts length tokens, more than its configuration's `positions`.
 
     A model that uses distances alone (DeBERTa) does; others fail, or would look beyond a table. A model with rotary
@@ -446,7 +446,7 @@ def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -
     hooks = [module.register_forward_pre_hook(note) for module in embeddings]
     ids = torch.full((1, length), (interface.pad_id + 1) % interface.vocab_size, device=model.device)
     with evaluating(model, torch.device("cpu")):
-        output = tried(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
+        output = try_pass(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
     for hook in hooks:
         hook.remove()
     return not isinstance(output, Exception) and not beyond
@@ -483,7 +483,7 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
-def tried(call: Callable[[], T]) -> T | Exception:
+def try_pass(call: Callable[[], T]) -> T | Exception:
     """The result of `call`, a pass of a model, or the error with which the model refuses its input, for example a mask.
 
     An error of the device is raised: it says nothing about the model, and on another rank the call would succeed.
@@ -510,7 +510,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def attending_as(model: nn.Module, name: str) -> Iterator[None]:
+def using_attention(model: nn.Module, name: str) -> Iterator[None]:
     """Inside, `model` uses the attention that transformers has under `name`."""
     config: Any = without_adapter(model).config
     before = config._attn_implementation
@@ -535,7 +535,7 @@ def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManag
 
     @contextmanager
     def as_before(attention: str, context: AbstractContextManager[object]) -> Iterator[None]:
-        with attending_as(model, attention), context:
+        with using_attention(model, attention), context:
             yield
 
     def both_passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

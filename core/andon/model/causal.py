@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
-from andon.model.build import backbone_of, computing, evaluating, half_of, tried, vocabulary_head, without_adapter
+from andon.model.build import backbone_of, computing, evaluating, half_of, try_pass, vocabulary_head, without_adapter
 from andon.model.masks import NOISE, WINDOWS, masking_of, packed_inputs
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
@@ -231,7 +231,7 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
         return packed, alone, head(output.last_hidden_state)[0]
 
     with evaluating(model, device):
-        found = tried(logits_of)
+        found = try_pass(logits_of)
     if isinstance(found, Exception):
         refuse(f"cannot be given packs of rows: {' '.join(str(found).split())[:200]}")
     packed, alone, by_head = found

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from andon.config.source import quiet_loading
 from andon.fast.attention import causal_attention, fits, runs_on
 from andon.model.build import (
-    attending_as,
     backbone_of,
     computing,
     evaluating,
     half_of,
-    tried,
+    try_pass,
+    using_attention,
     vocabulary_head,
     without_adapter,
 )
@@ -61,7 +61,7 @@ class Masking(Enum):
     ROW_PAIRS = "a mask by pairs of tokens of one row"
 
 
-_tried: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionary()
+_chosen: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionary()
 
 
 def masking_of(model: nn.Module, device: torch.device) -> Masking:
@@ -69,9 +69,9 @@ def masking_of(model: nn.Module, device: torch.device) -> Masking:
     trial with other weights may end otherwise, so a run asks before it restores weights."""
     if device.type != "cuda":
         return Masking.TOKENS if vocabulary_head(model) is None else Masking.ROW_PAIRS
-    if model not in _tried:
-        _tried[model] = tried_masking(model, device)
-    return _tried[model]
+    if model not in _chosen:
+        _chosen[model] = choose_masking(model, device)
+    return _chosen[model]
 
 
 def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
@@ -99,7 +99,7 @@ def _has_windows(config: Any) -> bool:
     return limited or any(_has_windows(part) for part in parts if part is not None)
 
 
-def tried_masking(model: nn.Module, device: torch.device) -> Masking:
+def choose_masking(model: nn.Module, device: torch.device) -> Masking:
     """The first of `possible_maskings` with which `model` on `device` gives what it gives with the last."""
     *cheaper, last = possible_maskings(model)
     packs = last is Masking.ROW_PAIRS
@@ -128,7 +128,7 @@ def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list
             outputs.append(hidden.float() * mask[..., None])
 
     with masked(model, masking, mask) as given, backbone_of(model).register_forward_hook(note):
-        logits = tried(lambda: model(input_ids=ids, attention_mask=given).logits.float())
+        logits = try_pass(lambda: model(input_ids=ids, attention_mask=given).logits.float())
     return [] if isinstance(logits, Exception) else [*outputs, logits]
 
 
@@ -142,7 +142,7 @@ def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
     with packed_inputs(model, masking, {"input_ids": ids, "rows": rows, "positions": positions}) as given:
-        hidden = tried(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
+        hidden = try_pass(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
     return [] if isinstance(hidden, Exception) else [hidden]
 
 
@@ -180,7 +180,7 @@ def padding_of(model: nn.Module, device: torch.device) -> Padding:
         tensors = itertools.chain(model.parameters(), model.buffers())
         other = copy.deepcopy(model, {id(each): each for each in tensors})
         with evaluating(other, device), quiet_loading():
-            found = tried(lambda: _tried_padding(other, device))
+            found = try_pass(lambda: _tried_padding(other, device))
         base.andon_padding = Padding() if isinstance(found, Exception) else found
     padding: Padding = base.andon_padding
     return padding
@@ -231,7 +231,7 @@ def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]
     if masking is Masking.UNMASKED:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        with attending_by(model, _UNMASKED, sdpa_attention_forward):
+        with using_own_attention(model, _UNMASKED, sdpa_attention_forward):
             yield mask
     elif masking is Masking.TOKENS:
         yield mask
@@ -242,12 +242,12 @@ def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]
 
 
 @contextmanager
-def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> Iterator[None]:
+def using_own_attention(model: nn.Module, name: str, attention: Callable[..., Any]) -> Iterator[None]:
     """Inside, `model` attends by `attention`. transformers makes no mask for a `name` that it has no masks for."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention)
-    with attending_as(model, name):
+    with using_attention(model, name):
         yield
 
 
@@ -263,7 +263,7 @@ def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor
     given = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": False}
     with computing(model, rows.device):
         if masking is Masking.SPANS:
-            with attending_by(model, _SPANS, _attend_by_spans):
+            with using_own_attention(model, _SPANS, _attend_by_spans):
                 yield given | {"attention_mask": _spans(rows, positions)}
             return
         seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()

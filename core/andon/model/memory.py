@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from andon.model.adapter import trainable_parameters
 from andon.model.batches import Shape
-from andon.model.build import backbone_of, checkpoint_layers, computing, tried, vocabulary_head
+from andon.model.build import backbone_of, checkpoint_layers, computing, try_pass, vocabulary_head
 from andon.model.causal import loss_of_hidden
 from andon.model.masks import Masking, masked, packed_inputs, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
@@ -240,7 +240,7 @@ def traced_bytes(
         # that none passes for another.
         for each in cheaper if kind == "cuda" else ():
             with kernels(), torch.no_grad(), passing((2, 5), each) as (_, forward):
-                accepted = not isinstance(tried(forward), Exception)
+                accepted = not isinstance(try_pass(forward), Exception)
             if accepted:
                 masking = each
                 break

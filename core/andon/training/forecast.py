@@ -110,7 +110,7 @@ class MemoryPlanner:
             self._traced[key] = traced_bytes(model, kind, trained, evaluated, checkpointing=checkpointing)
         activations, evaluation = self._traced[key]
         graphs = 0
-        if captures(config, kind, activations):
+        if uses_cuda_graphs(config, kind, activations):
             graphs = activations + plan.workspace  # they are captured on a stream with a workspace of its own
         elif kind == "cuda" and training.compile == "graphs":
             # Graphs keep their memory during an evaluation and during an eager pass of another shape.
@@ -120,7 +120,7 @@ class MemoryPlanner:
         return replace(plan, activations=activations, evaluation=evaluation, graphs=graphs, moments=moments)
 
 
-def captures(config: Config, kind: str, activations: int | None) -> bool:
+def uses_cuda_graphs(config: Config, kind: str, activations: int | None) -> bool:
     """Whether a replica on a device of `kind` has its eager passes as CUDA graphs.
 
     activations: bytes of a micro-batch, which the graphs hold beside those of eager passes; None: not known. A large
@@ -136,7 +136,7 @@ def captures(config: Config, kind: str, activations: int | None) -> bool:
     return asked == "always" or (activations is not None and activations <= _CAPTURED_BYTES and repeats)
 
 
-def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
+def drop_graphs_if_too_big(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
     """`plan`, without CUDA graphs if `free` bytes have no room for them and no setting demands them; same bits."""
     unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # `compile: graphs` demands them
     return replace(plan, graphs=0) if unasked and plan.needed > free else plan
@@ -336,7 +336,7 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         plan = planner.plan(config, "cuda", workers)
         plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
         free = min(machine.gpus[index] for index in gpus)
-        plan = with_graphs_that_fit(plan, config, free)
+        plan = drop_graphs_if_too_big(plan, config, free)
         add("cuda", len(gpus), plan.needed, free, plan)
         # A rank's part of the machine's memory: the model that it builds for its GPU, or its updates if they are more.
         phases = [{"base": plan.base, "weights": plan.weights}]
@@ -381,7 +381,7 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     if planned is None or config.training.compile != "off":
         refuse_unfit(backend.name, found, None)
         return planned
-    planned = with_graphs_that_fit(planned, config, min(each.free for each in found.values()))
+    planned = drop_graphs_if_too_big(planned, config, min(each.free for each in found.values()))
     size = min((each.total for each in found.values() if not each.fault), default=0)
     remedy = fitting_setting(planner, backend.world_size, size) if 0 < size < planned.needed else ""
     refuse_unfit(backend.name, found, planned.needed, remedy)
@@ -395,7 +395,7 @@ def fitting_setting(planner: MemoryPlanner, workers: int, size: int) -> str:
     def needed_if_fits(changed: Config) -> int | None:
         if changed.model.max_length != config.model.max_length:
             return None  # it needs the rows tokenised again
-        needed = with_graphs_that_fit(planner.plan(changed, "cuda", workers), changed, size).needed
+        needed = drop_graphs_if_too_big(planner.plan(changed, "cuda", workers), changed, size).needed
         return needed if needed <= size else None
 
     found = first_that_fits(config, needed_if_fits)
