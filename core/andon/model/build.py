@@ -337,9 +337,9 @@ def _config(base: str, revision: str | None, **values: Any) -> Any:
     from transformers import AutoConfig
 
     source, local = _source(base, revision)
-    values |= {"revision": revision, "local_files_only": local, "trust_remote_code": False}
+    values |= {"revision": revision, "local_files_only": local}
     with loading(base, "model.base"):
-        return AutoConfig.from_pretrained(source, **values)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **values)
 
 
 def _configuration(settings: Model, interface: ModelInterface) -> Any:
