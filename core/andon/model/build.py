@@ -167,10 +167,10 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     # Its values are not given to the model, which refuses those that it lacks.
     config, stored = _configuration(settings, interface), _config(base, settings.revision)
     source, local = _source(base, settings.revision)
-    how: dict[str, Any] = {"revision": settings.revision, "local_files_only": local, "trust_remote_code": False}
-    how |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": _DTYPES[settings.dtype]}
+    auto, how = _auto_class(interface.head), dict[str, Any](ignore_mismatched_sizes=True, output_loading_info=True)
+    how |= {"revision": settings.revision, "local_files_only": local, "dtype": _DTYPES[settings.dtype]}
     with loading(base, "model.base"):
-        model, report = _auto_class(interface.head).from_pretrained(source, config=config, **how)
+        model, report = auto.from_pretrained(source, config=config, trust_remote_code=False, **how)
     missing = set(map(str, report["missing_keys"]))
     # transformers reports a tensor of another shape with or without both shapes.
     mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
