@@ -40,7 +40,7 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line
-from andon.training.forecast import agree_on_devices, captures, evaluation_batching
+from andon.training.forecast import agree_on_devices, evaluation_batching, uses_cuda_graphs
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
 from andon.training.trainer import Evaluator
@@ -120,7 +120,7 @@ def assembled(
             say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
         if speaks and backend.name == "mixed":
             say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
-        captured = captures(config, backend.devices[0].type, memory.activations if memory else None)
+        captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
         lengths = padded_lengths(config.model.max_length, padding_multiple(config))
         shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
