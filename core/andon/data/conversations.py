@@ -84,9 +84,10 @@ class ConversationSet(Examples):
             add_row(sha, row)
         return sha.hexdigest()
 
-    def source_of(self, id_: int) -> str:
-        """The source of a row, or an empty string. Raises KeyError for an unknown id."""
-        return str(self._by_id[id_].source)
+    @property
+    def sources(self) -> list[str]:
+        """The source of each row, or an empty string."""
+        return [row.source for row in self.rows]
 
     def texts(self) -> tuple[str, ...]:
         return tuple(asked(self.form, row) for row in self.rows)

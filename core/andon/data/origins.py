@@ -76,7 +76,6 @@ class Origins:
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []
         self.lines: array[int] = array("q")
-        self._before = 0
         self._ids: dict[str, int] = {}
 
     @classmethod
@@ -139,7 +138,7 @@ class Origins:
                     problems.add(str(path), what)
 
     def __len__(self) -> int:
-        return self._before + len(self.lines)
+        return len(self.lines)
 
     def repeated(self, table: Table, record: Record) -> list[str]:
         """A fault if an earlier record of the file has the same value in the column `id`."""
@@ -153,13 +152,6 @@ class Origins:
         """Drop all rows but these, ascending, and number those from 0."""
         self._starts = [bisect_left(rows, start) for start in self._starts]
         self.lines = array("q", (self.lines[row] for row in rows))
-
-    def pop_lines(self) -> array[int]:
-        """Remove and return the lines of the rows added since the last call, so that memory stays bounded."""
-        lines = self.lines
-        self._before += len(lines)
-        self.lines = array("q")
-        return lines
 
     @property
     def sizes(self) -> tuple[int, ...]:
