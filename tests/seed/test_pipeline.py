@@ -24,9 +24,9 @@ from andon.pipeline import (
     ClassifyConfig,
     ClassifyPipeline,
     SafetySample,
-    SampleEncoder,
     TransformerConfig,
     build_model,
+    encode_samples,
 )
 from andon.tasks import text as text_tasks
 from andon_contracts.policy import evaluations, reset_evaluations
@@ -418,7 +418,7 @@ def test_v23_memory_is_measured_and_not_a_formula() -> None:
     shape = replace(SMALL, hidden_size=128, intermediate_size=256, vocab_size=4096)
     samples = mixed_samples(8)
     model = build_model(shape, CONFIG, 0)
-    rows = SampleEncoder(shape, CONFIG).of_samples(samples)
+    rows = encode_samples(shape, CONFIG, samples)
     largest = activation_bytes(model, rows, rows.load(range(2), torch.device("cpu")))
     plan = plan_bytes(model, trainable_parameters(model), "adamw", 4, largest)
     measured = peak_bytes(lambda: ClassifyPipeline(shape, CONFIG, micro_batches=4).train_batch(samples))

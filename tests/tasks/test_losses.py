@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError
 from andon.metrics.scores import multi_label_scores
@@ -46,7 +46,8 @@ def farthest(
     optimizer = Optimizer(lr=1e-3, clip_norm=None)
     config = Config(seed=5, model=spec.model, adapter=LORA, optimizer=optimizer, contracts=NO_AUDIT)
     run = build_run(config, spec.interface, InlineBackend([CPU] * WORLD), task, plan)
-    for module in (module for model in run.models for module in model.modules() if isinstance(module, nn.Dropout)):
+    modules = (module for replica in run.replicas for module in replica.model.modules())
+    for module in (module for module in modules if isinstance(module, nn.Dropout)):
         module.p = 0.0  # a head of tokens has one of its own
     run.step.attest_start({})
     worst = 0.0

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.model import batches
 from andon.model.batches import EvaluationBatching
 from andon.tasks import text as text_tasks
 from andon.tasks.text import ClassificationTask
-from andon.training.evaluation import Evaluator, evaluate
+from andon.training.forecast import evaluation_batching
 from andon.training.material import prepare
 from andon.training.preview import describe
-from andon.training.study import evaluation_batching
+from andon.training.trainer import Evaluator, evaluate
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, write_jsonl

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config, Model
