@@ -28,6 +28,7 @@ from andon.run.folder import RunFolder
 from andon.training import token_cache
 from andon.training.material import prepare
 from andon.training.rows import read_rows, task_of_run, with_task
+from andon.training.start import payload_of, train_rank
 from andon.training.token_cache import COLUMNS, TokenisedConversations, encoded_texts, tokenised
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
@@ -261,6 +262,13 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(token_cache, "encode_each", meanwhile)
     with pytest.raises(InputError, match="has changed while it was read"):
         made(path, tmp_path / "cache")
+
+
+def test_a_file_that_changes_before_a_rank_reads_it_is_refused(path: Path, tmp_path: Path) -> None:
+    payload = payload_of(load_config(None, [f"data.train={path}"]), tmp_path / "run", 0.0)
+    path.write_text(path.read_text() * 2)
+    with pytest.raises(InputError, match="has changed while it was read; start again"):
+        train_rank(json.loads(json.dumps(payload)))
 
 
 @pytest.mark.parametrize("packing", [False, True])

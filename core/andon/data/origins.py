@@ -43,7 +43,7 @@ def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-Stamp = tuple[str | int, ...]
+Stamp = list[str | int]
 
 
 def stamps(paths: Sequence[Path]) -> list[Stamp]:
@@ -51,7 +51,7 @@ def stamps(paths: Sequence[Path]) -> list[Stamp]:
     found: list[Stamp] = []
     for path in paths:
         require_file(path)
-        found.append((str(path.absolute()), *identity_of(path.stat())))
+        found.append([str(path.absolute()), *identity_of(path.stat())])
     return found
 
 
