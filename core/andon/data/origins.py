@@ -64,15 +64,16 @@ def require_unchanged(paths: Sequence[Path], *before: Sequence[Stamp]) -> None:
 class Origins:
     """The file and line of each row. Rows are added in order, one file after another; a row is known by its position.
 
-    stamps: of the files when their reading began. skipped: the rows that were left out, and why. notes: lines for the
-    user about how the files were read.
+    stamps: of the files when their reading began. problems: what is wrong in them; skipped: the rows that were left
+    out, and why. notes: lines for the user about how the files were read.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.skipped: Sequence[Problem] = ()
+    def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
+        self.problems, self._limit = ProblemList(skips=selection.skip_bad), selection.limit
+        self.skipped: Sequence[Problem] = self.problems.skipped
         self.stamps: list[Stamp] = []
-        self.notes = [] if limit is None else [f"note: reading at most {limit} training rows (data.limit)"]
-        self._limit = limit
+        most = f"note: reading at most {self._limit} training rows (data.limit)"
+        self.notes = [] if self._limit is None else [most]
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []
         self.lines: array[int] = array("q")
@@ -100,7 +101,6 @@ class Origins:
     def read(
         self,
         paths: Iterable[Path],
-        problems: ProblemList,
         parse: Callable[[Table, Record], tuple[Parsed, list[str]]],
         begin: Callable[[Table], None] = lambda table: None,
     ) -> Iterator[Parsed]:
@@ -109,6 +109,7 @@ class Origins:
         parse: a record as a row, and its faults; a row without faults is added. begin: called with each open file.
         Raises `InputError` for a file that is named twice.
         """
+        problems = self.problems
         for path in paths:
             with closing(open_table(path, problems)) as table:
                 begin(table)
@@ -131,7 +132,6 @@ class Origins:
                     if not faults:
                         self.lines.append(record.line)
                         yield row
-                self.skipped = problems.skipped
                 if len(self) == before != self._limit and not problems:
                     bad = problems.skipped[skipped:]
                     what = f"none of its {len(bad)} rows can be used; {bad[0]}" if bad else "has no rows"

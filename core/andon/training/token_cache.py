@@ -233,11 +233,7 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
         return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
 
     key = key_of(
-        _LIBRARIES,
-        code=source_digest(_CODE),
-        rows=data.digest,
-        tokenizer=tokenizer.digest,
-        max_length=max_length,
+        _LIBRARIES, code=source_digest(_CODE), rows=data.digest, tokenizer=tokenizer.digest, max_length=max_length
     )
     found = kept(folder, key, TEXT_COLUMNS, make, load)
     tokenizer.truncated = truncated + len(found.cut)
