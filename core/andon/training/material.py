@@ -279,7 +279,7 @@ def _conversations(config: Config, data: TokenisedConversations | ConversationSe
         pad_id=tokenizer.pad_id,
         max_length=limit,
         padding_multiple=padding_multiple(config),
-        sources=[data.source_of(id_) for id_ in data.ids],
+        sources=data.sources,
         notes=(f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
         asked=Asked(data.form, encoding.stops),
         skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},
