@@ -57,7 +57,7 @@ from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.outputs import form_of, write_card, write_model_files
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Progress
+from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
@@ -98,15 +98,9 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
         agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
         writer = open_journal(session, checkpoint, history, progress) if run.writes else None
         journal, repeats = writer or Journal(), Repeats(history.steps)
-        evaluate = partial(session.evaluator, material.validation_task, material.validation_ids)
-        trainer = run.trainer(
-            journal,
-            progress,
-            repeats,
-            evaluate=evaluate if material.validation_ids else None,
-            stop_asked=stop_asked,
-            clock=session.clock,
-        )
+        scored = partial(session.evaluator, material.validation_task, material.validation_ids)
+        evaluate = scored if material.validation_ids else None
+        trainer = Trainer(run, journal, progress, repeats, evaluate, stop_asked, session.clock)
         try:
             reason = trainer.run()
             finish(session, writer, reason, trainer.progress, history)
