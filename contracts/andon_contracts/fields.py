@@ -42,17 +42,17 @@ class Real:
 
     @classmethod
     def from_json(cls, data: object, where: str = "real") -> Self:
-        """The inverse of `to_json`. Raises `ValueError` if value and hex differ."""
         if not isinstance(data, dict) or data.keys() != {"hex", "value"} or not isinstance(data["hex"], str):
-            raise _fault(where, "{value, hex}", json_object(data, where))
+            _refuse(where, "{value, hex}", json_object(data, where))
         text, value = data["hex"], data["value"]
         try:
+            if type(value) in (int, float) and float(value).hex() == text and math.isfinite(value):
+                return cls(text)
             number = float.fromhex(text)
-            equal = float(value).hex() == text if type(value) in (int, float) else value is None
         except (ValueError, OverflowError):
-            raise _fault(where, "a hexadecimal float", data) from None
-        if number.hex() != text or not equal or math.isfinite(number) == (value is None):
-            raise _fault(where, "equal in value and hex", data)
+            _refuse(where, "a hexadecimal float", data)
+        if number.hex() != text or value is not None or math.isfinite(number):
+            _refuse(where, "equal in value and hex", data)
         return cls(text)
 
 
@@ -67,7 +67,7 @@ class Part:
     @classmethod
     def from_json(cls, data: object, where: str = "") -> Self:
         """The inverse of `to_json`. Raises `ValueError` naming a field that is missing, unknown or ill-typed."""
-        readers, required, fixed, made = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
+        readers, required, defaults = _fields(cls)  # type: ignore[arg-type] # mypy: `type[Self]` is not hashable
         if not isinstance(data, dict) or not data.keys() <= readers.keys():
             name = where or cls.__name__.lower()
             raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
@@ -75,14 +75,9 @@ class Part:
         for name in required:
             if name not in data:
                 raise ValueError(f"{prefix}{name} is missing")
-        # Not by the constructor: that of a frozen dataclass takes as long to set the fields as to read them.
+        # A frozen dataclass's own constructor takes as long to set the fields as to read them.
         part = object.__new__(cls)
-        values = part.__dict__
-        values.update(fixed)
-        for name, value in data.items():
-            values[name] = readers[name](value, prefix + name)
-        for name in made:
-            values.setdefault(name, made[name]())
+        part.__dict__.update(defaults | {name: readers[name](value, prefix + name) for name, value in data.items()})
         return part
 
 
@@ -93,8 +88,8 @@ def no_constant(name: str) -> NoReturn:
 
 def json_object(data: object, where: str) -> dict[str, Any]:
     """`data` if it is a JSON object. Raises `ValueError` naming `where` otherwise."""
-    if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
-        raise _fault(where, "an object", data)
+    if not isinstance(data, dict) or not {*map(type, data)} <= {str}:
+        _refuse(where, "an object", data)
     return data
 
 
@@ -103,9 +98,9 @@ def read_field(hint: Any, value: Any, where: str) -> Any:
     return _reader(hint)(value, where)
 
 
-def _fault(where: str, wanted: str, value: object) -> ValueError:
+def _refuse(where: str, wanted: str, value: object) -> NoReturn:
     text = repr(value)
-    return ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}")
+    raise ValueError(f"{where} must be {wanted}, not {text if len(text) <= 80 else text[:77] + '...'}") from None
 
 
 def _to_json(value: object) -> object:
@@ -117,20 +112,13 @@ def _to_json(value: object) -> object:
 
 
 @cache  # a ledger has millions of fields
-def _fields(
-    part: type[Part],
-) -> tuple[Mapping[str, _Reader], Sequence[str], Mapping[str, object], Mapping[str, Callable[[], object]]]:
-    """The reader of each field; the fields that the JSON must have; and the defaults, and factories of them, of others.
-
-    A field without a default that may be None is None if the JSON lacks it.
-    """
+def _fields(part: type[Part]) -> tuple[Mapping[str, _Reader], Sequence[str], dict[str, object]]:
+    """The reader of each field; the fields that the JSON must have; and the values of those that it lacks."""
     hints, specs = get_type_hints(part, include_extras=True), dataclasses.fields(part)
-    made = {s.name: s.default_factory for s in specs if s.default_factory is not dataclasses.MISSING}
-    fixed = {s.name: s.default for s in specs if s.default is not dataclasses.MISSING}
-    bare = [s.name for s in specs if s.name not in fixed and s.name not in made]
-    fixed |= dict.fromkeys(name for name in bare if type(None) in get_args(hints[name]))
-    required = [name for name in bare if name not in fixed]
-    return {spec.name: _reader(hints[spec.name]) for spec in specs}, required, fixed, made
+    absent = {spec.name: None for spec in specs if type(None) in get_args(hints[spec.name])}
+    made = {spec.name: spec.default_factory() for spec in specs if spec.default_factory is not dataclasses.MISSING}
+    defaults = absent | made | {s.name: s.default for s in specs if s.default is not dataclasses.MISSING}
+    return {s.name: _reader(hints[s.name]) for s in specs}, [s.name for s in specs if s.name not in defaults], defaults
 
 
 @cache
@@ -155,17 +143,12 @@ def _reader(hint: Any) -> _Reader:
 
 
 def _reader_if(right: Callable[[Any], object], wanted: str) -> _Reader:
-    def read(value: Any, where: str) -> Any:
-        if not right(value):
-            raise _fault(where, wanted, value)
-        return value
-
-    return read
+    return lambda value, where: value if right(value) else _refuse(where, wanted, value)
 
 
 def _read_list(read: _Reader, value: Any, where: str) -> tuple[Any, ...]:
     if not isinstance(value, list):
-        raise _fault(where, "a list", value)
+        _refuse(where, "a list", value)
     return tuple(read(item, f"{where}[{i}]") for i, item in enumerate(value))
 
 

@@ -163,7 +163,7 @@ class Broken(Part):
     """A violation: the clause and its finding. `applied`: it was found after the update was made.
 
     `action` of a watch: "raised", "warned", "called" (a function of the user), "suspected" (a warning about something
-    that a correct loop may do too). None: the run ended.
+    that a correct loop may do too). None: not of a watch; the violation ended the run.
     """
 
     kind: ClassVar[str] = "violation"
@@ -240,9 +240,7 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
         data = _DECODER.decode(line.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"not a line of JSON: {error}") from None
-    if type(data) is not dict:
-        json_object(data, "the line")
-    version, kind = data.pop("v", None), data.pop("kind", None)
+    version, kind = json_object(data, "the line").pop("v", None), data.pop("kind", None)
     if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"version {version!r} of the ledger format is not supported, only {SCHEMA_VERSION}")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -257,15 +255,14 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
 
 
 def chain(previous_line: bytes) -> str:
-    """The field `prev` of the line after `previous_line`, which may end with its line feed."""
+    """The digest of `previous_line`, which the next line has as `prev`. A line feed at its end is ignored."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     data = dict(pairs)
     if len(data) < len(pairs):
-        seen = set[str]()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = next(key for at, (key, _) in enumerate(pairs) if key in dict(pairs[:at]))
         raise ValueError(f"duplicate key {twice!r} in a JSON object")
     return data
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from andon.cli import setup
 from andon.cli.app import _run, guarded
 from andon.config.source import loading
 from andon.console.exits import Exit
 from andon.console.problems import InputError
+from andon.inspection import doctor
 from andon.launch import preemption
 from andon_contracts.record import Broken
 from andon_falsify.report.document import write_json
@@ -184,7 +184,7 @@ def test_a_full_standard_output_is_named(
     write_json(campaign(), tmp_path / "report.json")
     names = {"ledger": str(ledger), "report": str(tmp_path / "report.json"), "folder": str(tmp_path)}
     monkeypatch.setattr(sys, "argv", ["andon", *(each.format(**names) for each in arguments)])
-    monkeypatch.setattr(setup, "examine", lambda folder, timeout: [])
+    monkeypatch.setattr(doctor, "examine", lambda folder, timeout: [])
     with open("/dev/full", "w", encoding="utf-8") as full, suppress(OSError):
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", full)

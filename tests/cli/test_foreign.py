@@ -22,8 +22,7 @@ import pytest
 import torch
 
 from andon.cli.app import guarded
-from andon.cli.plugins import said_by
-from andon.cli.setup import init
+from andon.cli.commands import init, plugin_output
 from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import Model
@@ -385,7 +384,7 @@ def test_a_report_asks_no_module_beside_the_user(
     for name in ("andon", "contextlib", "warnings"):
         (model_run / f"{name}.py").write_text(EVIL.format(str(ran)) + "print('checked 14 of 14 claims')\n")
     monkeypatch.chdir(model_run)
-    said = said_by("verify", "--verbose", "--", ".")
+    said = plugin_output("verify", "--verbose", "--", ".")
     assert said is not None
     assert not ran.exists()
     assert said[1][0].startswith("replicas-agree v1: not applicable"), said
@@ -394,7 +393,7 @@ def test_a_report_asks_no_module_beside_the_user(
 def test_a_process_of_ours_keeps_the_flags_and_the_path_of_its_parent(tmp_path: Path) -> None:
     (tmp_path / "named.py").write_text("import sys; print(sys.flags.optimize, sys.flags.utf8_mode, sys.path[0])")
     asking = (
-        "from andon.launch.interpreter import module_command as made; import subprocess; subprocess.run(made('named'))"
+        "from andon.console.messages import module_command as made; import subprocess; subprocess.run(made('named'))"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-O", "-X", "utf8", "-c", asking]

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from andon.config.load import template
-from andon.inspection.difference import Comparison, Differences, compare, read_side
-from andon.inspection.tensors import tensors_apart
+from andon.inspection.difference import Comparison, Differences, compare, read_side, tensors_apart
 from andon.run.checkpoint import save_checkpoint
 from andon_contracts.fields import Real
 from andon_contracts.record import Record, Start, Step

@@ -71,16 +71,12 @@ def test_all_is_well(tmp_path: Path) -> None:
     assert str(tmp_path) in told.checks["folder"]["found"]
 
 
-@pytest.mark.parametrize(
-    ("probe", "expected"), [("libraries", {"broken": {}}), ("folder", {"locks": True}), ("gloo", {})]
-)
-def test_each_probe_finds_what_is_there(
-    probe: str, expected: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert module.main([probe, str(tmp_path)]) == 0
+@pytest.mark.parametrize("probe", ["libraries", "folder", "gloo"])
+def test_each_probe_finds_what_is_there(probe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert module.main([probe, *([str(tmp_path)] if probe == "folder" else [])]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "error" not in found
-    assert found.items() >= expected.items()
+    assert found
+    assert "problem" not in {level for _, level, *_ in found}
 
 
 def test_what_keeps_a_run_from_this_machine_is_found(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from andon.inspection.difference import compare, read_side
-from andon.inspection.report import write_page
-from andon.inspection.report.page import Page
-from andon.inspection.report.run_view import load_run_view
+from andon.inspection.report.page import Page, load_run_view, write_page
 from tests.inspection.test_report import hostile_run
 from tests.support.browser import CHROMIUM, FAINT, Browser
 

@@ -16,13 +16,13 @@ def main() -> None:
 
     stopped: the fork server is, before a rank starts.
     """
-    from andon.launch import fork_server, supervisor
+    from andon.launch import fork_server, launcher
     from andon.launch.launcher import launch, warm_up
 
     requested = json.loads(sys.argv[1])
     folder = Path(requested["folder"])
     if "stopped" in requested:
-        supervisor.STOPPED_S = 0.3
+        launcher.STOPPED_S = 0.3
     warm_up(tuple(requested["modules"]))
     if requested.get("stopped"):
         server = fork_server.running()

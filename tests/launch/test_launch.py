@@ -148,19 +148,7 @@ def test_an_entry_that_is_not_there_is_a_crash_that_names_it(tmp_path: Path, ent
     assert (result.exit, result.cause) == (Exit.CRASHED, f"rank 0 of 1: {cause}")
 
 
-@pytest.mark.parametrize(
-    ("entry", "payload", "workers", "timeout_s", "error"),
-    [
-        ("no_colon", {}, 1, 1.0, ValueError),
-        ("a:b", {}, 0, 1.0, ValueError),
-        ("a:b", {}, 1, 0.0, ValueError),
-        ("a:b", {}, 1, float("nan"), ValueError),
-        ("a:b", {"x": object()}, 1, 1.0, TypeError),
-    ],
-)
-def test_what_cannot_be_launched_is_refused_before_any_process_starts(
-    tmp_path: Path, entry: str, payload: dict[str, Any], workers: int, timeout_s: float, error: type[Exception]
-) -> None:
-    with pytest.raises(error):
-        launch(entry, payload, workers=workers, run_folder=tmp_path, timeout_s=timeout_s)
+def test_a_payload_that_is_not_json_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        launch("a:b", {"x": object()}, workers=1, run_folder=tmp_path, timeout_s=1.0)
     assert not any(tmp_path.iterdir())

@@ -21,7 +21,6 @@ from andon.console.exits import Exit
 from andon.launch import fork_server, preemption
 from andon.launch.launcher import launch, warm_up
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.supervisor import signal_pipe
 from andon_contracts.liveness.process import start_time
 from tests.launch.driver import PRELOAD
 from tests.launch.pipes import PATIENCE_S, Pipe
@@ -58,7 +57,8 @@ def signalled(pipe: Pipe, signals: list[signal.Signals], group: bool) -> Iterato
         ranks = [int(pid) for _, pid in pipe.lines(2)]
         server = fork_server.running()
         assert server is not None
-        for signum in signals:
+        for number, signum in enumerate(signals):
+            time.sleep(number)  # two at once would count as one
             signal.raise_signal(signum)
             for pid in {*ranks, *map(parent_of, ranks), server.pid} if group else ():
                 os.kill(pid, signum)
@@ -248,8 +248,9 @@ def test_what_comes_between_two_handlers_reaches_the_supervisor(heeding: None) -
     """Noted after training began, and taken once: a Ctrl-C that counted twice would kill the ranks."""
     preemption.begin()
     signal.raise_signal(signal.SIGINT)
-    with signal_pipe() as signals:
-        assert list(os.read(signals, 99)) == [signal.SIGINT]
+    with preemption.collected():
+        assert preemption.taken() == [signal.SIGINT]
+        assert preemption.taken() == []
     signal.raise_signal(signal.SIGTERM)  # all has ended: it changes nothing
 
 

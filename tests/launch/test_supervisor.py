@@ -9,18 +9,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from andon.console.exits import Exit
-from andon.launch import supervisor
-from andon.launch.launcher import LaunchResult
+from andon.launch import launcher
+from andon.launch.launcher import LaunchResult, Supervisor
 from andon.launch.orphan import die_with_parent
+from andon.launch.preemption import collected
 from andon.launch.report import UNSEEN, Report, path_of
-from andon.launch.supervisor import Supervisor, signal_pipe
 from andon_contracts.liveness.process import start_time
 from tests.launch.pipes import PATIENCE_S, Pipe
 
@@ -52,8 +51,8 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def short_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "END_S", 0.2)
-    monkeypatch.setattr(supervisor, "EXITS_S", 0.2)
+    monkeypatch.setattr(launcher, "END_S", 0.2)
+    monkeypatch.setattr(launcher, "EXITS_S", 0.2)
 
 
 @pytest.fixture
@@ -65,16 +64,13 @@ def ranks() -> Iterator[list[Rank]]:
         rank.process.wait()
 
 
-def watch(
-    ranks: list[Rank], folder: Path, *, silence_s: float = math.inf, launch: str = "", signals: int | None = None
-) -> LaunchResult:
+def watch(ranks: list[Rank], folder: Path, *, silence_s: float = math.inf, launch: str = "") -> LaunchResult:
     """What a supervisor makes of it; fails if it does not come to an end."""
     ended: list[LaunchResult] = []
-    with signal_pipe() if signals is None else nullcontext(signals) as pipe:
-        watching = Supervisor(cast("Any", ranks), pipe, folder, 3600, silence_s, launch=launch)
-        thread = threading.Thread(target=lambda: ended.append(watching.run()), daemon=True)
-        thread.start()
-        thread.join(PATIENCE_S)
+    watching = Supervisor(cast("Any", ranks), folder, 3600, silence_s, launch=launch)
+    thread = threading.Thread(target=lambda: ended.append(watching.run()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE_S)
     assert ended, "the supervisor waits for ever"
     return ended[0]
 
@@ -119,7 +115,7 @@ def test_a_rank_that_is_stopped_is_given_up(tmp_path: Path, ranks: list[Rank]) -
 def test_a_rank_that_finished_takes_nobody_with_it(
     tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "END_S", 0.0)
+    monkeypatch.setattr(launcher, "END_S", 0.0)
     Report(0, int(Exit.OK), "finished", 1.0).write(tmp_path)
     ranks[0].process.kill()
     then: list[int | None] = []
@@ -131,7 +127,7 @@ def test_a_rank_that_finished_takes_nobody_with_it(
 def test_ranks_that_never_start_are_not_waited_for(
     tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "START_S", 0.0)
+    monkeypatch.setattr(launcher, "START_S", 0.0)
     late = threading.Event()
     monkeypatch.setattr(Rank, "start", lambda rank: (late.wait(PATIENCE_S), setattr(rank, "pid", rank.process.pid)))
     ended = watch(ranks, tmp_path)
@@ -155,8 +151,8 @@ def test_a_watch_that_fails_leaves_no_rank(tmp_path: Path, ranks: list[Rank]) ->
     path_of(tmp_path, 0).parent.mkdir()
     path_of(tmp_path, 0).write_text("not JSON")
     ranks[0].process.kill()
-    with signal_pipe() as signals, pytest.raises(ValueError, match=r"rank-0\.json"):
-        Supervisor(cast("Any", ranks), signals, tmp_path, 3600).run()
+    with pytest.raises(ValueError, match=r"rank-0\.json"):
+        Supervisor(cast("Any", ranks), tmp_path, 3600).run()
     assert [rank.process.wait(PATIENCE_S) for rank in ranks] == [-signal.SIGKILL] * 3
 
 
@@ -171,18 +167,18 @@ def test_a_signal_to_the_group_is_seen_with_what_it_did(
 
     ranks[0].process.kill()
     monkeypatch.setattr(Rank, "exitcode", property(signalled))
-    with signal_pipe() as signals:
-        ended = Supervisor(cast("Any", ranks[:1]), signals, tmp_path, 3600).run()
+    with collected():
+        ended = Supervisor(cast("Any", ranks[:1]), tmp_path, 3600).run()
     assert (ended.exit, ended.asked_by) == (Exit.PREEMPTED, signal.SIGTERM)
 
 
 def test_a_second_interrupt_kills_ranks_that_appear_later(
     tmp_path: Path, ranks: list[Rank], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with signal_pipe() as signals:
+    with collected():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        ended = watch(ranks, tmp_path, signals=signals)
+        ended = watch(ranks, tmp_path)
     said = "andon: SIGINT: ending at the next step boundary; a second one ends at once\n"
     assert capsys.readouterr().err == said
     assert (ended.exit, ended.cause) == (Exit.RANK_LOST, "all ranks were killed: a second SIGINT asked for it")

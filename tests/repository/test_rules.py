@@ -95,7 +95,7 @@ def test_no_folder_of_a_model_runs_code() -> None:
 def test_every_python_process_is_started_in_one_way() -> None:
     """`module_command` keeps the current folder off the path, so no file there is imported by a rank."""
     found = {path for path in SHIPPED if re.search(r"[\[(]\s*sys\.executable", path.read_text(encoding="utf-8"))}
-    assert found == {ROOT / "core/andon/launch/interpreter.py"}
+    assert found == {ROOT / "core/andon/console/messages.py"}
 
 
 def test_what_benchmarks_import_of_ours_exists() -> None:

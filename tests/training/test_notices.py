@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from andon.backend.base import InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.exits import Exit

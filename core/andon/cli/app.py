@@ -17,22 +17,18 @@ from andon.launch import preemption
 from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"
-_TRAIN = "train"
-_OF_COMMANDS = ("typer", "pydantic", "yaml", "rich", "click")
-"""What commands cannot be without."""
-_WATCH = "watch"
-"""The one command that needs no extra, and whose script ends as it likes: it does not pass through here."""
+_OF_COMMANDS = ("typer", "pydantic", "yaml", "rich", "click")  # what commands cannot be without
 
 
 def main() -> NoReturn:
     """Run the command line; exits with an `Exit`, or as the script does that `andon watch` runs."""
-    if sys.argv[1:2] == [_WATCH]:
+    if sys.argv[1:2] == ["watch"]:  # which needs no extra, and whose script ends as it likes
         _open_closed_streams()
         from andon_contracts.watch.script import main as run_watched
 
         sys.exit(run_watched(sys.argv[2:]))
     try:
-        if sys.argv[1:2] == [_TRAIN]:
+        if sys.argv[1:2] == ["train"]:
             preemption.heed()
         _open_closed_streams()
         code = guarded(_run)
@@ -48,24 +44,24 @@ def main() -> NoReturn:
 def _leave(code: int) -> NoReturn:
     """End with `code`, whatever became of the standard streams.
 
-    Where torch was loaded, without taking its modules down one by one, which takes a second.
+    If torch was loaded, without taking its modules down one by one, which takes a second.
     """
     broken = False
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BROKEN_STREAM as error:  # whoever read it may have gone; the interpreter would end with 120 for that
+        except BROKEN_STREAM as error:  # its reader may have gone; the interpreter would end with 120 for that
             broken = True
             if stream is sys.stdout and code == 0 and isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 code = _say(str(not_written(error)), Exit.USAGE)
-    if not ("torch" in sys.modules or broken or preemption.heeded()):  # an interpreter that ends heeds no signals
+    if not ("torch" in sys.modules or broken or preemption.heeded()):  # an interpreter that ends handles no signals
         raise SystemExit(code)
     atexit._run_exitfuncs()
     os._exit(code)
 
 
 def _open_closed_streams() -> None:
-    """Let standard streams that were closed lead nowhere, here and in ranks: no file of a run may take their place."""
+    """Open closed standard streams on /dev/null, here and in ranks: no file of a run may take their place."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -90,7 +86,7 @@ def _run() -> int:
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """`work`'s exit code; what it raises becomes one message on stderr and the code that belongs to it."""
+    """The exit code of `work`; an error becomes one message on stderr and the code that belongs to it."""
     try:
         return work()
     except InputError as error:

@@ -1,38 +1,39 @@
-"""The command line: its commands by name, each imported once it is asked for."""
+"""The command line: each command with its options. What a command needs is imported when it is called."""
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.metadata import version
-from typing import Annotated, Any
+import inspect
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from importlib.metadata import EntryPoint, entry_points, version
+from itertools import tee
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-import typer
-import typer.main
+from typer import Argument, Context, Option, Typer
+from typer import Exit as Ended
 from typer.core import TyperCommand
 
-from andon.cli import plugins
-from andon.console.messages import put, say
+from andon.console.exits import Exit
+from andon.console.messages import command_line, module_command, put, say
+from andon.console.problems import InputError, Problem, install_hint
+from andon.launch.orphan import bind_to_parent
+from andon_contracts.liveness.process import exit_text
 
-COMMANDS = {
-    "train": ("andon.cli.train:train", "Train."),
-    "init": ("andon.cli.setup:init", "Write a commented config.yaml with every setting at its default."),
-    "check": ("andon.cli.setup:check", "Say what a run would do."),
-    "doctor": ("andon.cli.setup:doctor", "Say whether runs can train here, and what to do where not."),
-    "watch": ("andon.cli.commands:watch", "Run a training script of your own under the contracts."),
-    "plan": ("andon.cli.plan:plan", "Say what memory a run needs on each device."),
-    "eval": ("andon.cli.results:evaluate", "Score a run's model on a file; prints JSON."),
-    "predict": ("andon.cli.results:predict", "Label texts of a file, or lines of standard input."),
-    "generate": ("andon.cli.results:generate", "Answer prompts, with the likeliest token at each place."),
-    "export": ("andon.cli.results:export", "Write a run's model for others, with its card."),
-    "show": ("andon.cli.inspect:show", "Show a run from start to end, or one step of it, by its ledger."),
-    "explain": ("andon.cli.inspect:explain", "Explain a violation."),
-    "diff": ("andon.cli.inspect:diff", "Find where two runs part."),
-    "replay": ("andon.cli.inspect:replay", "Do steps of a run again and compare every digest."),
-    "report": ("andon.cli.inspect:report", "Make one HTML page of a run, or of two side by side."),
-}
-"""Each command with where it is, as module:function, and how its docstring begins: so the list needs no module."""
+PLUGINS = "andon.commands"
+"""The group of entry points with commands of other packages: a name for a typer app or a function."""
+_MOST_WORKERS = 4096
+_ANYTHING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app = typer.Typer(
+app = Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -44,42 +45,35 @@ app = typer.Typer(
 def _show_version(asked: bool) -> None:
     if asked:
         put(version("andon"))
-        raise typer.Exit
+        raise Ended
 
 
 @app.callback()
 def andon(
     shown: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+        bool, Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
     ] = False,
 ) -> None:
     """Data-parallel LoRA training, every step a checked fact."""
 
 
-def watch(context: typer.Context) -> None:
-    """Run a training script of your own under the contracts. See andon watch --help."""
-    # Listed here for --help alone: `main` runs it before typer is imported, which it does not need.
-    from andon_contracts.watch.script import main
-
-    raise typer.Exit(main(context.args))
-
-
-class ListedCommand(TyperCommand):
-    """A command of `COMMANDS`: its line in the list of commands, and itself once it is called."""
+class _Command(TyperCommand):
+    """Says that a command was interrupted, and which setting may be meant by an unknown option."""
 
     def make_context(self, *given: Any, **named: Any) -> Any:
-        """See click: the context in which the command itself is called."""
         try:
-            found = _imported(str(self.name))
-        except KeyboardInterrupt:  # which typer ends with, and without a word
-            say("interrupted")
-            raise
-        try:
-            return found.make_context(*given, **named)
+            return super().make_context(*given, **named)
         except Exception as error:
             # By name: typer brings its own copy of click, or imports it, depending on its version.
-            if type(error).__name__ == "NoSuchOption" and any("--set" in option.opts for option in found.params):
+            if type(error).__name__ == "NoSuchOption" and any("--set" in option.opts for option in self.params):
                 _point_to_set(error)
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # which typer ends with, and without a word
+            say("interrupted")
             raise
 
 
@@ -92,19 +86,531 @@ def _point_to_set(error: Any) -> None:
         error.message, error.possibilities = error.message + how, None
 
 
-def _imported(name: str) -> Any:
-    module, _, function = COMMANDS[name][0].partition(":")
-    # A script has options of its own, which are not to be read here.
-    theirs = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(name, context_settings=theirs if name == "watch" else None)(getattr(import_module(module), function))
-    return typer.main.get_command(alone)
+def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> Callable[..., None]:
+    """Add the command; its line in the list of commands is the first sentence of its docstring."""
+    first = (function.__doc__ or "").strip().partition(". ")[0].rstrip(".")
+    app.command(name or function.__name__, cls=_Command, short_help=f"{first}.", **settings)(function)
+    return function
 
 
-def _listed() -> None:
-    """What stands for each command in the list; never called."""
+class Asked(NamedTuple):
+    """The configuration that a command was given: its file, overrides as KEY=VALUE, and flags by key."""
+
+    file: Path | None
+    overrides: Sequence[str]
+    flags: dict[str, Any]
 
 
-for _name, (_, _begins) in COMMANDS.items():
-    app.command(_name, help=_begins, cls=ListedCommand)(_listed)
-plugins.register(app)
+_WEIGHED = re.compile(r"(.+)=([-+]?[0-9.][-+0-9.e]*)")
+
+
+def _train_files(said: Sequence[str]) -> object:
+    """`data.train`: one path as it is; several, or one with a weight, as sections."""
+    files: list[dict[str, object]] = []
+    for each in said:
+        weighed = _WEIGHED.fullmatch(each)
+        try:
+            files.append({"path": each} if weighed is None else {"path": weighed[1], "weight": float(weighed[2])})
+        except ValueError:
+            files.append({"path": each})
+    return files[0]["path"] if len(files) == 1 and "weight" not in files[0] else files
+
+
+def _asked(
+    config: Annotated[Path | None, Argument(help="YAML file; without one, the embedded example.")] = None,
+    backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
+    task: Annotated[
+        str | None,
+        Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it."),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        Option(
+            metavar="FILE[=WEIGHT]",
+            help="Training rows: JSONL, CSV, TSV or Parquet; again for further files, whose rows count WEIGHT times.",
+        ),
+    ] = None,
+    eval_data: Annotated[str | None, Option(help="Rows to evaluate on, never trained on.")] = None,
+    text_column: Annotated[str | None, Option(help="Column of the texts.")] = None,
+    label_column: Annotated[str | None, Option(help="Column of the labels.")] = None,
+    model: Annotated[str | None, Option(help="Hugging Face model folder or hub id of the base.")] = None,
+    overrides: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
+    ] = None,
+) -> Asked:
+    flags = {
+        "run.backend": backend,
+        "task": task,
+        "data.train": _train_files(data) if data else None,
+        "data.eval": eval_data,
+        "data.text_column": text_column,
+        "data.label_column": label_column,
+        "model.base": model,
+    }
+    return Asked(config, overrides or (), {key: value for key, value in flags.items() if value is not None})
+
+
+def _configured(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the parameters of `_asked` to those of `command`, whose first argument is what `_asked` returns."""
+    file, *shared = inspect.signature(_asked, eval_str=True).parameters.values()
+    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+
+    def whole(**values: Any) -> None:
+        command(_asked(**{each.name: values.pop(each.name) for each in (file, *shared)}), **values)
+
+    parameters = [file, *own, *shared]
+    whole.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    whole.__annotations__ = {each.name: each.annotation for each in parameters}
+    whole.__name__, whole.__doc__ = command.__name__, command.__doc__
+    return whole
+
+
+@_listed
+@_configured
+def train(
+    asked: Asked,
+    workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
+    resume: Annotated[str | None, Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
+    run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
+    quiet: Annotated[bool, Option("--quiet", help="No progress, no scores.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
+) -> None:
+    """Train. The result is the same to the bit for every number of workers."""
+    if quiet and as_json:
+        raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
+    progress = "quiet" if quiet else "json" if as_json else None
+    flags = {"run.progress": progress, "run.workers": workers, "run.resume": resume, "run.dir": run_dir}
+    from andon.cli.train import run_training
+
+    given = {key: value for key, value in flags.items() if value is not None}
+    raise Ended(int(run_training(asked.file, asked.overrides, given | asked.flags)))
+
+
+@_listed
+def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the file itself (.yaml).")]) -> None:
+    """Write a commented config.yaml with every setting at its default."""
+    from andon.config.load import template
+    from andon.config.source import is_folder, is_there
+    from andon.run.atomic import storage, write_whole
+
+    target = path if path.suffix in (".yaml", ".yml") and not is_folder(path) else path / "config.yaml"
+    if is_there(target):
+        raise InputError([Problem(str(target), "is there already")])
+    with storage(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, template().encode())
+    put(f"wrote {target}", f"next: {command_line('andon', 'train', target)}")
+
+
+def in_a_child(command: str) -> None:
+    """Fork: the child returns and runs the command; the parent waits and ends as the child does (`Exit`).
+
+    A child that a signal killed is reported with the signal, and with what the kernel says of its memory; the exit
+    code is 71 then. Ctrl-C and the parent's death end the child. A process that runs torch, which must not fork, runs
+    the command itself.
+    """
+    if "torch" in sys.modules:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        bind_to_parent(parent)
+        return
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if code < 0:
+        say(f"{command} {exit_text(code)}")
+    raise Ended(code if code >= 0 else int(Exit.RANK_LOST))
+
+
+@_listed
+@_configured
+def check(
+    asked: Asked,
+    workers: Annotated[int | None, Option(min=1, help="Ranks on this machine.")] = None,
+    show_row: Annotated[int | None, Option(help="Show a row of the training data token by token.")] = None,
+) -> None:
+    """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
+    from andon.config.load import load_config
+    from andon.integrations.trackers import require
+
+    loaded = load_config(asked.file, asked.overrides, {"run.workers": workers, **asked.flags})
+    in_a_child("check")
+    from andon.training.preview import describe
+
+    require(loaded.run.report_to)
+    for line in describe(loaded, show_row):
+        put(line)
+
+
+@_listed
+def doctor(
+    folder: Annotated[Path, Argument(help="Where runs are to be.")] = Path("runs"),
+    as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False,
+    timeout: Annotated[float, Option(min=1, help="Seconds that each check may take at most.")] = 60,
+) -> None:
+    """Say whether runs can train here, and what to do where not. Ends with 0 where they can, with 1 where not."""
+    from andon.inspection.doctor import examine
+
+    found = []
+    for each in examine(folder, timeout):
+        found.append(each)
+        if not as_json:
+            put(f"{each.level:<8} {each.name}: {each.found}", *([f"         -> {each.todo}"] if each.todo else []))
+    can = all(each.level != "problem" for each in found)
+    if as_json:
+        told = {"can_train": can, "checks": [each._asdict() for each in found]}
+        put(*json.dumps(told, indent=2).splitlines())
+    else:
+        put("andon train can run here" if can else "andon train cannot run here: see each problem above")
+    raise Ended(int(Exit.OK if can else Exit.CRASHED))
+
+
+def watch(context: Context) -> None:
+    """Run a training script of your own under the contracts. See andon watch --help."""
+    # Listed here for --help alone: `main` runs it before typer is imported, which it does not need.
+    from andon_contracts.watch.script import main
+
+    raise Ended(main(context.args))
+
+
+_listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # a script has options of its own
+
+
+@_listed
+@_configured
+def plan(
+    asked: Asked,
+    workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")] = None,
+    gpu_memory: Annotated[
+        float | None, Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
+    ] = None,
+    as_json: Annotated[bool, Option("--json", help="One JSON object, in bytes.")] = False,
+) -> None:
+    """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
+    from andon.config.load import load_config
+    from andon.training.choices import placed
+
+    if gpu_memory is not None and not 0 < gpu_memory < 2**20:
+        raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
+    loaded = load_config(asked.file, asked.overrides, asked.flags)
+    parts = [part.strip() for part in workers.split(",")] if workers is not None else []
+    if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
+        what = f"{workers!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4"
+        raise InputError([Problem("--workers", what)])
+    counts = tuple(dict.fromkeys(map(int, parts)))
+    in_a_child("plan")
+    from andon.training.forecast import forecast, machine_here
+
+    size = None if gpu_memory is None else int(gpu_memory * 2**30)
+    loaded, _ = placed(loaded, None if size is None else max(counts, default=1))
+    counts = counts or (loaded.run.workers,)
+    found = forecast(loaded, counts, machine_here(size, max(counts)))
+    if as_json:
+        put(*json.dumps(found.as_dict(), indent=2).splitlines())
+    else:
+        put(*found.lines())
+    if not all(world.fits for world in found.worlds):
+        raise Ended(int(Exit.USAGE))
+
+
+FinishedRun = Annotated[Path, Argument(help="Run folder.")]
+Base = Annotated[
+    str | None, Option("--model", metavar="PATH", help="Where the run's base is now; checked to be the same one.")
+]
+Checkpoint = Annotated[
+    str | None, Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
+]
+Device = Annotated[str, Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
+SameAsData = Annotated[Path | None, Option("--data", help="The same as DATA.")]
+Output = Annotated[Path | None, Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")]
+
+
+def evaluate(
+    run: FinishedRun,
+    file: Annotated[Path | None, Argument(metavar="DATA", help="Rows with labels.")] = None,
+    data: SameAsData = None,
+    text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
+    label_column: Annotated[str | None, Option(help="Column of the labels; as in the run by default.")] = None,
+    model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
+) -> None:
+    """Score a run's model on a file; prints JSON."""
+    from andon.cli.results import one_file
+    from andon.config.source import require_file
+    from andon.run.summary import labelled
+    from andon.training.existing import require_run
+
+    folder = require_run(run)
+    given = one_file(file, data)
+    if given is None:
+        raise InputError([Problem("DATA", "name a file of rows with labels: andon eval RUN FILE")])
+    require_file(given)
+    from andon.training.inference import evaluate_run, load_run, read_labelled
+
+    rows = read_labelled(folder, given, text_column=text_column, label_column=label_column)
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    scores = labelled(evaluate_run(trained, rows).as_dict(), rows.labels)
+    put(*json.dumps(scores, indent=2).splitlines())
+
+
+_listed(evaluate, "eval")
+
+
+@_listed
+def predict(
+    run: FinishedRun,
+    file: Annotated[Path | None, Argument(metavar="DATA", help="Texts: JSONL, CSV, TSV or Parquet.")] = None,
+    data: SameAsData = None,
+    text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
+    all_scores: Annotated[bool, Option("--all-scores", help="The probability of every label too.")] = False,
+    output: Output = None,
+    model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
+) -> None:
+    """Label texts of a file, or lines of standard input. Prints one JSON object each, with the columns of the file.
+
+    A column that has the name of a result, as `label`, is printed as `input_label`.
+    """
+    from andon.cli.results import check_output, one_file, put_rows, records, texts_of
+    from andon.training.existing import require_run, require_task
+    from andon.training.rows import TEXT_TASKS
+
+    folder = require_run(run)
+    require_task(folder, TEXT_TASKS, "generate")
+    given = one_file(file, data)
+    check_output(output, given)
+    found = texts_of(folder, given, text_column)
+    from andon.training.inference import load_run
+    from andon.training.inference import predict as predicted
+
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    rows, firsts = tee(found.rows())
+    pairs = None
+    if given is not None and trained.config.data.text_pair_column is not None:
+        firsts, seconds = tee(firsts)  # a copy that nobody reads would hold every row
+        pairs = (str(row.pair) for row in seconds)
+    predictions = predicted(trained, (row.text for row in firsts), pairs=pairs)
+    labels = trained.labels if all_scores else None
+    put_rows(records(rows, found.columns, predictions, labels, output), output)
+    if cut := trained.tokenizer.truncated:
+        say(f"note: {cut} texts were cut to {trained.config.model.max_length} tokens (model.max_length)")
+
+
+@_listed
+def generate(
+    run: FinishedRun,
+    prompt: Annotated[
+        list[str] | None, Argument(help="Prompts; else --data, or a line each of standard input.")
+    ] = None,
+    data: Annotated[Path | None, Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
+    prompt_column: Annotated[
+        str | None, Option(help="Column of the prompts; prompt, else messages, by default.")
+    ] = None,
+    max_new_tokens: Annotated[int, Option(min=1, help="Tokens of an answer at most.")] = 256,
+    output: Output = None,
+    model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
+) -> None:
+    """Answer prompts, with the likeliest token at each place. Prints one JSON object each."""
+    from andon.cli.results import cell, check_output, put_rows, read_lines
+    from andon.config.schema import SFT
+    from andon.data.conversations import read_prompts
+    from andon.data.labels import text_fault
+    from andon.training.existing import require_run, require_task
+
+    folder = require_run(run)
+    require_task(folder, (SFT,), "predict")
+    if prompt and data is not None:
+        raise InputError([Problem("--data", f"{data}, and a prompt beside it; give one of them")])
+    check_output(output, data)
+    faults = [fault for each in prompt or () if (fault := text_fault(each)) is not None]
+    if faults:
+        raise InputError([Problem("the prompt", fault) for fault in faults])
+    if data is None and prompt_column is not None:
+        raise InputError([Problem("--prompt-column", f"{prompt_column}, a column of a file; give --data beside it")])
+    prompts: Sequence[Any]
+    prompts = prompt or (read_lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column))
+    from andon.training.inference import answer, load_run
+
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    rows = (asdict(each) for each in answer(trained, prompts, max_new_tokens))
+    put_rows(({**row, "prompt": cell(row["prompt"], output)} for row in rows), output)
+
+
+@_listed
+def export(
+    run: FinishedRun,
+    target: Annotated[Path, Argument(metavar="DIR", help="A new folder.")],
+    merge: Annotated[bool, Option("--merge", help="Base and adapter as one model of transformers.")] = False,
+    dtype: Annotated[
+        str | None,
+        Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default."),
+    ] = None,
+    check: Annotated[
+        str, Option(metavar="rows|full|none", help="Compare a few answers with the run's, many, or none.")
+    ] = "rows",
+    model: Base = None,
+    checkpoint: Checkpoint = None,
+    device: Device = "auto",
+) -> None:
+    """Write a run's model for others, with its card. Stock transformers reads it."""
+    from andon.training.existing import config_of, require_run
+
+    folder = require_run(run)
+    config = config_of(folder)
+    whole = merge or config.adapter.kind == "none"
+    if dtype is not None and not whole:
+        raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
+    from andon.training.export import CHECKS, DTYPES, export_run, require_place, result_of
+    from andon.training.inference import load_run
+
+    chosen = dtype or ("float32" if config.adapter.kind == "none" else config.model.dtype)
+    for option, value, known in (("--dtype", chosen, tuple(DTYPES)), ("--check", check, CHECKS)):
+        if value not in known:
+            raise InputError([Problem(option, f"{value!r} is not one of {', '.join(known)}")])
+    require_place(target)
+    result_of(folder)
+    trained = load_run(folder, model, checkpoint=checkpoint, device=device)
+    said = export_run(trained, target, chosen if whole else None, check)
+    put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)
+
+
+Run = Annotated[Path, Argument(help="Run folder, or its ledger.jsonl.")]
+
+
+def _put_each(lines: Iterable[str]) -> None:
+    for line in lines:
+        put(line)
+
+
+@_listed
+def show(
+    run: Run,
+    number: Annotated[int | None, Argument(metavar="[STEP]", help="The same as --step.")] = None,
+    step: Annotated[int | None, Option(help="Show this step: rows, losses, digests, ranks.")] = None,
+) -> None:
+    """Show a run from start to end, or one step of it, by its ledger."""
+    if number is not None and step is not None:
+        raise InputError([Problem("--step", f"is {step}, and the argument is {number}; give one of them")])
+    from andon.inspection.recorded import open_recorded
+    from andon.inspection.show import one_step, overview, texts_of
+
+    step = number if step is None else step
+    found = open_recorded(run)
+    _put_each(overview(found) if step is None else one_step(found, step, texts_of(found.folder)))
+
+
+@_listed
+def explain(
+    path: Annotated[Path, Argument(help="Bundle of a violation, its run, or the name of a clause.")],
+) -> None:
+    """Explain a violation. What was promised, what was seen, where, and how to look further."""
+    from andon.inspection.explain import explain as explained
+
+    _put_each(explained(path))
+
+
+@_listed
+def diff(
+    one: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
+    other: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
+) -> None:
+    """Find where two runs part. Ends with 0 same, 1 different, 2 not comparable."""
+    from andon.inspection.difference import compare, read_side
+
+    found = compare(read_side(one), read_side(other))
+    _put_each(found.lines)
+    raise Ended(found.result.value)
+
+
+@_listed
+def replay(
+    run: Annotated[Path, Argument(help="Run folder; nothing is written into it.")],
+    steps: Annotated[str, Option(help="Steps to do again, as in 3:7.")],
+    workers: Annotated[
+        int | None, Option(help="Ranks on this machine; by default as in the run, if it has the cores.")
+    ] = None,
+    backend: Annotated[str | None, Option(help="inline, gloo, nccl or mixed.")] = None,
+) -> None:
+    """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""
+    from andon.inspection.replay import ReplayFailed, replay_run
+
+    try:
+        found = replay_run(run, steps, workers, backend)
+    except ReplayFailed as error:
+        say(str(error))
+        raise Ended(int(error.ends_with)) from None
+    _put_each(found.lines)
+    raise Ended(found.result.value)
+
+
+@_listed
+def report(
+    run: Run,
+    other: Annotated[Path | None, Argument(help="A second one, to be shown beside it.")] = None,
+    html: Annotated[
+        Path | None, Option(help="Where the page is written; RUN/report.html, or report-OTHER.html.")
+    ] = None,
+) -> None:
+    """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
+    # Beside the run, and of its own name for each other run: no page is written over another.
+    beside = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
+    page = f"report{beside}.html" if run.is_dir() else f"{run.stem}{beside}.html"
+    target = html or (run / page if run.is_dir() else run.with_name(page))
+    if target.suffix not in (".html", ".htm"):
+        raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
+    paths = [run] if other is None else [run, other]
+    with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
+        asked = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
+        from andon.inspection.difference import compare, read_side
+        from andon.inspection.report.page import Page, Verdict, load_run_view, write_page
+
+        runs = [load_run_view(read_side(path)) for path in paths]
+        verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]
+    write_page(Page(runs, verdicts, compare(*(each.side for each in runs)) if other is not None else None), target)
+    put(f"wrote {target}")
+
+
+def plugin_output(name: str, *arguments: str) -> tuple[int, list[str]] | None:
+    """The exit code and the lines of a command of another package, run as a process; None if no package has it.
+
+    If it prints nothing, as for a mistake, its lines are those of standard error.
+    """
+    if not entry_points(group=PLUGINS, name=name):
+        return None
+    command = module_command("andon", name, *arguments)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.returncode, (done.stdout or done.stderr).decode(errors="backslashreplace").splitlines()
+
+
+def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
+    def command() -> None:
+        what = f"{error.name} is not installed; {install_hint('falsify')}"
+        raise InputError([Problem(f"andon {point.name}", what)])
+
+    return command
+
+
+# A plugin without its libraries is listed all the same, and says so when it is called.
+for _point in sorted(entry_points(group=PLUGINS), key=attrgetter("name")):
+    try:
+        _found = _point.load()
+    except ModuleNotFoundError as _error:
+        app.command(_point.name, help=f"(needs {_error.name})", context_settings=_ANYTHING)(_absent(_point, _error))
+        continue
+    if isinstance(_found, Typer):
+        app.add_typer(_found, name=_point.name)
+    else:
+        # Without a short help of its own the list of commands would cut it in mid-sentence.
+        _first = (_found.__doc__ or "").partition("\n")[0]
+        app.command(_point.name, cls=getattr(_found, "command_class", None), short_help=_first)(_found)

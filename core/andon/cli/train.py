@@ -8,22 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from andon.cli.options import (
-    Backend,
-    BaseModel,
-    ConfigFile,
-    EvalData,
-    LabelColumn,
-    Overrides,
-    Task,
-    TextColumn,
-    TrainData,
-    material,
-)
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.exits import Exit
@@ -32,44 +18,13 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
-from andon.launch.portable import chosen
+from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
-from andon.training.choices import placed
+from andon.training.choices import placed, portable_demo
 from andon.training.existing import as_begun, go_on_with
 from andon.training.rows import told_of_task, with_task
 from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
-
-
-def train(
-    config: ConfigFile = None,
-    workers: Annotated[int | None, typer.Option(help="Ranks on this machine.")] = None,
-    backend: Backend = None,
-    resume: Annotated[str | None, typer.Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
-    run_dir: Annotated[str | None, typer.Option(help="Folder of the run; a new one under runs/ by default.")] = None,
-    task: Task = None,
-    data: TrainData = None,
-    eval_data: EvalData = None,
-    text_column: TextColumn = None,
-    label_column: LabelColumn = None,
-    model: BaseModel = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no scores.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
-    overrides: Overrides = None,
-) -> None:
-    """Train. The result is the same to the bit for every number of workers."""
-    if quiet and as_json:
-        raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
-    flags: dict[str, Any] = {
-        "run.progress": "quiet" if quiet else "json" if as_json else None,
-        "run.workers": workers,
-        "run.backend": backend,
-        "run.resume": resume,
-        "run.dir": run_dir,
-        **material(task, data, eval_data, text_column, label_column, model),
-    }
-    given = {key: value for key, value in flags.items() if value is not None}
-    raise typer.Exit(int(run_training(config, overrides or (), given)))
 
 
 def run_training(
@@ -91,8 +46,7 @@ def run_training(
     if is_rank():
         _be_a_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
-    with chosen(config.run):
-        ended = start(config, started, entry=entry)
+    ended = start(config, started, entry=entry)
     if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
         say(f"{ended.why}; resume with: {go_on_with(ended.folder)}")
     elif ended.why:
@@ -128,13 +82,14 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
                 _tell_of_others(load_config(config_path, overrides, flags), context.world_size)
         folder = Path(config.run.dir)
         config, chosen_places = placed(as_begun(config, RunFolder(folder)))
-        if context.rank == 0 and chosen_places:
-            say(chosen_places)
+        config, not_portable = portable_demo(config)
+        if context.rank == 0:
+            say(*filter(None, (chosen_places, not_portable)))
         if RunFolder(folder).state() is State.FOREIGN:
             raise InputError([foreign(folder)])
         RunFolder(folder).refuse_claimed()  # before a report is written among those of the command that has it
         report_to(folder)
-        with chosen(config.run):
+        with portable_environment(config.run):
             return train_rank(payload_of(config, folder, started))
 
     # Those that come from here on wait until the rank has handlers of its own.

@@ -1,8 +1,8 @@
-"""All that goes to a terminal: what a run says, on standard error; what a command was asked for, on standard output.
+"""Output to a terminal: a run's log lines on standard error, a command's result on standard output.
 
-Standard error that takes no more loses its lines; the run goes on without them. Ledgers, bundles, configurations and
-rows are anybody's, and text in them may move a cursor, set a title or turn the order of what follows: both ways out
-write such characters as escapes (`legible`).
+If standard error takes no more, its lines are lost and the run goes on. Ledgers, bundles, configurations and rows are
+other people's, and text in them may move a cursor, set a title or turn the order of what follows: both ways out write
+such characters as escapes (`legible`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ class OutputError(InputError):
 def say(*lines: str) -> None:
     """Write each line with the command's name in front, all in one write: lines of ranks do not come in between.
 
-    A line break inside a line is escaped. Otherwise text from a file, a path or an exception could add lines that look
-    like ours.
+    A line break inside a line is escaped, so that text from a file, a path or an exception cannot add lines of ours.
     """
     write("".join(f"andon: {legible_line(line)}\n" for line in lines))
 
@@ -42,10 +41,9 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def put(*lines: str) -> bool:
-    """Write `lines` to standard output; whether anybody still reads: `andon predict RUN | head -1` is no error.
+    """Write `lines` to standard output, as `say` does. Raises `OutputError` for a full disk.
 
-    Each stays one line: a line break in it is written out, so that no text of others can look like a line of ours.
-    Raises `OutputError` for a full disk.
+    Returns whether anybody still reads: `andon predict RUN | head -1` is no error.
     """
     import typer  # which a run without commands does without
 
@@ -64,6 +62,18 @@ def command_line(*words: str | Path) -> str:
     A relative path that begins with a dash gets `./` in front, so that it is not read as an option.
     """
     return shlex.join(f"./{word}" if isinstance(word, Path) and str(word)[:1] == "-" else str(word) for word in words)
+
+
+def module_command(name: str, *arguments: str) -> list[str]:
+    """The command that runs the module `name` with this interpreter and its flags (-O, -W, -X ...).
+
+    With -P, Python does not look for modules in the current folder: it may be somebody else's run folder. Not with -I,
+    which would also ignore PYTHONPATH, where Andon itself may be found.
+    """
+    import subprocess  # which most commands do without
+
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-P", "-m", name, *arguments]
 
 
 def not_written(error: OSError) -> OutputError:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from andon_contracts.legible import legible_line
 
 _LONGEST_QUOTE = 60
-_ALIKE = 3
-"""Places that are named of one and the same fault."""
+_ALIKE = 3  # places that are named of one and the same fault
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class ProblemList:
         self._found.append(Problem(where, what))
 
     def add_row(self, where: str, what: str) -> None:
-        """Note what is wrong with the row at `where`, which is skipped if bad rows are."""
+        """Note what is wrong with the row at `where`; the row is left out instead if bad rows are skipped."""
         if not self._skips:
             self.add(where, what)
         elif self.skipped and self.skipped[-1].where == where:
@@ -118,8 +117,7 @@ class ProblemList:
 
 
 def _fault(problem: Problem) -> tuple[str, str]:
-    """What lines of one file have in common that are wrong in the same way; settings and variables are each their own,
-    since each must be named."""
+    """Lines of one file that are wrong in the same way are one fault. Each setting or variable must be named."""
     file, _, line = problem.where.rpartition(":")
     return (file if line.isdecimal() else problem.where), problem.what
 

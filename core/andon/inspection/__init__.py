@@ -1,4 +1,1 @@
-"""A run's leavings, looked at afterwards: shown, drawn, compared with another, done again.
-
-Nothing here changes a file of a run.
-"""
+"""What a run left, read afterwards: shown, compared with another, done again. No file of the run is changed."""

@@ -14,6 +14,7 @@ from typing import Any
 from andon.config.identity import NAMING, by_dotted_key, config_digest, differences, identity
 from andon.config.load import load_config
 from andon.config.schema import Config
+from andon.console.problems import InputError, Problem
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.provenance import read_provenance
 from andon.run.repeats import REPEATED, Difference, lacks, shown
@@ -21,11 +22,12 @@ from andon.training.existing import config_of
 from andon_contracts.record import Start
 
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
-_DIGITS = 64
-"""Of a SHA-256."""
+_DIGITS = 64  # of a SHA-256
 _SHOWN = 160
-_EMBEDDED = frozenset({"data.embedded", "model.embedded"})
-"""Settings that follow from the names."""
+_EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # settings that follow from the names
+
+
+OTHER_MACHINE = "not comparable: other versions or hardware, where other bits are no fault"
 
 
 class Comparison(Enum):
@@ -44,7 +46,6 @@ class Differences:
     result: Comparison = Comparison.SAME
 
     def add(self, part: str, what: str) -> None:
-        """Add one line under the heading `part`."""
         self.lines.append(f"{part:<9} {what}")
 
 
@@ -59,12 +60,11 @@ class Side:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The settings by dotted key; empty if they are not available."""
+        """The settings by dotted key."""
         return {} if self.settings is None else by_dotted_key(self.settings)
 
     @property
     def start(self) -> Start | None:
-        """The first line of the ledger."""
         return self.recorded.start if self.recorded is not None else None
 
     @property
@@ -106,8 +106,15 @@ def compare(one: Side, other: Side) -> Differences:
             report.add("result", f"different: {', '.join(keys)}" if keys else alike)
         return report
     step, odd = one.recorded.trajectory.first_difference(other.recorded.trajectory)
-    if _inputs(report, *inputs):
-        report.result = Comparison.DIFFERENT
+    for name in sorted(inputs[0].keys() & inputs[1].keys()):
+        first, second = inputs[0][name], inputs[1][name]
+        if first != second:
+            report.result = Comparison.DIFFERENT
+            # The digest of data is two in a row if there is a file to evaluate on.
+            of_training = first[:_DIGITS] != second[:_DIGITS]
+            at = 0 if of_training else _DIGITS
+            shown_digests = " | ".join(each[at : at + 16] or "none" for each in (first, second))
+            report.add("data", f"{name}{'' if of_training else ' (evaluation)'}: {shown_digests}")
     if one.start is not None and other.start is not None:
         plans = one.start.plan.to_json(), other.start.plan.to_json()
         for name in sorted(plans[0].keys() | plans[1].keys()):
@@ -115,21 +122,21 @@ def compare(one: Side, other: Side) -> Differences:
                 report.add("plan", f"{name}: {plans[0].get(name)} | {plans[1].get(name)}")
     if _steps(report, one.recorded, other.recorded, step, odd):
         report.result = Comparison.DIFFERENT
-    first, second = (
-        side.fingerprint(step or 0) or side.fingerprint(0) or {} for side in (one.recorded, other.recorded)
-    )
-    for name in sorted(first.keys() | second.keys()):
-        if first.get(name) != second.get(name):
+    on = [side.fingerprint(step or 0) or side.fingerprint(0) or {} for side in (one.recorded, other.recorded)]
+    for name in sorted(on[0].keys() | on[1].keys()):
+        if on[0].get(name) != on[1].get(name):
             part = "hardware" if name in _HARDWARE or name.startswith("flag ") else "versions"
-            report.add(part, f"{name}: {first.get(name, 'none')} | {second.get(name, 'none')}")
-    if first != second and report.result is Comparison.DIFFERENT:
-        report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
-        report.result = Comparison.INCOMPARABLE
-    elif report.result is Comparison.SAME and not one.recorded.trajectory.keys() & other.recorded.trajectory.keys():
-        report.add("result", "not comparable: there is no step that both have")
-        report.result = Comparison.INCOMPARABLE
-    elif report.result is Comparison.SAME:
+            report.add(part, f"{name}: {on[0].get(name, 'none')} | {on[1].get(name, 'none')}")
+    incomparable = ""
+    if report.result is Comparison.DIFFERENT:
+        incomparable = OTHER_MACHINE if on[0] != on[1] else ""
+    elif not one.recorded.trajectory.keys() & other.recorded.trajectory.keys():
+        incomparable = "not comparable: there is no step that both have"
+    else:
         report.add("result", "the same")
+    if incomparable:
+        report.add("result", incomparable)
+        report.result = Comparison.INCOMPARABLE
     return report
 
 
@@ -166,17 +173,6 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
         found.append(key)
         report.add("config", f"{key}: {defining[key][0]!r} | {defining[key][1]!r}")
     return tuple(found)
-
-
-def _inputs(report: Differences, one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Compare the digests that both have. That of data is two in a row if there is a file to evaluate on."""
-    odd = [name for name in sorted(one.keys() & other.keys()) if one[name] != other[name]]
-    for name in odd:
-        of_training = one[name][:_DIGITS] != other[name][:_DIGITS]
-        at = 0 if of_training else _DIGITS
-        first, second = (each[name][at : at + 16] or "none" for each in (one, other))
-        report.add("data", f"{name}{'' if of_training else ' (evaluation)'}: {first} | {second}")
-    return bool(odd)
 
 
 def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, odd: tuple[Difference, ...]) -> bool:
@@ -225,7 +221,45 @@ def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:
     if not shared:
         yield f"{'tensor':<9} not known: both runs have no checkpoint of one step from {step} on"
         return
-    from andon.inspection.tensors import tensors_apart
-
     for line in tensors_apart(one.folder.checkpoints / shared[0], other.folder.checkpoints / shared[0]):
         yield f"{'tensor':<9} {line}"
+
+
+def tensors_apart(one: Path, other: Path) -> Iterator[str]:
+    """Lines on the tensors that differ between two checkpoints. Raises `InputError` for one that is damaged."""
+    import torch
+
+    from andon.run.checkpoint import CheckpointError, load_checkpoint
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().view(-1).view(torch.uint8)
+
+    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+
+    try:
+        first, second = load_checkpoint(one).tensors, load_checkpoint(other).tensors
+    except CheckpointError as error:
+        raise InputError([Problem("", str(error))]) from error
+    shared = sorted(first.keys() & second.keys())
+    odd = [name for name in shared if not same(first[name], second[name])]
+    own = [len(each) - len(shared) for each in (first, second)]
+    if any(own):
+        both = f"{len(shared)} in both ({len(odd)} differ)" if odd else f"{len(shared)} in both (equal)"
+        yield f"{one.name}: {own[0]} only in the first run, {own[1]} only in the second, {both}"
+    if not odd:
+        if not any(own):
+            yield f"all {len(shared)} of {one.name} are the same"
+        return
+    # Weights before moments: what a reader looks for. Among equals, by name.
+    name = min(odd, key=lambda name: (not name.startswith("weights/"), name))
+    pair = first[name], second[name]
+    place = " | ".join(f"{each.dtype} {list(each.shape)}" for each in pair)
+    if pair[0].dtype == pair[1].dtype and pair[0].shape == pair[1].shape:
+        apart = (bits(pair[0]) != bits(pair[1])).view(-1, pair[0].element_size()).any(dim=1)
+        at = int(apart.nonzero()[0])
+        index = [int(each) for each in torch.unravel_index(torch.tensor(at), pair[0].shape)]
+        values = [each.contiguous().view(-1)[at].item() for each in pair]
+        texts = " | ".join(value.hex() if isinstance(value, float) else str(value) for value in values)
+        place = f"at {index}: {texts} ({int(apart.sum())} of {pair[0].numel()} elements)"
+    yield f"{name} differs first ({len(odd)} of {len(shared)} tensors of {one.name} do), {place}"

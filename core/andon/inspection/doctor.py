@@ -3,12 +3,11 @@
     python -m andon.inspection.doctor libraries|gloo|folder DIR
 
 This module imports nothing that may be broken or missing. Libraries, ranks and disks may hang, so a process of their
-own tries them for a bounded time. The last line of its output is a JSON object, which has only `error` if it failed.
+own tries them for a bounded time. The last line of its output is a JSON list of checks, or why it failed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import json
 import os
@@ -19,15 +18,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple
 
-from andon.backend.host import free_ram
 from andon.console.exits import Exit
+from andon.console.messages import module_command
 from andon.console.problems import InputError, install_hint
 from andon.launch.fork_server import require_sockets
-from andon.launch.interpreter import module_command
 from andon_contracts.fingerprint import environment, version_of
 
 IMPORTED = ("torch", "transformers", "peft", "safetensors", "numpy", "pydantic", "yaml", "jinja2", "icontract")
@@ -35,15 +32,25 @@ IMPORTED = ("torch", "transformers", "peft", "safetensors", "numpy", "pydantic",
 _LITTLE = 1 << 30
 _DRIVER = Path("/proc/driver/nvidia/version")
 _RANKS = 2
-_END_S = 2.0
+_FAILED = {
+    "libraries": ("libraries", "try: python -c 'import torch, transformers, peft'"),
+    "gloo": (
+        "backend gloo",
+        "see the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; --backend inline needs no ranks",
+    ),
+    "folder": ("folder", "name another one for runs: andon doctor DIR, then --run-dir"),
+}
+"""For each probe the check that it fails, and what to do then."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """What one check found, and what to do about it. A `problem` keeps `andon train` from running here."""
+class Check(NamedTuple):
+    """What one check found, and what to do about it.
+
+    level: ok, info, warning or problem. A problem keeps `andon train` from running here.
+    """
 
     name: str
-    level: Literal["ok", "info", "warning", "problem"]
+    level: str
     found: str
     todo: str = ""
 
@@ -58,158 +65,105 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
     here = environment()
     portable = "run.portable works" if "avx2" in str(here["instructions"]).split() else "no AVX2: run.portable does not"
     yield Check("machine", "ok", f"{here['platform']}, {here['cpu']}, {here['cores']} CPUs, {portable}")
-    free = free_ram()
-    if free is not None and free < _LITTLE:
-        yield Check("memory", "warning", f"{_size(free)} free", "end other programs, or raise the container's limit")
-    elif free is not None:
-        yield Check("memory", "ok", f"{_size(free)} free")
-    libraries = _probe(limit_s, "libraries")
-    yield from _libraries(libraries)
-    yield _gpus(libraries)
-    yield _gloo(limit_s)
-    yield _folder(folder, limit_s)
+    where = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
+    for probe, *arguments in (("libraries",), ("gloo",), ("folder", str(where.absolute()))):
+        try:
+            if probe == "gloo":
+                require_sockets()  # in TMPDIR itself; a probe gets another one
+            yield from _checks(limit_s, probe, *arguments)
+        except InputError as error:
+            title, todo = _FAILED[probe]
+            what = f"{', '.join(IMPORTED)} cannot be imported: {error}" if probe == "libraries" else str(error)
+            yield Check(title, "problem", what, todo)
 
 
-def _probe(limit_s: float, *arguments: str) -> Mapping[str, Any]:
-    # A socket's path has at most 107 bytes, so the probe gets a short folder; `_gloo` checks TMPDIR itself.
+def _checks(limit_s: float, *arguments: str) -> list[Check]:
+    """What the probe of this name finds. Raises `InputError` if it fails or takes too long."""
+    # A socket's path has at most 107 bytes, so the probe gets a short folder.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None
-    prefix = f"ad-{os.getpid()}-"
     try:
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=short, ignore_cleanup_errors=True) as scratch:
-            return _answer(limit_s, arguments, scratch)
+        scratch = tempfile.TemporaryDirectory(prefix=f"ad-{os.getpid()}-", dir=short, ignore_cleanup_errors=True)
     except OSError as error:
-        return {"error": f"no folder for temporary files ({error.strerror}); set TMPDIR to one that can be written"}
-
-
-def _answer(limit_s: float, arguments: tuple[str, ...], scratch: str) -> Mapping[str, Any]:
-    # In a session of its own, so that everything that the probe started ends with it.
-    probe = subprocess.Popen(
-        module_command("andon.inspection.doctor", *arguments),
-        env=os.environ | {"TMPDIR": scratch},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        out, errors = probe.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {limit_s:g} s (--timeout)"}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(probe.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost disk cannot be killed
-            probe.wait(_END_S)
+        what = f"no folder for temporary files ({error.strerror}); set TMPDIR to one that can be written"
+        raise InputError(what) from error
+    with scratch:
+        probe = subprocess.Popen(
+            module_command("andon.inspection.doctor", *arguments),
+            env=os.environ | {"TMPDIR": scratch.name},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # so that everything that the probe started ends with it
+        )
+        try:
+            out, errors = probe.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise InputError(f"no answer within {limit_s:g} s (--timeout)") from None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(probe.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost disk cannot be killed
+                probe.wait(2.0)
+    found = None
     with suppress(ValueError):
         found = json.loads(out.decode(errors="replace").splitlines()[-1] if out.strip() else "")
-        if isinstance(found, dict):
-            return found
+    if isinstance(found, list):
+        return [Check(*each) for each in found]
     last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    return {"error": f"ended with {probe.returncode}: {last[0]}"}
+    raise InputError(found if isinstance(found, str) else f"ended with {probe.returncode}: {last[0]}")
 
 
-def _libraries(seen: Mapping[str, Any]) -> Iterator[Check]:
-    if "error" in seen:
-        what = f"{', '.join(IMPORTED)} cannot be imported: {seen['error']}"
-        yield Check("libraries", "problem", what, "try: python -c 'import torch, transformers, peft'")
-        return
+def _libraries() -> Iterator[Check]:
+    broken = False
     for module in IMPORTED:
         name = "pyyaml" if module == "yaml" else module
         version = version_of(name)
-        if module not in seen["broken"]:
+        try:
+            importlib.import_module(module)
             yield Check(f"library {name}", "ok", version or "there, of unknown version")
-            continue
-        what = f"cannot be imported: {seen['broken'][module]}"
-        if version is not None:
-            what = f"{version} {what}"
-        yield Check(f"library {name}", "problem", what, install_hint("train"))
-
-
-def _gpus(seen: Mapping[str, Any]) -> Check:
-    driver = ""
+        except Exception as error:  # noqa: BLE001 - a library may raise anything while it is imported
+            broken = broken or module == "torch"
+            why = f"cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            yield Check(f"library {name}", "problem", f"{version} {why}" if version else why, install_hint("train"))
+    driver, gpus, cuda, nccl = "", list[str](), None, False
     with suppress(OSError):
         driver = _DRIVER.read_text(errors="replace").partition("\n")[0].removeprefix("NVRM version: ")
-    if gpus := seen.get("gpus"):
+    if not broken:
+        import torch
+
+        gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        cuda = torch.version.cuda
+        nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    if gpus:
         count = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-        found = f"{count}; torch for CUDA {seen['cuda']}; driver {driver or 'unknown'}"
-        if seen["nccl"]:
-            return Check("gpus", "ok", f"{found}; NCCL")
-        return Check("gpus", "warning", f"{found}; no NCCL", "install a torch that has NCCL, or use --backend gloo")
-    if not driver:
-        return Check("gpus", "info", "none, and no NVIDIA driver")
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    why = "install a torch that is built for CUDA" if seen.get("cuda") is None else "the driver may be too old for it"
-    todo = f"CUDA_VISIBLE_DEVICES={hidden!r} may hide them" if hidden is not None else why
-    return Check("gpus", "warning", f"torch (for CUDA {seen.get('cuda')}) finds none; driver {driver}", todo)
+        found = f"{count}; torch for CUDA {cuda}; driver {driver or 'unknown'}"
+        todo = "" if nccl else "install a torch that has NCCL, or use --backend gloo"
+        yield Check("gpus", "ok" if nccl else "warning", f"{found}; {'NCCL' if nccl else 'no NCCL'}", todo)
+    elif not driver:
+        yield Check("gpus", "info", "none, and no NVIDIA driver")
+    else:
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "install a torch that is built for CUDA" if cuda is None else "the driver may be too old for it"
+        todo = f"CUDA_VISIBLE_DEVICES={hidden!r} may hide them" if hidden is not None else why
+        yield Check("gpus", "warning", f"torch (for CUDA {cuda}) finds none; driver {driver}", todo)
 
 
-def _gloo(limit_s: float) -> Check:
-    try:
-        require_sockets()
-        seen = _probe(limit_s, "gloo")
-    except InputError as error:
-        seen = {"error": str(error)}
-    if "error" in seen:
-        todo = "see the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; --backend inline needs no ranks"
-        return Check("backend gloo", "problem", seen["error"], todo)
-    return Check("backend gloo", "ok", f"{_RANKS} ranks have gathered their numbers")
-
-
-def _folder(folder: Path, limit_s: float) -> Check:
-    where = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
-    seen = _probe(limit_s, "folder", str(where.absolute()))
-    if "error" in seen:
-        return Check("folder", "problem", seen["error"], "name another one for runs: andon doctor DIR, then --run-dir")
-    free = f"{where.absolute()}: {_size(seen['free'])} free"
-    if not seen["locks"]:
-        return Check("folder", "problem", f"{free}, and its locks keep nobody out", "name a folder on another disk")
-    if seen["free"] < _LITTLE:
-        return Check("folder", "warning", free, "make room: each checkpoint holds trained weights and moments")
-    return Check("folder", "ok", f"{free}, files are locked")
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= _LITTLE else f"{size / 2**20:.0f} MiB"
-
-
-def _probe_libraries() -> dict[str, Any]:
-    broken = {}
-    for name in IMPORTED:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # noqa: BLE001 - a library may raise anything while it is imported
-            broken[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if "torch" in broken:
-        return {"broken": broken, "gpus": [], "cuda": None, "nccl": False}
-    import torch
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    return {"broken": broken, "gpus": names, "cuda": torch.version.cuda, "nccl": nccl}
-
-
-def _probe_folder(name: str) -> dict[str, Any]:
-    """The bytes that are free there, and whether a lock that one process holds keeps another out."""
+def _folder(name: str) -> Iterator[Check]:
     from andon.run.atomic import storage, temporary_beside
 
     file = temporary_beside(Path(name) / "doctor")
-    with storage(file):
-        with open(file, "xb") as one, open(file, "rb") as other:
-            file.unlink()  # at once, so that nothing is left however this process ends
-            one.write(b"\0" * 4096)
-            one.flush()
-            os.fsync(one.fileno())
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                locks = False
-            except BlockingIOError:
-                locks = True
-        return {"free": shutil.disk_usage(name).free, "locks": locks}
+    with storage(file), open(file, "xb") as written:
+        file.unlink()  # at once, so that nothing is left however this process ends
+        written.write(b"\0" * 4096)
+        written.flush()
+        os.fsync(written.fileno())
+        free = shutil.disk_usage(name).free
+    todo = "make room: each checkpoint holds trained weights and moments" if free < _LITTLE else ""
+    yield Check("folder", "warning" if todo else "ok", f"{name}: {free / 2**30:.1f} GiB free", todo)
 
 
-def _probe_gloo() -> dict[str, Any]:
-    """Start two ranks as a run does; they gather their numbers. Raises `InputError` if they do not end well."""
+def _gloo() -> Iterator[Check]:
+    """Start two ranks as a run does; they gather their numbers."""
     from andon.launch.launcher import launch, warm_up
 
     warm_up(("torch", "torch.distributed", "andon.launch.rank"))
@@ -219,38 +173,31 @@ def _probe_gloo() -> dict[str, Any]:
         ended = launch(entry, {}, workers=_RANKS, run_folder=Path(reports), timeout_s=3600)
     if ended.exit is not Exit.OK:
         raise InputError(ended.cause)
-    return {}
+    yield Check("backend gloo", "ok", f"{_RANKS} ranks have gathered their numbers")
 
 
 def gather_ranks(payload: Mapping[str, str]) -> int:
     """One rank of the gloo check."""
-    import torch
+    import torch.distributed as dist
 
-    from andon.backend.group import GroupBackend, groups_of
     from andon.launch.joining import join
 
-    _, rank, world = join(groups_of("gloo"), timeout_s=3600)
-    group = GroupBackend("gloo", torch.device("cpu"))
-    try:
-        gathered = group.exchange([torch.full((world, 1, 1), float(rank))], [1] * world)[0]
-    finally:
-        group.close()
-    if [float(each) for each in gathered] != [float(each) for each in range(world)]:
+    _, rank, world = join("gloo", timeout_s=3600)
+    gathered: list[int | None] = [None] * world
+    dist.all_gather_object(gathered, rank)
+    if gathered != [*range(world)]:
         raise InputError(f"{world} ranks sent 0 to {world - 1} and gathered {gathered}")
     return Exit.OK
 
 
 def main(arguments: list[str]) -> int:
-    """Run one probe by its name and print its result as JSON."""
+    """Run one probe by its name and print its checks as JSON."""
+    probe, *where = arguments
+    found: list[Check] | str
     try:
-        if arguments[0] == "folder":
-            found = _probe_folder(arguments[1])
-        else:
-            found = {"libraries": _probe_libraries, "gloo": _probe_gloo}[arguments[0]]()
-    except InputError as error:
-        found = {"error": str(error)}
+        found = list(_folder(*where) if probe == "folder" else {"libraries": _libraries, "gloo": _gloo}[probe]())
     except Exception as error:  # noqa: BLE001 - the doctor reports any error
-        found = {"error": f"{type(error).__name__}: {error}"}
+        found = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
     sys.stdout.write(f"{json.dumps(found)}\n")
     sys.stdout.flush()
     return Exit.OK

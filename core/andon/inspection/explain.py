@@ -19,13 +19,8 @@ from andon_contracts.record import Broken
 from andon_contracts.untrusted import read_json, read_regular
 
 _ENDS = {"failed": "failed", "out of memory": "ran out of memory", "died": "died", "hangs": "hangs", "left": "left"}
-_SHOWN = 300
-_MOST_IDS = 16
-_MOST_FRAMES = 6
-_MOST_TENSORS = 8
+_SHOWN, _MOST_IDS, _MOST_FRAMES, _MOST_TENSORS, _MOST_RANKS, _MOST_THREADS = 300, 16, 6, 8, 1024, 64
 _MOST_BYTES = 1 << 28
-_MOST_RANKS = 1024
-_MOST_THREADS = 64
 
 
 def explain(path: Path) -> Iterator[str]:
@@ -34,20 +29,17 @@ def explain(path: Path) -> Iterator[str]:
     If `path` does not exist but names a clause, the lines explain that clause. Raises `InputError` if no violation is
     found or the file cannot be read as a bundle.
     """
-    folder = is_folder(path)
     if path.suffix == ".json" and path.is_file():
         yield from _bundle(path, named=True)
-        return
-    if not is_there(path):
+    elif not is_there(path):
         name = str(path)
         if name not in CLAUSES:
             raise InputError([Problem(name, f"there is no such run, bundle or check{did_you_mean(name, CLAUSES)}")])
         yield from (name, *_promise(CLAUSES[name]), f"  likely   {CLAUSES[name].likely or 'not known'}")
-        return
-    files = sorted(path.glob("*.json")) if folder and not (path / "ledger.jsonl").exists() else []
-    for file in files:
-        yield from _bundle(file)
-    if not files:
+    elif is_folder(path) and not (path / "ledger.jsonl").exists() and (files := sorted(path.glob("*.json"))):
+        for file in files:
+            yield from _bundle(file)
+    else:
         yield from _run(path)
 
 
@@ -59,7 +51,7 @@ def _run(path: Path) -> Iterator[str]:
     # Only the trainer's own run folder holds what a step can be done again from.
     repeatable = found.folder is not None and (found.start is None or found.start.writer is None)
     for record in broken:
-        yield from _lines(record.to_json(), record.details, {})
+        yield from _lines(record, {})
         yield f"  look     {command_line('andon', 'show', path, '--step', str(record.step))}"
         step = max((step for step in found.trajectory if step <= record.step), default=0)
         if step and repeatable:
@@ -81,7 +73,7 @@ def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         problem = f"is no bundle: it has no record of a violation ({error})"
         raise InputError([Problem(str(path), problem)]) from error
-    yield from _lines(record.to_json(), record.details, body)
+    yield from _lines(record, body)
     yield from _of_ranks(path.with_suffix(""), record.tensor)
     for name, value in sorted(_mapping(body.get("versions")).items()):
         yield f"  {name}: {_short(value)}"
@@ -95,31 +87,29 @@ def _list(found: object) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def _lines(body: Mapping[str, Any], details: Mapping[str, Any], scene: Mapping[str, Any]) -> Iterator[str]:
+def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     """Lines on the broken clause: its promise, and where; `scene` is what a bundle says besides its record."""
-    clause = CLAUSES.get(body["clause"])
-    cause = str(scene.get("cause", "violation"))
-    yield (
-        f"{body['clause']} broken at step {body['step']}"
-        if cause == "violation"
-        else f"no violation: a rank {_ENDS.get(cause, cause)}, at step {body['step']}"
-    )
+    clause, step, cause = CLAUSES.get(record.clause), record.step, str(scene.get("cause", "violation"))
+    ended = f"no violation: a rank {_ENDS.get(cause, cause)}, at step {step}"
+    yield f"{record.clause} broken at step {step}" if cause == "violation" else ended
     if clause is not None:
         yield from _promise(clause)
     of = f" of {scene['world']}" if scene.get("world") else ""
-    yield f"  ranks    {' '.join(map(str, body.get('ranks') or ())) or 'not attributable'}{of}"
-    if body.get("tensor"):
+    yield f"  ranks    {' '.join(map(str, record.ranks)) or 'not attributable'}{of}"
+    if record.tensor:
         element = f", {scene['element']}" if scene.get("element") else ""
-        yield f"  where    {body['tensor']}{element}"
-    yield f"  seen     {body['seen']}"
-    for name, text in (("before", scene.get("before")), ("likely", scene.get("likely") or (clause and clause.likely))):
-        if text:
-            yield f"  {name:<8} {text}{'  [inference, not proof]' if name == 'likely' else ''}"
-    for name, value in details.items():
+        yield f"  where    {record.tensor}{element}"
+    yield f"  seen     {record.seen}"
+    if scene.get("before"):
+        yield f"  before   {scene['before']}"
+    likely = scene.get("likely") or (clause and clause.likely)
+    if likely:
+        yield f"  likely   {likely}  [inference, not proof]"
+    for name, value in record.details.items():
         yield f"  digests  {name}: {_short(value)}"
     if "applied" in scene:
         before = "not applied yet, and the loop went on" if scene.get("goes_on") else "not applied"
-        yield f"  state    step {body['step']} was {'applied' if scene['applied'] else before}"
+        yield f"  state    step {step} was {'applied' if scene['applied'] else before}"
     if scene.get("last_equal") is not None:
         yield f"  equal    last at step {scene['last_equal']}"
 
@@ -142,15 +132,25 @@ def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
         return (int(digits) if digits.isascii() and digits.isdecimal() else 0, path.name)
 
     paths = sorted((path for path in folder.glob("rank-*.json") if path.stem.count(".") == 0), key=number)
-    parts = {path: _read(path) for path in paths[:_MOST_RANKS]}
     if len(paths) > _MOST_RANKS:
         yield f"  {len(paths)} ranks left their part; the first {_MOST_RANKS} are read"
-    for path, part in parts.items():
+    digests: dict[Path, dict[str, Any]] = {}
+    for path in paths[:_MOST_RANKS]:
+        part = _read(path)
         if isinstance(part, str):
             yield f"  {path.stem:<8} cannot be read: {part}"
-        else:
-            yield from _of_rank(folder, part)
-    yield from _differences({path: part for path, part in parts.items() if isinstance(part, dict)}, tensor)
+            continue
+        yield from _of_rank(folder, part)
+        if isinstance(part.get("digests"), dict):
+            digests[path] = part["digests"]
+    # Tensors whose digests differ between ranks; of the broken one also in how many elements, and how far.
+    names = dict.fromkeys(name for known in digests.values() for name in known)
+    odd = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
+    # Each rank has the gradients and buffers of its own rows, until they are reduced: they say nothing by themselves.
+    for name in odd[:_MOST_TENSORS]:
+        yield f"  differs  {name}{_how_far(list(digests), name) if tensor in name else ''}"
+    if len(odd) > _MOST_TENSORS:
+        yield f"  differs  and {len(odd) - _MOST_TENSORS} more"
 
 
 def _read(path: Path) -> dict[str, Any] | str:
@@ -192,18 +192,6 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
         return
     for entry in [entry for entry in _list(record.get("entries")) if isinstance(entry, dict)][-3:]:
         yield f"    collectives {entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('state')}"
-
-
-def _differences(parts: Mapping[Path, Mapping[str, Any]], tensor: str) -> Iterator[str]:
-    """Which tensors differ between ranks by their digests; of the broken one also in how many elements, and how far."""
-    digests = {path: part["digests"] for path, part in parts.items() if isinstance(part.get("digests"), dict)}
-    names = dict.fromkeys(name for known in digests.values() for name in known)
-    odd = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
-    # Each rank has the gradients and buffers of its own rows, until they are reduced: they say nothing by themselves.
-    for name in odd[:_MOST_TENSORS]:
-        yield f"  differs  {name}{_how_far(list(digests), name) if tensor in name else ''}"
-    if len(odd) > _MOST_TENSORS:
-        yield f"  differs  and {len(odd) - _MOST_TENSORS} more"
 
 
 def _how_far(parts: list[Path], name: str) -> str:

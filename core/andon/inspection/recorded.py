@@ -153,7 +153,6 @@ class Recorded:
 
     @property
     def start(self) -> Start | None:
-        """The first line if it is a start."""
         first = self.records[0] if self.records else None
         return first if isinstance(first, Start) else None
 

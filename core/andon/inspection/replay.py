@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
-from andon.inspection.difference import Comparison, Differences
+from andon.inspection.difference import OTHER_MACHINE, Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.launch.launcher import launch
-from andon.launch.portable import chosen
+from andon.launch.portable import portable_environment
 from andon.run.folder import RunFolder
 from andon.run.repeats import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
@@ -29,12 +29,11 @@ if TYPE_CHECKING:
     from andon.run.checkpoint import Checkpoint
     from andon.training.session import Session
 
-RESULT = "replay.json"
-"""The file in which rank 0 of a process group leaves the outcome."""
+_RESULT = "replay.json"  # the file in which rank 0 of a process group leaves the outcome
 
 
 class ReplayFailed(RuntimeError):
-    """The ranks ended before they were through; the message says how."""
+    """The ranks ended before they were done; the message says how."""
 
     def __init__(self, message: str, ends_with: Exit) -> None:
         super().__init__(message)
@@ -53,9 +52,9 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     first, last = read_range(steps, found)
     config = settings(found.folder, workers, backend)
     if config.run.backend == "inline":
-        with chosen(config.run):
+        with portable_environment(config.run):
             return replay(config, path, first, last)
-    with chosen(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
+    with portable_environment(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
         payload: dict[str, Any] = {"config": config.model_dump(mode="json"), "path": str(path.absolute()), "out": out}
         result = launch(
             "andon.inspection.replay:replay_rank",
@@ -68,7 +67,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
             raise InputError.of_text(result.report.message)
         if result.exit is not Exit.OK:
             raise ReplayFailed(result.cause, result.exit)
-        outcome = json.loads((Path(out) / RESULT).read_bytes())
+        outcome = json.loads((Path(out) / _RESULT).read_bytes())
     return Differences(outcome["lines"], Comparison(outcome["result"]))
 
 
@@ -112,15 +111,17 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     and `Violation` if a step breaks its contract.
     """
     from andon.run.checkpoint import newest_valid
+    from andon.run.provenance import differences as other_machine
+    from andon.run.provenance import fingerprint
     from andon.training.session import assembled
 
-    found = open_recorded(path)
+    found, report = open_recorded(path), Differences()
     assert found.folder is not None
     with assembled(config, found.folder, writing=False) as session:
-        # Where the latest is damaged, an older one, or the initial weights, serve as well.
+        # If the latest is damaged, an older one, or the initial weights, serve as well.
         checkpoint = newest_valid(found.folder.checkpoints, before=first)[0]
         _require_same(session, checkpoint)
-        total = session.run.plan.total_steps
+        total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
             raise InputError([Problem(str(found.ledger), f"it has a step {last} of a run of {total}")])
         after = checkpoint.step if checkpoint is not None else 0
@@ -129,7 +130,26 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         session.run.step.attest_start({"after": after})
         step, odd = _first_difference(session, found, after, last)
         source = checkpoint.path.name if checkpoint is not None else "the initial weights"
-        return _report(session, found, f"{source}, after step {after}", (first, after, last), step, odd)
+        report.add("from", f"{source}, after step {after}, on {backend.world_size} {backend.name} workers")
+        machine = other_machine(found.fingerprint(step or last) or {}, fingerprint(session.environment))
+        for difference in machine:
+            report.add("machine", f"{difference} (the run's, this one's)")
+    if step is None:
+        report.add("result", f"steps {first} to {last}: every digest, loss and norm is the ledger's, to the bit")
+        return report
+    if step == 0:
+        report.add("result", "the restored weights are not those of the ledger; nothing was done again")
+    elif step > after + 1:
+        report.add("steps", f"{after + 1} to {step - 1} are the ledger's, to the bit")
+    for place, each in enumerate(odd):
+        at = f"step {step}: " if step else ""
+        name = f"{each.name}{' first' if place == 0 else ''}"
+        report.add("differs", f"{at}{name}: ledger {shown(each.then)}, now {shown(each.now)}")
+    report.result = Comparison.DIFFERENT
+    if machine:
+        report.add("result", OTHER_MACHINE)
+        report.result = Comparison.INCOMPARABLE
+    return report
 
 
 def replay_rank(payload: Mapping[str, Any]) -> int:
@@ -141,7 +161,7 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
     config = Config.model_validate(payload["config"])
     report = replay(config, Path(payload["path"]), payload["first"], payload["last"])
     if dist.get_rank() == 0:
-        write_json(Path(payload["out"]) / RESULT, {"lines": report.lines, "result": report.result.value})
+        write_json(Path(payload["out"]) / _RESULT, {"lines": report.lines, "result": report.result.value})
     return 0
 
 
@@ -179,38 +199,3 @@ def _first_difference(
         if step in found.trajectory and (odd := differing(found.trajectory[step], now)):
             return step, odd
     return None, ()
-
-
-def _report(
-    session: Session,
-    found: Recorded,
-    source: str,
-    steps: tuple[int, int, int],
-    step: int | None,
-    odd: Sequence[Difference],
-) -> Differences:
-    from andon.run.provenance import differences as other_machine
-    from andon.run.provenance import fingerprint
-
-    first, after, last = steps
-    backend, report = session.run.backend, Differences()
-    machine = other_machine(found.fingerprint(step or last) or {}, fingerprint(session.environment))
-    report.add("from", f"{source}, on {backend.world_size} {backend.name} workers")
-    for difference in machine:
-        report.add("machine", f"{difference} (the run's, this one's)")
-    if step is None:
-        report.add("result", f"steps {first} to {last}: every digest, loss and norm is the ledger's, to the bit")
-        return report
-    if step == 0:
-        report.add("result", "the restored weights are not those of the ledger; nothing was done again")
-    elif step > after + 1:
-        report.add("steps", f"{after + 1} to {step - 1} are the ledger's, to the bit")
-    for place, each in enumerate(odd):
-        at = f"step {step}: " if step else ""
-        name = f"{each.name}{' first' if place == 0 else ''}"
-        report.add("differs", f"{at}{name}: ledger {shown(each.then)}, now {shown(each.now)}")
-    report.result = Comparison.DIFFERENT
-    if machine:
-        report.add("result", "not comparable: other versions or hardware, where other bits are no fault")
-        report.result = Comparison.INCOMPARABLE
-    return report

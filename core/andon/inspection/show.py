@@ -12,18 +12,7 @@ from andon.run.provenance import read_provenance
 from andon.training.existing import config_of
 from andon.training.rows import Rows, read_rows
 from andon_contracts.fields import Real
-from andon_contracts.record import (
-    Broken,
-    End,
-    Evaluation,
-    RankPart,
-    Record,
-    Resume,
-    Retraction,
-    Saved,
-    Start,
-    Step,
-)
+from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Start
 
 _WIDTH = 100
 _UNKNOWN = "not known"
@@ -39,7 +28,6 @@ class Texts:
 
 
 def texts_of(folder: RunFolder | None) -> Texts:
-    """The rows that the run trained on, unless the data is gone or has changed."""
     if folder is None or not folder.config.exists():
         return Texts(missing="a ledger alone names rows by id; their texts are not in it")
     try:
@@ -59,7 +47,15 @@ def overview(found: Recorded) -> Iterator[str]:
     """The run in order of its ledger, runs of steps in one line each."""
     yield f"ledger {found.ledger}"
     for record in found.records:
-        yield from _stretch(record) if isinstance(record, Stretch) else event(record, found)
+        if not isinstance(record, Stretch):
+            yield from event(record, found)
+            continue
+        first, last = record.first, record.last
+        if first is last:
+            yield f"step        {first.step}: loss {_real(first.loss)}, weights {first.digests.weights}"
+        else:
+            losses = f"loss {_real(first.loss)} to {_real(last.loss)}"
+            yield f"steps       {first.step} to {last.step}: {losses}, weights {last.digests.weights}"
     if not any(isinstance(record, End) for record in found.records[-1:]):
         yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
     count, digest = found.head
@@ -68,62 +64,45 @@ def overview(found: Recorded) -> Iterator[str]:
         yield f"torn        {found.torn} bytes of an unfinished line; a resume cuts them off and records it"
 
 
-def _stretch(steps: Stretch) -> Iterator[str]:
-    first, last = steps.first, steps.last
-    if first is last:
-        yield f"step        {first.step}: loss {_real(first.loss)}, weights {first.digests.weights}"
-        return
-    losses = f"loss {_real(first.loss)} to {_real(last.loss)}"
-    yield f"steps       {first.step} to {last.step}: {losses}, weights {last.digests.weights}"
-
-
 def event(record: Record, found: Recorded) -> Iterator[str]:
     """Lines on a record that is not a step. Each begins with the kind and a space."""
-    if isinstance(record, Start):
-        by = f", written by a {record.writer}" if record.writer is not None else ""
-        yield f"start       {record.run} on {record.world} {record.backend} workers{by}{_named(record.digests, ', ')}"
-        plan = record.plan
-        if plan.steps is not None:
-            yield (
-                f"plan        {plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in {plan.micro_batches} "
-                f"micro-batches, epochs {plan.epochs}, seed {plan.seed}"
-            )
-        else:
-            yield f"plan        {_UNKNOWN if plan.rows is None else f'{plan.rows} rows an epoch'}"
-        known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
-        yield f"machine     {', '.join(known)}"
-    elif isinstance(record, Resume):
-        source = f"from {record.name}" if record.name is not None else "from the start"
-        torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
-        yield f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
-    elif isinstance(record, Evaluation):
-        scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
-        yield f"evaluation  after step {record.step}, {record.rows} rows: {scores}"
-    elif isinstance(record, Saved):
-        gone = found.folder is not None and not (found.folder.checkpoints / record.name).is_dir()
-        marks = f"{', the best so far' if record.best else ''}{', removed since' if gone else ''}"
-        yield f"checkpoint  {record.name}, tensors {record.digest}{marks}"
-    elif isinstance(record, Broken):
-        yield _broken(record)
-    elif isinstance(record, Retraction):
-        yield _retraction(record)
-    elif isinstance(record, End):
-        yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
-
-
-def _broken(record: Broken) -> str:
-    ranks = f" on ranks {' '.join(map(str, record.ranks))}" if record.ranks else ""
-    tensor = f" in {record.tensor}" if record.tensor else ""
-    action = f" ({record.action})" if record.action is not None else ""
-    return f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}{action}"
-
-
-def _retraction(record: Retraction) -> str:
-    if record.last == record.step + 1:
-        what, them = f"step {record.last} no longer counts", "it"
-    else:
-        what, them = f"steps {record.step + 1} to {record.last} no longer count", "them"
-    return f"retraction  {what}, since {record.clause} was broken after {them}: {record.seen}"
+    match record:
+        case Start(plan=plan):
+            by = f", written by a {record.writer}" if record.writer is not None else ""
+            digests = _named(record.digests, ", ")
+            yield f"start       {record.run} on {record.world} {record.backend} workers{by}{digests}"
+            if plan.steps is not None:
+                yield (
+                    f"plan        {plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in "
+                    f"{plan.micro_batches} micro-batches, epochs {plan.epochs}, seed {plan.seed}"
+                )
+            else:
+                yield f"plan        {_UNKNOWN if plan.rows is None else f'{plan.rows} rows an epoch'}"
+            known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
+            yield f"machine     {', '.join(known)}"
+        case Resume():
+            source = f"from {record.name}" if record.name is not None else "from the start"
+            torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
+            yield f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
+        case Evaluation():
+            scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
+            yield f"evaluation  after step {record.step}, {record.rows} rows: {scores}"
+        case Saved():
+            gone = found.folder is not None and not (found.folder.checkpoints / record.name).is_dir()
+            marks = f"{', the best so far' if record.best else ''}{', removed since' if gone else ''}"
+            yield f"checkpoint  {record.name}, tensors {record.digest}{marks}"
+        case Broken():
+            ranks = f" on ranks {' '.join(map(str, record.ranks))}" if record.ranks else ""
+            tensor = f" in {record.tensor}" if record.tensor else ""
+            action = f" ({record.action})" if record.action is not None else ""
+            yield f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}{action}"
+        case Retraction():
+            what, them = f"steps {record.step + 1} to {record.last} no longer count", "them"
+            if record.last == record.step + 1:
+                what, them = f"step {record.last} no longer counts", "it"
+            yield f"retraction  {what}, since {record.clause} was broken after {them}: {record.seen}"
+        case End():
+            yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
 
 
 def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
@@ -137,12 +116,13 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
         steps = list(found.trajectory)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
         raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])
-    yield from map(_broken, broken)
+    for violation in broken:
+        yield from event(violation, found)
     record = found.trajectory.get(step)
     if record is None:
         taken_back = [each for each in found.records if isinstance(each, Retraction) and each.step < step <= each.last]
         if taken_back:
-            yield _retraction(taken_back[-1])
+            yield from event(taken_back[-1], found)
         else:
             yield f"step {step} was not applied, so there is no record of it"
         return
@@ -173,30 +153,24 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
         yield f"  note        {texts.missing}"
     planned = found.start is None or found.start.plan.micro_batches is not None  # a watch does not know micro-batches
     for part in record.ranks:
-        yield from _rank(part, record, texts, planned)
+        held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
+        own = {name: value for name, value in held.items() if value is not None}
+        odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
+        alike = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
+        differs = _named(odd, " ")
+        leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if planned else ""
+        yield f"  rank {part.rank}: {leaves}{f'differs:{differs}' if odd else alike}"
+        for row in part.ids:
+            yield f"    {row}{_text(row, texts.rows)}"
 
 
-def _rank(part: RankPart, record: Step, texts: Texts, planned: bool) -> Iterator[str]:
-    held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
-    own = {name: value for name, value in held.items() if value is not None}
-    odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
-    alike = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
-    digests = f"differs:{_named(odd, ' ')}" if odd else alike
-    leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if planned else ""
-    yield f"  rank {part.rank}: {leaves}{digests}"
-    for row in part.ids:
-        yield f"    {row}{_text(row, texts)}"
-
-
-def _text(row: int, texts: Texts) -> str:
-    if texts.rows is None:
-        return ""
-    found = texts.rows.train.told(texts.rows.row_of(row))
-    if found is None:
+def _text(row: int, rows: Rows | None) -> str:
+    found = None if rows is None else rows.train.told(rows.row_of(row))
+    if rows is None or found is None:
         return ""
     learned, text = found
     shown = text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
-    where = texts.rows.where(row)
+    where = rows.where(row)
     return f"{where and f'  {where}'}  {learned}  {shown!r}"
 
 

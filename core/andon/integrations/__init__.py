@@ -1,4 +1,1 @@
-"""Libraries of others: `andon.watch` as the callbacks of those that own the training loop, and where metrics go.
-
-Each module needs its library.
-"""
+"""`andon.watch` as callbacks of other trainers, and where metrics go. Each module needs its library."""

@@ -30,18 +30,15 @@ class WatchCallback(Callback):  # type: ignore[misc, unused-ignore]
         self.watch = watch(model, trainer.optimizers, **{**start, **self._options})
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Tell which rows come."""
         if self.watch is not None and self._ids is not None:
             self.watch.batch(self._ids(batch))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Close it."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Close it, and let the other ranks know why this one stops."""
         if self.watch is not None:
             self.watch.__exit__(type(exception), exception, exception.__traceback__)
             self.watch = None

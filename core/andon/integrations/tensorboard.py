@@ -13,38 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from andon.console.problems import InputError, Problem
-from andon.integrations.trackers import Attempts, numbers, writes
+from andon.integrations.trackers import Tracker, numbers, writes
 from andon_contracts.record import outside_change
 
 
-class EventFile:
-    """One event file in `folder`, beside those of before: TensorBoard reads them all as one run.
+class EventFile(Tracker):
+    """One event file in `folder`, beside earlier ones: TensorBoard reads them all as one run.
 
-    done: steps that are behind; of what an earlier file has of later ones, which are done again, TensorBoard is told
-    to show nothing. Each event is written as it comes, so that a run that is killed has those of all its steps.
+    done: steps that were done before; TensorBoard shows nothing of later steps in earlier files, since they are done
+    again. Each event is written as it comes, so that a run that is killed has those of all its steps.
     """
 
     def __init__(self, folder: Path, done: int = 0) -> None:
-        self._folder = folder
-        self._done = done
+        super().__init__(f"TensorBoard in {folder}")
+        self._folder, self._done, self._size = folder, done, 0
         self._path: Path | None = None
-        self._size = 0
-        self._attempt = Attempts(f"TensorBoard in {folder}")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics: each real number as a scalar of its step, below what it was measured on."""
-        self._attempt(lambda: self._append(int(line["step"]), list(numbers(line).items())))
-
-    def close(self) -> None:
-        """Nothing is held."""
+        self.attempt(lambda: self._append(int(line["step"]), list(numbers(line).items())))
 
     def finding(self, found: Mapping[str, object]) -> None:
-        """What a watch gives its `log`: the message as a text of the step, under the clause."""
+        """For a watch's `log`: the message as a text of the step, under the clause."""
         step = found["andon/step"]
         # Four spaces: Markdown shows it as it is.
         text = "".join(f"    {line}\n" for line in str(found["andon/message"]).splitlines())
         tagged = [(f"andon/{found['andon/clause']}", text)]
-        self._attempt(lambda: self._append(step if isinstance(step, int) else 0, tagged))
+        self.attempt(lambda: self._append(step if isinstance(step, int) else 0, tagged))
 
     def _append(self, step: int, values: Sequence[tuple[str, float | str]]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog

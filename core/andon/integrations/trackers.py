@@ -1,13 +1,13 @@
 """Trackers: libraries of others that show what a run measures, beside its own folder (`run.report_to`).
 
-A tracker never ends what it tracks: where it cannot write, that is said once, and it writes no more.
+A tracker never ends what it tracks: if it cannot write, one line says so, and it writes no more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem, install_hint
@@ -15,25 +15,21 @@ from andon.console.problems import InputError, Problem, install_hint
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
-class Tracker(Protocol):
-    """What is given each line of a run's metrics. Raises nothing."""
-
-    def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics was written."""
-
-    def close(self) -> None:
-        """There are no more. Called while an exception is handled: the run ended in it."""
-
-
-class Attempts:
-    """Calls of others' code that end nothing: the first that fails is said, by `where`, and is the last."""
+class Tracker:
+    """Receives each line of a run's metrics, and raises nothing. where: what the warning about an error names."""
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._failed = False
 
-    def __call__(self, call: Callable[[], None]) -> None:
-        """Try `call`, unless one has failed before."""
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics was written."""
+
+    def close(self) -> None:
+        """There are no more. Called while an exception is handled if the run ended in it."""
+
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Run `call`. On the first exception, log one warning and skip all later calls."""
         if self._failed:
             return
         try:

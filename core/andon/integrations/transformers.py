@@ -31,7 +31,6 @@ class WithIds:
     column: str
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The batch of `inner`, from rows without their ids, and the ids beside it."""
         plain = [{name: value for name, value in row.items() if name != self.column} for row in rows]
         return {**self.inner(plain), _BATCH_KEY: torch.tensor([int(row[self.column]) for row in rows])}
 
@@ -68,7 +67,6 @@ class WatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self.watch = watch(outermost(given["model"]), given["optimizer"], **{**start, **self._options})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Close it."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None

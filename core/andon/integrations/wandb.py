@@ -2,8 +2,8 @@
 
     andon.watch(model, optimizer, log=findings())
 
-Where it writes, as which project and whether online is said as its own documentation has it: `WANDB_MODE`,
-`WANDB_PROJECT`, `wandb login`.
+wandb's own settings decide where it writes, for which project and whether online: `WANDB_MODE`, `WANDB_PROJECT`,
+`wandb login`.
 """
 
 from __future__ import annotations
@@ -17,40 +17,37 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from andon.integrations.trackers import Attempts, numbers, writes
+from andon.integrations.trackers import Tracker, numbers, writes
 from andon_contracts.untrusted import open_regular
 
 _LOCAL = ("offline", "dryrun", "disabled")
 _LONGEST_LINE = 1 << 24
 
 
-class WandbRun:
-    """One run in wandb for one run of ours, however often that is resumed.
+class WandbRun(Tracker):
+    """One run in wandb for one run of ours, however often that is resumed. Its id is in `folder`/wandb.
 
-    Its id is kept beside its files, in `folder`/wandb. Whatever `metrics` has that it does not know is given to it
-    first: a process that was killed may not have handed over all that it measured.
+    Lines of `metrics` that wandb does not know are sent first: a process that was killed may not have sent all that it
+    measured.
     """
 
     def __init__(self, folder: Path, metrics: Path, settings: Mapping[str, Any]) -> None:
-        """metrics: the file of lines that every line is in, the one that comes too. settings: what the run was told."""
-        self._folder = folder
-        self._metrics = metrics
-        self._settings = settings
+        """metrics: the file of all lines, with the one that is logged next. settings: the run's configuration."""
+        super().__init__("wandb")
+        self._folder, self._metrics, self._settings = folder, metrics, settings
         self._run: Any = None
         self._library: Any = None
-        self._attempt = Attempts("wandb")
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics: each real number, at its step."""
-        self._attempt(lambda: self._log(line))
+        self.attempt(lambda: self._log(line))
 
     def close(self) -> None:
-        """Hand over what is left, say how the run ended, and end the process that wandb has started for it."""
+        """Send what is left, say how the run ended, and end the process that wandb has started for it."""
         failed = sys.exc_info()[0] is not None
         if self._run is not None:
-            self._attempt(lambda: self._run.finish(exit_code=int(failed)))
+            self.attempt(lambda: self._run.finish(exit_code=int(failed)))
         if self._library is not None and self._library.run is None:  # else the caller has a run of its own
-            Attempts("wandb")(self._library.teardown)
+            Tracker("wandb").attempt(self._library.teardown)
 
     def _log(self, line: Mapping[str, Any]) -> None:
         if self._run is not None:
@@ -88,10 +85,10 @@ class WandbRun:
 
 
 def findings() -> Callable[[dict[str, object]], None]:
-    """For `andon.watch(log=...)`: gives each finding, under its clause, to the run that `wandb.init` has opened.
+    """For `andon.watch(log=...)`: logs each finding, under its clause, in the run that `wandb.init` has opened.
 
-    On rank 0 alone; call it once the process group is there. It stands in the row that the loop logs next. Raises
-    `ValueError` where no run is open.
+    On rank 0 alone; call it once the process group is there. The finding is in the row that the loop logs next. Raises
+    `ValueError` if no run is open.
     """
     if not writes():
         return lambda found: None
@@ -100,9 +97,9 @@ def findings() -> Callable[[dict[str, object]], None]:
     run = wandb.run
     if run is None:
         raise ValueError("wandb has no open run: call wandb.init() before findings()")
-    attempt = Attempts("wandb")
+    tracker = Tracker("wandb")
 
     def log(found: dict[str, object]) -> None:
-        attempt(lambda: run.log({f"andon/{found['andon/clause']}": found["andon/message"]}, commit=False))
+        tracker.attempt(lambda: run.log({f"andon/{found['andon/clause']}": found["andon/message"]}, commit=False))
 
     return log

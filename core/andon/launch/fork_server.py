@@ -28,8 +28,9 @@ from andon_contracts.liveness.process import Process, exit_text
 from andon_contracts.untrusted import read_json
 
 _GONE_S = 5.0
-OWNER = "andon-launcher.json"
+_OWNER = "andon-launcher.json"
 """The file in a folder for sockets that names the launcher that it belongs to."""
+_hiding = threading.Lock()
 
 
 class ServerFailed(RuntimeError):
@@ -37,7 +38,7 @@ class ServerFailed(RuntimeError):
 
 
 def running() -> Process | None:
-    """The fork server of this process; None where there is none that lives."""
+    """The fork server of this process; None if none runs."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     return None if pid is None else Process.of(pid)
 
@@ -46,8 +47,7 @@ def how_it_ended(seconds: float = 0.0) -> str:
     """How this process's fork server ended: by which signal, and whether memory ran out. Empty if it runs or if there
     is none. Waits `seconds` for its end, and leaves its exit status for multiprocessing.
     """
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    deadline, pause = time.monotonic() + seconds, threading.Event()
+    pid, deadline = getattr(forkserver._forkserver, "_forkserver_pid", None), time.monotonic() + seconds
     while pid is not None:
         try:
             found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -58,12 +58,12 @@ def how_it_ended(seconds: float = 0.0) -> str:
             return f"the process that ranks are forked from {exit_text(code)}"
         if time.monotonic() >= deadline:
             return ""
-        pause.wait(0.01)
+        time.sleep(0.01)
     return ""
 
 
 def require_sockets() -> None:
-    """Raise `InputError` where the folder for temporary files takes no socket: whoever forks ranks is asked by one."""
+    """Raise `InputError` if the folder for temporary files takes no socket: the fork server is reached by one."""
     try:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         with socket.socket(socket.AF_UNIX) as tried:
@@ -76,22 +76,20 @@ def require_sockets() -> None:
 
 
 def end_if_stopped() -> None:
-    """End the fork server where it is stopped: nothing would ever end it, and this process would wait for it."""
+    """End the fork server if it is stopped: nothing would ever end it, and this process would wait for it."""
     server = running()
-    if server is None or server.state() != "stopped":
-        return
-    server.send(signal.SIGKILL)
-    deadline, pause = time.monotonic() + _GONE_S, threading.Event()
-    while server.state() != "gone" and time.monotonic() < deadline:
-        pause.wait(0.01)
+    if server is not None and server.state() == "stopped":
+        server.send(signal.SIGKILL)
+        deadline = time.monotonic() + _GONE_S
+        while server.state() != "gone" and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 @contextmanager
 def for_one_launch() -> Iterator[None]:
-    """A fork server that is started inside ends with the context, and what others would have it import stays theirs.
-
-    In a program of somebody else's: what they start themselves would be forked from ours, in which signals are blocked.
-    """
+    """For a program of somebody else's: a fork server that is started inside ends with the context, and the program's
+    own preload list is restored. Otherwise the program's processes would be forked from our server, in which signals
+    are blocked."""
     server, there = forkserver._forkserver, running() is not None
     preload = list(getattr(server, "_preload_modules", ()))
     try:
@@ -103,14 +101,12 @@ def for_one_launch() -> Iterator[None]:
             server._stop()  # type: ignore[attr-defined]
 
 
-_hiding = threading.Lock()
+def start(processes: Iterable[ForkServerProcess]) -> None:
+    """Start the processes. Waits for the imports of the fork server.
 
-
-@contextmanager
-def _main_hidden() -> Iterator[None]:
-    """What this thread starts meanwhile does not run the program's own main module first, as multiprocessing has it.
-
-    Ranks need nothing of it, and a script that has no `if __name__ == "__main__"` would begin anew in each of them.
+    They do not run the program's main module first, as multiprocessing has it: ranks need nothing of it, and a script
+    that has no `if __name__ == "__main__"` would begin anew in each of them. Raises `ServerFailed` if the fork server
+    ended meanwhile.
     """
     ours = threading.get_ident()
 
@@ -124,25 +120,15 @@ def _main_hidden() -> Iterator[None]:
         prepare = spawn.get_preparation_data
         spawn.get_preparation_data = without_main
         try:
-            yield
-        finally:
-            spawn.get_preparation_data = prepare
-
-
-def start(processes: Iterable[ForkServerProcess]) -> None:
-    """Start the processes. They do not run the program's main module. Waits for the imports of the fork server.
-
-    Raises `ServerFailed` if the fork server ended meanwhile.
-    """
-    try:
-        with _main_hidden():
             for process in processes:
                 process.start()
-    except (OSError, EOFError) as error:
-        how = how_it_ended(_GONE_S if isinstance(error, EOFError | ConnectionError) else 0.0)
-        if how:
-            raise ServerFailed(f"no rank could be started: {how}") from error
-        raise
+        except (OSError, EOFError) as error:
+            how = how_it_ended(_GONE_S if isinstance(error, EOFError | ConnectionError) else 0.0)
+            if how:
+                raise ServerFailed(f"no rank could be started: {how}") from error
+            raise
+        finally:
+            spawn.get_preparation_data = prepare
 
 
 def claim_and_sweep() -> None:
@@ -151,16 +137,10 @@ def claim_and_sweep() -> None:
     multiprocessing removes the folder (`/tmp/pymp-...`) when the process ends, but not after SIGKILL.
     """
     with suppress(OSError):  # a disk that is full or slow keeps nobody from training
-        (Path(util.get_temp_dir()) / OWNER).write_text(json.dumps(Process.here().to_json()), encoding="utf-8")
-        for file in Path(tempfile.gettempdir()).glob(f"pymp-*/{OWNER}"):
-            if _is_left(file):
-                shutil.rmtree(file.parent, ignore_errors=True)
-
-
-def _is_left(file: Path) -> bool:
-    try:
-        folder = file.parent
-        ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
-        return ours and Process.from_json(read_json(file)).local_state() == "gone"
-    except (OSError, ValueError):
-        return False
+        (Path(util.get_temp_dir()) / _OWNER).write_text(json.dumps(Process.here().to_json()), encoding="utf-8")
+        for file in Path(tempfile.gettempdir()).glob(f"pymp-*/{_OWNER}"):
+            folder = file.parent
+            with suppress(OSError, ValueError):
+                ours = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+                if ours and Process.from_json(read_json(file)).local_state() == "gone":
+                    shutil.rmtree(folder, ignore_errors=True)

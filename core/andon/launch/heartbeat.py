@@ -19,7 +19,7 @@ from torch.distributed import DistStoreError
 
 from andon.console.exits import Exit
 from andon.console.messages import say
-from andon.launch.report import Report, unguarded
+from andon.launch.report import Report, watchdog_failed
 from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, StepClock, View
@@ -37,7 +37,7 @@ _PLACE_S = 1.0
 
 @dataclass(frozen=True)
 class Timeouts:
-    """After how many seconds what is said or done; shorter where a user's own bound is short.
+    """How many seconds each wait takes; shorter if a user's own bound is short.
 
     timeout_s: a rank that others have waited for so long is given up. step_s: an update that takes longer ends the
     run; None: none does. silence_s: for how long a rank that lives may give no sign of it; None: by the timeout.
@@ -49,27 +49,20 @@ class Timeouts:
 
     @property
     def slow_s(self) -> float:
-        """From how many seconds on something may be slow: what lasts shorter is not, whatever is usual."""
+        """Whatever lasts shorter is never called slow."""
         return min(10.0, self.timeout_s / 2)
 
     @property
     def silent_s(self) -> float:
-        """From how many seconds on a rank is silent: several beats."""
+        """Without a sign of life for so long, several beats, a rank is silent."""
         return min(2.0, self.timeout_s / 3) if self.silence_s is None else self.silence_s
 
     @property
-    def pause_s(self) -> float:
-        """From how many seconds on a time in which this process did not run is a pause, which counts for nothing."""
-        return min(1.0, self.timeout_s / 4)
-
-    @property
     def beat_s(self) -> float:
-        """Seconds between two signs of life."""
         return min(0.5, self.timeout_s / 10)
 
     @property
     def look_s(self) -> float:
-        """Seconds between two looks at what is known."""
         return min(0.2, self.timeout_s / 10)
 
 
@@ -98,10 +91,11 @@ class Heartbeat:
         self._exit, self._rounds, self._deaf = 0, 0, ""
         self._slow_from = timeouts.slow_s
         self._words_by: tuple[float, int] | None = None
-        clock.pauses.start(timeouts.pause_s)
+        # A longer time in which this process did not run is a pause, which counts for nothing.
+        clock.pauses.start(min(1.0, timeouts.timeout_s / 4))
         self._reader = store.reader
         self._beats = Heartbeats(store, rank, RankStatus, self._reader)
-        self._link: StoreLink | None = None
+        self._link: StoreLink | None = None  # its thread begins before the constructor returns
         if world > 1:
             self._link = StoreLink("andon-beat", self._beat, self._fall_silent)
         threading.Thread(target=self._look, name="andon-look", daemon=True).start()
@@ -109,19 +103,19 @@ class Heartbeat:
     # what the rank asks for
 
     def explain(self, code: Exit) -> str:
-        """Who is behind an end with this code, for the end of this rank's line; empty where nobody else is."""
+        """Which other rank is the cause of an end with this code, for this rank's line; "" if none is."""
         if code == Exit.RANK_SILENT:
             return diagnosis.explain_timeout(self.view())
         if code != Exit.RANK_LOST:
             return ""
-        # Who ended by itself has told the store before: a whole round of hearing tells it from one who died.
+        # A rank that ended by itself has told the store before: a whole round of reading tells it from one that died.
         deadline, wanted = time.monotonic() + _EVIDENCE_S, self._rounds + 2
         found = ""
-        while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._world > 1:
-            self._hurry()
+        while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._link is not None:
+            self._link.wake()
             time.sleep(self._timeouts.look_s / 10)
             found = diagnosis.known_end(self.view())
-        # On another machine a process cannot be seen: who lives has given a sign meanwhile.
+        # A process on another machine cannot be seen: a live rank has given a sign meanwhile.
         return found or diagnosis.possible_loss(replace(self.view(), silence_s=_EVIDENCE_S))
 
     def leave(self, code: int, cause: str) -> None:
@@ -131,23 +125,21 @@ class Heartbeat:
 
     @property
     def dropped(self) -> int:
-        """How many values of the store were dropped so far, which no rank had put there."""
+        """How many values of the store were dropped so far because no rank wrote them."""
         return self._reader.dropped
 
     def view(self) -> View:
-        """What is known now."""
-        mine = PeerStatus(**vars(self._told()), state="runs", host=self._host)
+        mine = PeerStatus(**vars(self._status()), state="runs", host=self._host)
         others = {rank: self._sign(*heard) for rank, heard in self._heard.items()}
         return View(self._rank, self._world, others | {self._rank: mine}, self._timeouts.silent_s, self._deaf)
 
-    def _told(self) -> RankStatus:
+    def _status(self) -> RankStatus:
         now = self.clock.read()
         late = now.since_s >= min(_PLACE_S, self._timeouts.timeout_s / 4)
         return replace(now, place=current_activity(self._owner) if late else "")
 
     def _sign(self, at: float, beat: Beat[RankStatus] | None) -> PeerStatus:
-        """What a beat says now: what had not changed when it came, is taken not to have changed since."""
-        # What this process could not hear because it did not run, nobody failed to tell.
+        """What a beat says now: its seconds are counted on, without those in which this process did not run."""
         silent = self.clock.pauses.ran_s(at)[0]
         if beat is None:
             return PeerStatus(silent_s=silent)
@@ -166,7 +158,7 @@ class Heartbeat:
         return self._timeouts.beat_s
 
     def _tell(self) -> None:
-        self._beats.send(replace(self._told(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
+        self._beats.send(replace(self._status(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
 
     def _fall_silent(self, error: Exception) -> None:
         if isinstance(error, DistStoreError):  # it is there and gives no answer: the way to it, or its host, is down
@@ -174,36 +166,29 @@ class Heartbeat:
         if isinstance(error, RuntimeError | OSError):  # from now on nobody gives signs of life
             self._deaf = f"the ranks' store is gone ({str(error).strip().partition(chr(10))[0]})"
             return
-        report = self._failure(error)  # whatever it is, this rank must not go on without its watch
-        with suppress(Exception):  # what it is of, may be this very store
-            self._tell()
-        self._end(report)
+        self._end_by(error, self._tell)
 
     # the thread that looks
 
     def _look(self) -> None:
+        """Look until this rank ends by itself, or has to be ended."""
         try:
-            report = self._watch()
+            while not self._over.wait(self._timeouts.look_s):
+                view = self.view()
+                if self._expects_last_words(view):
+                    continue
+                report = self._own_end(view)
+                if report is not None:
+                    self._say_farewell()
+                    self._ended(report)
+                    return
+                self._say_slow(view)
         except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on without its watch
-            report = self._failure(error)
-        if report is not None:
-            self._end(report)
-
-    def _watch(self) -> Report | None:
-        """Look until this rank ends by itself, or has to be ended, with this report."""
-        while not self._over.wait(self._timeouts.look_s):
-            view = self.view()
-            if self._expects_last_words(view):
-                continue
-            report = self._own_end(view)
-            if report is not None:
-                return report
-            self._say_slow(view)
-        return None
+            self._end_by(error)
 
     def _expects_last_words(self, view: View) -> bool:
-        """Whether a rank is seen to be gone, and what it told the store before it went may still be to be heard."""
-        if view.link_error or "died" not in view.concluded(view.patience()).values():
+        """Whether a rank is seen to be gone, and the reason that it gave before may still arrive."""
+        if view.link_error or self._link is None or "died" not in view.concluded(view.patience()).values():
             self._words_by = None
             return False
         if self._words_by is None:
@@ -211,15 +196,15 @@ class Heartbeat:
         deadline, wanted = self._words_by
         if self._rounds >= wanted or time.monotonic() >= deadline:
             return False
-        self._hurry()
+        self._link.wake()
         return True
 
-    def _failure(self, error: Exception) -> Report:
-        report = unguarded(error, self._rank)
+    def _end_by(self, error: Exception, tell: Callable[[], None] = lambda: None) -> None:
+        """The watch itself failed: this rank must not go on without it."""
+        report = watchdog_failed(error, self._rank)
         self._exit, self._last = report.exit, report.cause
-        return report
-
-    def _end(self, report: Report) -> None:
+        with suppress(Exception):  # this very store may be what failed
+            tell()
         self._say_farewell()
         self._ended(report)
 
@@ -230,10 +215,6 @@ class Heartbeat:
         if self._reader.dropped and not self._accounted:
             self._accounted = True
             self._speak(self._reader.account(self._rank))
-
-    def _hurry(self) -> None:
-        if self._link is not None:
-            self._link.wake()
 
     def _say_slow(self, view: View) -> None:
         lasts, least = diagnosis.longest_s(view), max(self._timeouts.slow_s, _SLOW_TIMES * self.clock.usual_s())
@@ -246,25 +227,22 @@ class Heartbeat:
     def _own_end(self, view: View) -> Report | None:
         mine, timeouts = view.mine, self._timeouts
         failed = [rank for rank, end in view.concluded(view.patience()).items() if end in ("failed", "followed")]
-        step_s = timeouts.step_s
+        code, step_s = Exit.RANK_SILENT, timeouts.step_s
         if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.all_reported(view):
             text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
-            # Who saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
+            # The rank that saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
             told = [view.statuses[rank].ended for rank in failed if view.statuses[rank].ended.startswith(text)]
             cause = told[0] if told else text + diagnosis.slowness(view, self.clock.usual_s())
-            return self._report(Exit.RANK_SILENT, cause, mine)
-        if not failed or mine.since_s < timeouts.timeout_s:
+        elif not failed or mine.since_s < timeouts.timeout_s:
             return None
-        other = f"{view.name(failed[:1])} ended: {view.statuses[failed[0]].ended}"
-        if mine.waits:
-            return self._report(Exit.RANK_LOST, f"still in a collective of {mine.where}, but {other}", mine)
-        hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'where no Python runs'}"
-        return self._report(Exit.RANK_SILENT, f"rank {self._rank} of {self._world} {hangs}; {other}", mine)
-
-    def _report(self, code: Exit, cause: str, mine: PeerStatus) -> Report:
+        else:
+            other = f"{view.name(failed[:1])} ended: {view.statuses[failed[0]].ended}"
+            hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'where no Python runs'}"
+            cause = f"rank {self._rank} of {self._world} {hangs}; {other}"
+            if mine.waits:
+                code, cause = Exit.RANK_LOST, f"still in a collective of {mine.where}, but {other}"
         frame = sys._current_frames().get(self._owner)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         self._exit, self._last = code, cause
-        return Report(
-            self._rank, code, cause, time.time(), step=mine.step, message=f"{cause}\nThe main thread is at:\n{stack}"
-        )
+        message = f"{cause}\nThe main thread is at:\n{stack}"
+        return Report(self._rank, code, cause, time.time(), step=mine.step, message=message)

@@ -7,14 +7,17 @@ name of this world, and all that follows stands under this name.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing.connection import Client, Connection
 from typing import TypeVar
 
 import torch
@@ -26,7 +29,7 @@ from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.launch.context import STORE, RankContext
-from andon.launch.unix_store import unix_store
+from andon.launch.store_server import packed, unpacked
 from andon_contracts.fields import Count, Hex16, Part
 from andon_contracts.liveness import store_link
 from andon_contracts.liveness.store_link import SignedStore, StrictReader, parse_strict
@@ -36,7 +39,10 @@ Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
 _VERDICT_S = 1.0
 """How much longer than rank 0 the others wait, to hear from it who is missing."""
+_LATE_S = 5.0
+"""How much longer than the server waits for a key, a client waits for the server to say so."""
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
 
 class Absent(RuntimeError):
@@ -54,11 +60,11 @@ class Refused(RuntimeError):
 def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     """Initialise the default process group from the variables of torch's launcher, or of ours.
 
-    Gives the part of the store that is this world's alone, through a connection of its own and with values signed,
+    Returns the part of the store that is this world's alone, through a connection of its own and with values signed,
     this rank, and the number of ranks.
 
     Raises `InputError` on a rank whose interface does not exist, `Refused` on the others, and `Absent` after
-    `timeout_s` with the ranks that are missing, or without them where the store itself is not there.
+    `timeout_s` with the ranks that are missing, or without them if the store itself cannot be reached.
     """
     timeout = timedelta(seconds=timeout_s)
     context, address = RankContext.from_environment(), os.environ.get(STORE, "")
@@ -73,28 +79,24 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]
         ours.set_timeout(timedelta(seconds=store_link.TIMEOUT_S))
-    return SignedStore(ours, _secret()), rank, world
-
-
-def _secret() -> bytes:
-    told = torch.frombuffer(bytearray(store_link.new_secret()), dtype=torch.uint8)
-    dist.broadcast(told, 0)
-    return bytes(told.tolist())
+    secret = torch.frombuffer(bytearray(store_link.new_secret()), dtype=torch.uint8)
+    dist.broadcast(secret, 0)
+    return SignedStore(ours, bytes(secret.tolist())), rank, world
 
 
 def _torch_store(timeout: timedelta) -> Store:
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
         store, _, _ = next(rendezvous("env://", timeout=timeout))
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
+    except _STORE_ERRORS as error:
         seconds = timeout.total_seconds()
         raise Absent(f"the ranks' store at {where} cannot be met at within {seconds:g} s: {_line(error)}") from error
     return store  # type: ignore[no-any-return]
 
 
-def interface_problem(environ: Mapping[str, str] | None = None) -> str:
-    """What is wrong with the interface that gloo is told to use; empty where nothing is, or none is named."""
-    named = (os.environ if environ is None else environ).get(_INTERFACE, "")
+def interface_problem() -> str:
+    """What is wrong with the interface that gloo is told to use; "" if nothing is, or none is named."""
+    named = os.environ.get(_INTERFACE, "")
     there = [name for _, name in socket.if_nameindex()]
     wrong = [name for name in named.split(",") if name and name not in there]
     return f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}" if wrong else ""
@@ -141,45 +143,47 @@ class Meeting:
         name = self._word if self.rank == 0 else self._called()
         ours = PrefixStore(f"andon/world/{name}", self.store)
         try:
-            ours.set(f"here {self.rank}", json.dumps(Here(problem).to_json()))
+            _put(ours, f"here {self.rank}", Here(problem))
             if problem and self.rank != 0:  # rank 0 tells the others
                 raise InputError([Problem(_INTERFACE, problem)])
             verdict = self._gathered(ours, problem) if self.rank == 0 else self._verdict(ours)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
+        except _STORE_ERRORS as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
         finally:
             if self._reader.dropped:
                 say(self._reader.account(self.rank))
         if problem:
             raise InputError([Problem(_INTERFACE, problem)])
-        self._judge(verdict)
+        for rank, text in verdict.problems.items():
+            raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
+        if verdict.missing:
+            raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
         return ours
 
     def _called(self) -> str:
-        asked, answer = f"andon/call {self.rank}", f"andon/answer {self.rank} {self._word}"
-        deadline = time.monotonic() + self.timeout_s
+        answer, deadline = f"andon/answer {self.rank} {self._word}", time.monotonic() + self.timeout_s
+        late = f"rank 0 of {self.world} did not come within {self.timeout_s:g} s"
         try:
             while True:
-                self.store.set(asked, json.dumps(Word(self._word).to_json()))
+                _put(self.store, f"andon/call {self.rank}", Word(self._word))
                 found = self._read(self.store, answer, Word)
                 if found is not None:
                     return found.word
                 if time.monotonic() > deadline:
-                    raise Absent(f"rank 0 of {self.world} did not come within {self.timeout_s:g} s")
+                    raise Absent(late)
                 time.sleep(_POLL_S)
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            msg = f"rank 0 of {self.world} did not come within {self.timeout_s:g} s: {_line(error)}"
-            raise Absent(msg) from error
+        except _STORE_ERRORS as error:
+            raise Absent(f"{late}: {_line(error)}") from error
 
     def _gathered(self, ours: Store, problem: str) -> Verdict:
-        """As rank 0: answer whoever calls, until all are here or it has taken too long; say to all what came of it."""
+        """As rank 0: answer each call, until all are here or it has taken too long; tell all the outcome."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
         missing, answered, told = set(range(1, self.world)), set[str](), {0: problem}
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 call = self._read(self.store, f"andon/call {rank}", Word)
                 if call is not None and call.word not in answered:
-                    self.store.set(f"andon/answer {rank} {call.word}", json.dumps(Word(self._word).to_json()))
+                    _put(self.store, f"andon/answer {rank} {call.word}", Word(self._word))
                     answered.add(call.word)
                 here = self._read(ours, f"here {rank}", Here)
                 if here is not None:
@@ -189,16 +193,13 @@ class Meeting:
                 time.sleep(pause)
                 pause = min(2 * pause, 10 * _POLL_S)
         verdict = Verdict(tuple(sorted(missing)), {str(rank): told[rank] for rank in sorted(told) if told[rank]})
-        ours.set("verdict", json.dumps(verdict.to_json()))
+        _put(ours, "verdict", verdict)
         if missing or verdict.problems:
-            self._wait_for(ours, [rank for rank in told if rank and not told[rank]])
+            # The store may end with this rank: the others that are here need a moment to read why.
+            readers, deadline = [rank for rank in told if rank and not told[rank]], time.monotonic() + _VERDICT_S / 2
+            while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         return verdict
-
-    def _wait_for(self, ours: Store, readers: list[int]) -> None:
-        """The store may end with this rank: let those that are here read why, for a moment."""
-        deadline = time.monotonic() + _VERDICT_S / 2
-        while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
 
     def _verdict(self, ours: Store) -> Verdict:
         deadline = time.monotonic() + self.timeout_s + _VERDICT_S
@@ -210,19 +211,91 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
             time.sleep(_POLL_S)
-            ours.set(f"here {self.rank}", json.dumps(Here("").to_json()))  # again: somebody may have overwritten it
+            _put(ours, f"here {self.rank}", Here(""))  # again: somebody may have overwritten it
 
     def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
         if not store.check([key]):
             return None
         return self._reader.read(key, store.get(key), lambda body: parse_strict(form, body))
 
-    def _judge(self, verdict: Verdict) -> None:
-        for rank, text in verdict.problems.items():
-            raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
-        if verdict.missing:
-            raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
+
+def _put(store: Store, key: str, part: Part) -> None:
+    store.set(key, json.dumps(part.to_json()))
 
 
 def _line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+class UnixStore(Store):
+    """A client of a `StoreServer`, as torch takes stores, for any number of threads.
+
+    A call that waits for a value has a connection to itself, so that no other call waits for it. Raises
+    `DistNetworkError` once the server is gone, and `DistStoreError` for values that have not come in time.
+
+    Torch keeps no reference to a store written in Python: the caller must keep it alive.
+    """
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._address = address
+        self._idle: deque[Connection] = deque()
+        self._process = os.getpid()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._awaited([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._awaited(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._awaited(keys, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", *keys))
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Set the value if the present one is `expected` ("": none is there); returns the value afterwards."""
+        return self._ask("compare_set", key, expected, value)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, str(amount))[0])
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete", key))
+
+    deleteKey = delete_key
+
+    def _awaited(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
+        seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
+        found = self._ask("get", repr(seconds), *keys, wait_s=seconds + _LATE_S) if keys else []
+        if len(found) != len(keys):
+            raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {', '.join(keys)}")
+        return found
+
+    def _ask(self, *parts: str | bytes, wait_s: float | None = None) -> list[bytes]:
+        if self._process != os.getpid():  # the connections of the process that this one was forked from are its own
+            self._process, self._idle = os.getpid(), deque()
+        try:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = Client(self._address, "AF_UNIX")
+            connection.send_bytes(packed([part.encode() if isinstance(part, str) else part for part in parts]))
+            if wait_s is not None and not connection.poll(wait_s):
+                connection.close()
+                return []
+            answer = unpacked(connection.recv_bytes())
+        except (OSError, EOFError) as error:
+            raise dist.DistNetworkError(f"the launcher's store is gone: {error or 'connection closed'}") from error
+        self._idle.append(connection)
+        return answer
+
+
+@functools.cache
+def unix_store(address: str) -> UnixStore:
+    """The one client of this process for the server at `address`; it lives as long as the process."""
+    return UnixStore(address)

@@ -11,47 +11,56 @@ import ctypes
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Callable
 
 from andon.launch.context import LAUNCHER
 from andon_contracts.liveness.process import Process
 
-POLL_S = 0.2
-"""Seconds between two looks at the launcher; the bound on an orphan's life is this plus one scheduling delay."""
-
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(
-    launcher_pid: int, failed: Callable[[Exception], None] | None = None, *, poll_s: float = POLL_S
+    launcher_pid: int, failed: Callable[[Exception], None] | None = None, *, poll_s: float = 0.2
 ) -> None:
     """End this process by SIGKILL as soon as its direct parent or its launcher is gone.
 
     The kernel's death signal covers the direct parent (torchrun's agent, or our forkserver); a daemon thread covers the
-    launcher, every `poll_s` seconds. A launcher that is gone already ends this process at once.
-    failed: called, in that thread, with an error that keeps it from looking any more; None: this process ends then.
+    launcher, every `poll_s` seconds. If the launcher is gone already, this process ends at once.
+    failed: called in that thread with an error that ends the thread; None: this process ends then.
     """
     if launcher_pid < 1:
         raise ValueError(f"launcher_pid must be a process id, not {launcher_pid}")
     _ask_for_death_signal()
     launcher = Process.of(launcher_pid)
+
+    def watch() -> None:
+        try:
+            while launcher is not None and launcher.state() != "gone":
+                time.sleep(poll_s)
+        except Exception as error:  # noqa: BLE001 - whatever it is, this process must not outlive its launcher for it
+            if failed is not None:
+                failed(error)
+                return
+            traceback.print_exception(error)
+        _end_now()
+
     if launcher is None:
         _end_now()
     else:
-        guard = (launcher, poll_s, failed or _end_by)
-        threading.Thread(target=_watch, args=guard, name="orphan-guard", daemon=True).start()
+        threading.Thread(target=watch, name="orphan-guard", daemon=True).start()
 
 
 def bind_to_parent(parent_pid: int) -> None:
-    """Have the kernel end this process by SIGKILL when its parent ends; at once where that has happened already."""
+    """Have the kernel end this process by SIGKILL when its parent ends; at once if that has happened already."""
     _ask_for_death_signal()
     if os.getppid() != parent_pid:
         _end_now()
 
 
 def bind_to_launcher() -> None:
-    """`bind_to_parent` for the fork server, whose launcher said in `LAUNCHER` who it is: it may be gone already, and
+    """`bind_to_parent` for the fork server. Its launcher put its own pid into `LAUNCHER`: it may be gone already, and
     then this process has another parent."""
     bind_to_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
@@ -61,22 +70,6 @@ def _ask_for_death_signal() -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl(PR_SET_PDEATHSIG): {os.strerror(number)}")
-
-
-def _watch(launcher: Process, poll_s: float, failed: Callable[[Exception], None]) -> None:
-    never = threading.Event()
-    try:
-        while launcher.state() != "gone":
-            never.wait(poll_s)
-    except Exception as error:  # noqa: BLE001 - whatever it is, this process must not outlive its launcher for it
-        failed(error)
-        return
-    _end_now()
-
-
-def _end_by(error: Exception) -> None:
-    traceback.print_exception(error)
-    _end_now()
 
 
 def _end_now() -> None:

@@ -1,7 +1,7 @@
 """The life of one rank process: who it is, how it is guarded, and how it ends.
 
 A rank ends by `os._exit`: after a gloo error an ordinary interpreter exit is turned into SIGABRT more often than not,
-and the exit code that was chosen is lost. What it has to say is written and flushed before.
+and the exit code that was chosen is lost. Its report and its output are written and flushed before.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -27,28 +28,26 @@ from andon.console.messages import write
 from andon.launch.context import RUN_ID, RankContext
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.report import Report, describe, path_of, unguarded, write_for_torch
-from andon_contracts.legible import legible_line
+from andon.launch.report import Report, describe, path_of, watchdog_failed, write_for_torch
+from andon_contracts.legible import ERROR_FILE_VARIABLE, legible_line
 from andon_contracts.liveness.process import run_within
 
 if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
 
-TORCH_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 TRACEBACK = "ANDON_TRACEBACK"
 """Set to 1 to see a traceback on stderr; the report holds it in any case."""
-
 _LAST_WORDS_S = 0.7
-"""How long what a rank has to say at its end may take where it ends by an error: others wait for it to be gone."""
+"""How long the report of a rank that ends by an error may take: others wait for it to be gone."""
 _RECORD_S = 10.0
-"""How long the report of one that ends as it should may take: its launcher takes one without a report for dead."""
+"""How long the report of a rank that ends in order may take: its launcher takes a rank without a report for dead."""
 _DESTROY_S = 0.5
 """How long leaving may wait for the process group to be taken down."""
 
 
 @dataclass
 class _State:
-    """What signals and `report_to` have said to this process, its heartbeat, and who makes its end: who asks first.
+    """What signals and `report_to` told this process, and its heartbeat. The thread that holds `ending` ends it.
 
     says: whether the line of its end is this process's to write, and not its launcher's.
     """
@@ -64,7 +63,7 @@ _state = _State()
 
 
 def preempted() -> signal.Signals | None:
-    """The signal that asked this rank to end; None while nobody did. Look at it at every step boundary.
+    """The signal that asked this rank to end, if any. Look at it at every step boundary.
 
     Signals reach ranks at different times: agree on the answer before acting on it.
     """
@@ -72,7 +71,7 @@ def preempted() -> signal.Signals | None:
 
 
 def report_to(run_folder: Path) -> None:
-    """Say where this rank's end report belongs (under torchrun it is known only once the configuration was read)."""
+    """Where this rank's end report belongs (under torchrun it is known only once the configuration was read)."""
     _state.folder = run_folder
     with contextlib.suppress(OSError):
         path_of(run_folder, RankContext.from_environment().rank).unlink(missing_ok=True)
@@ -88,58 +87,39 @@ def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = No
     _live(work, run_folder)
 
 
-def _say_end(report: Report) -> None:
-    if _state.says and report.exit != Exit.OK:
-        # The message of an `InputError` has a line for each problem, and no other line break.
-        line = report.message if report.exit == Exit.USAGE else legible_line(report.cause)
-        write(f"rank {report.rank}: {line}\n")
-
-
 def watched_by(heartbeat: Heartbeat) -> None:
-    """Have the end of this rank told by `heartbeat`, and explained by what it knows of the others."""
+    """Have `heartbeat` tell the others of this rank's end, and explain that end by what it knows of them."""
     _state.heartbeat = heartbeat
 
 
 def dropped_values() -> int:
-    """How many values of the ranks' store this rank has dropped so far, which no rank had put there."""
+    """How many values of the ranks' store this rank has dropped so far because no rank wrote them."""
     return 0 if _state.heartbeat is None else _state.heartbeat.dropped
 
 
 def end_now(report: Report) -> None:
-    """End this process from a thread that is not the main one, which hangs; nothing where it is ending already."""
-    if not _state.ending.acquire(blocking=False):
-        return
+    """End this process, whose main thread hangs, from another thread; do nothing if it is ending already."""
 
     def last_words() -> None:
         _record(report)
         _say_end(report)
 
-    run_within(_LAST_WORDS_S, last_words)
-    os._exit(report.exit)
+    if _state.ending.acquire(blocking=False):
+        run_within(_LAST_WORDS_S, last_words)
+        os._exit(report.exit)
 
 
-@dataclass(frozen=True)
-class Job:
-    """What the launcher gives each of its ranks. `payload` is JSON; `environment` is all that ranks have in common."""
-
-    entry: str
-    payload: str
-    run_folder: str
-    environment: Mapping[str, str]
-
-
-def serve(job: Job, rank: int) -> NoReturn:
-    """Be this rank of `andon.launch.launcher`."""
+def serve(entry: str, payload: str, run_folder: str, environment: Mapping[str, str], rank: int) -> NoReturn:
+    """Be this rank of `andon.launch.launcher`. payload: JSON. environment: all that ranks have in common."""
     os.environ.clear()
-    os.environ.update(job.environment)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
 
     def work(context: RankContext) -> int:
-        module, _, name = job.entry.partition(":")
-        code: int = getattr(importlib.import_module(module), name)(json.loads(job.payload))
+        module, _, name = entry.partition(":")
+        code: int = getattr(importlib.import_module(module), name)(json.loads(payload))
         return code
 
-    _live(work, Path(job.run_folder))
+    _live(work, Path(run_folder))
 
 
 def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoReturn:
@@ -147,11 +127,13 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
     rank, _state.folder = 0, run_folder
 
     def end_unguarded(error: Exception) -> None:
-        """The guard that looks for the launcher failed: tell the others, and end."""
-        report = unguarded(error, rank)
+        report = watchdog_failed(error, rank)
         if _state.heartbeat is not None:
             _state.heartbeat.leave(report.exit, report.cause)
         end_now(report)
+
+    def note_signal(signum: int, frame: FrameType | None) -> None:
+        _state.asked_by = _state.asked_by or signum
 
     try:
         context = RankContext.from_environment()
@@ -163,8 +145,8 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         for signum in PREEMPTION_SIGNALS:
-            signal.signal(signum, _note_signal)
-        # The launcher has these blocked until now, so that none is lost, or kills, before somebody listens.
+            signal.signal(signum, note_signal)
+        # The launcher has blocked these until now, so that no signal is lost, or kills a rank without handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)
         code = Exit(work(context))
         _take_the_end()
@@ -184,7 +166,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
             report = replace(report, cause=f"{who} ({report.cause})") if who else report
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
-    # The main thread has the end, and nobody could end it any more: nothing here may wait without a bound.
+    # The main thread has the end, and no other thread could end it any more: nothing here may wait without a bound.
     seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
     if not run_within(seconds, lambda: _record(report)):
         late = f"its report could not be written: the disk took nothing for {seconds:g} s"
@@ -201,42 +183,34 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
 
         run_within(_DESTROY_S, destroy)
     _say_end(report)
-    leave(report.exit)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(report.exit)
 
 
 def _take_the_end() -> None:
-    """The main thread makes the end of this process; where another thread has begun to, it ends meanwhile."""
+    """The main thread ends this process, unless another thread has begun to: that one ends it now."""
     if not _state.ending.acquire(blocking=False):
         threading.Event().wait()
 
 
-def _note_signal(signum: int, frame: FrameType | None) -> None:
-    _state.asked_by = _state.asked_by or signum
+def _say_end(report: Report) -> None:
+    if _state.says and report.exit != Exit.OK:
+        # The message of an `InputError` has a line for each problem, and no other line break.
+        line = report.message if report.exit == Exit.USAGE else legible_line(report.cause)
+        write(f"rank {report.rank}: {line}\n")
 
 
 def _record(report: Report) -> None:
     """Write the report, and torch's own form of it; a disk that takes neither must not hide the exit code."""
     report = replace(report, launch=os.environ.get(RUN_ID, ""))
-    if _state.folder is not None:
-        with _on_stderr(report):
-            report.write(_state.folder)
-    torch_file = os.environ.get(TORCH_ERROR_FILE)
+    torch_file = os.environ.get(ERROR_FILE_VARIABLE)
+    writes = [] if _state.folder is None else [partial(report.write, _state.folder)]
     if torch_file and report.exit != Exit.OK:
-        with _on_stderr(report):
-            write_for_torch(report, Path(torch_file))
-
-
-@contextlib.contextmanager
-def _on_stderr(report: Report) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        write(f"rank {report.rank}: {report.cause} (its report could not be written: {error})\n")
-
-
-def leave(code: int) -> NoReturn:
-    """End this process with `code` as it is, what it printed flushed, its modules not taken down."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+        writes.append(partial(write_for_torch, report, Path(torch_file)))
+    for writing in writes:
+        try:
+            writing()
+        except OSError as error:
+            write(f"rank {report.rank}: {report.cause} (its report could not be written: {error})\n")

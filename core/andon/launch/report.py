@@ -1,7 +1,7 @@
 """Why a rank ended, in its own words, and which rank failed first.
 
 Each rank leaves one small JSON file, written whole: `RUN/reports/rank-0.json`. A launcher reads these together with the
-exit codes that it saw and names the first cause, not the ranks that fell after it (issue 5, item 1).
+exit codes that it saw and names the first cause, not the ranks that fell after it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from andon_contracts.liveness.process import exit_text
 from andon_contracts.untrusted import read_json
 from andon_contracts.violation import Violation, consequence, named_ranks
 
-FOLDER = REPORTS
-"""Where in a run folder the reports lie."""
-
 UNSEEN = 255
-"""What multiprocessing gives as exit code where the process that would have told it died too."""
+"""The exit code that multiprocessing gives if the process that would have reported it died too."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +50,18 @@ class Report:
         target = path_of(run_folder, self.rank)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{os.getpid()}")
+        text = json.dumps(asdict(self), ensure_ascii=False) + "\n"
         try:
-            part.write_text(
-                json.dumps(asdict(self), ensure_ascii=False) + "\n", encoding="utf-8", errors="backslashreplace"
-            )
+            part.write_text(text, encoding="utf-8", errors="backslashreplace")
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
 
     @classmethod
     def read(cls, run_folder: Path, rank: int, launch: str = "") -> Report | None:
-        """The report of a rank; None where it left none, or none that can be read: it explains an end, and makes none.
+        """The report of a rank; None if it left none that can be read.
 
-        launch: of this launch alone; empty: of any. ValueError where the file is none of ours.
+        launch: of this launch alone; empty: of any. Raises ValueError if the file is none of ours.
         """
         path = path_of(run_folder, rank)
         try:
@@ -88,13 +84,12 @@ class FirstCause:
 
 
 def path_of(run_folder: Path, rank: int) -> Path:
-    """Where the report of a rank lies."""
-    return run_folder / FOLDER / f"rank-{rank}.json"
+    return run_folder / REPORTS / f"rank-{rank}.json"
 
 
 def clear(run_folder: Path) -> None:
     """Remove what ranks of an earlier launch have left. For the one launcher of the folder (`RunFolder.claimed`)."""
-    for old in sorted((run_folder / FOLDER).glob("*rank-*.json*")):
+    for old in sorted((run_folder / REPORTS).glob("*rank-*.json*")):
         old.unlink(missing_ok=True)
 
 
@@ -106,7 +101,7 @@ def first_cause(
     ended: Collection[int] = (),
     launch: str = "",
 ) -> FirstCause | None:
-    """Which rank failed first, and why; None where no rank failed.
+    """Which rank failed first, and why; None if no rank failed.
 
     `exits` gives each rank's exit code as multiprocessing does (minus the signal number for a signal), `died` when a
     rank was seen dead (seconds since the epoch), `ended` the ranks that the launcher itself killed, `launch` whose
@@ -114,67 +109,59 @@ def first_cause(
     clocks say.
     """
     reports = {rank: Report.read(run_folder, rank, launch) for rank in exits}
-    # One that did its work says so; who ends with 0 and has not left by a way that Python does not see.
-    failed = [rank for rank, code in exits.items() if code != 0 or reports[rank] is None or _chosen(reports[rank]) != 0]
+    chosen = {rank: 0 if report is None else report.exit for rank, report in reports.items()}
+    # A rank that finished leaves a report: without one, exit code 0 is an end in a way that Python does not see.
+    failed = [rank for rank, code in exits.items() if code != 0 or reports[rank] is None or chosen[rank] != 0]
     if not failed:
         return None
 
     def order(rank: int) -> tuple[int, float, int]:
         report = reports[rank]
         seen = report.time if report is not None else (died or {}).get(rank, float("inf"))
-        return _remoteness(exits[rank], report, rank in ended), seen, rank
+        return _blame_order(exits[rank], report, rank in ended), seen, rank
 
     first = min(failed, key=order)
     sentences = {rank: _sentence(exits[rank], reports[rank], len(exits), run_folder) for rank in failed}
-    said = sentences[first]
-    alike = [rank for rank in failed if sentences[rank] == said]
     report = reports[first]
     left = report.left if report is not None else exits[first] == 0
-    text = f"{named_ranks(alike if left else [first])} {said}"
-    found = Exit.RANK_LOST if left else exit_of(exits[first], report)
+    alike = [rank for rank in failed if sentences[rank] == sentences[first]]
+    text = f"{named_ranks(alike if left else [first])} {sentences[first]}"
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
-    if _chosen(reports[first]) in NOTICED.values() and silent:
+    if chosen[first] in NOTICED.values() and silent:
         # Others timed out on it or lost those who did, and it had to be killed: it is the cause, and could not say so.
-        said = f"rank {silent[0]} of {len(exits)} gave no answer; {text}"
-        return FirstCause(silent[0], Exit.RANK_SILENT, said, reports[first])
-    return FirstCause(first, found, text, reports[first])
+        text = f"rank {silent[0]} of {len(exits)} gave no answer; {text}"
+        return FirstCause(silent[0], Exit.RANK_SILENT, text, report)
+    return FirstCause(first, Exit.RANK_LOST if left else exit_of(exits[first], report), text, report)
 
 
 def describe(error: BaseException, rank: int) -> Report:
     """The report of a rank that ended with this error."""
     text = str(error).strip()
-    head = _headline(text)
-    now = time.time()
-    full = "".join(traceback.format_exception(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    # torch's compiler announces in the first line which error follows in the second.
+    head = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    report = Report(rank, Exit.CRASHED, head, time.time(), message="".join(traceback.format_exception(error)))
     if isinstance(error, InputError):
-        return Report(rank, Exit.USAGE, cause=head, message=text, time=now)
+        return replace(report, exit=Exit.USAGE, message=text)
     if isinstance(error, Violation):
-        return Report(rank, Exit.VIOLATION, cause=head, clause=error.clause, step=error.step, message=full, time=now)
+        return replace(report, exit=Exit.VIOLATION, clause=error.clause, step=error.step)
     if isinstance(error, SystemExit) and error.code in (None, 0):
-        # Work that is done returns: whatever called this, a library or a callback, left it undone.
-        return Report(rank, Exit.RANK_LOST, cause="left by sys.exit(0)", message=full, time=now, left=True)
+        # Work that is done returns: a library or a callback that called this left it undone.
+        return replace(report, exit=Exit.RANK_LOST, cause="left by sys.exit(0)", left=True)
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         code = code if 0 <= code <= 255 else Exit.CRASHED  # of 256 the system would make 0
-        return Report(rank, code, cause=head or f"ended with exit code {code}", message=full, time=now)
-    cause = f"{type(error).__name__}: {head}" if head else type(error).__name__
-    stated = getattr(error, "ends_with", None)
-    of_another = consequence(error)
-    peer = stated if isinstance(stated, Exit) else None if of_another is None else Exit(NOTICED[of_another])
-    return Report(rank, Exit.CRASHED if peer is None else peer, cause=cause, message=full, time=now)
+        return replace(report, exit=code, cause=head or f"ended with exit code {code}")
+    peer, of_another = getattr(error, "ends_with", None), consequence(error)
+    if not isinstance(peer, Exit):
+        peer = Exit.CRASHED if of_another is None else Exit(NOTICED[of_another])
+    return replace(report, exit=peer, cause=f"{type(error).__name__}: {head}" if head else type(error).__name__)
 
 
-def unguarded(error: Exception, rank: int) -> Report:
-    """The end of a rank of which a guard failed by this error: nobody would see a deadline pass, or others end."""
+def watchdog_failed(error: Exception, rank: int) -> Report:
+    """The end of a rank whose guard failed with this error: it would not see a deadline pass, or others end."""
     found = describe(error, rank)
     return replace(found, exit=Exit.CRASHED, cause=f"the watch over this rank failed: {found.cause}")
-
-
-def _headline(text: str) -> str:
-    """The first line of `text`, with the one after it where it only announces that: torch's compiler says so which
-    error it met."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
 
 
 def exit_of(code: int, report: Report | None = None) -> Exit:
@@ -183,10 +170,7 @@ def exit_of(code: int, report: Report | None = None) -> Exit:
         code = report.exit
     if code < 0 or code == UNSEEN:
         return Exit.RANK_LOST
-    try:
-        return Exit(code)
-    except ValueError:
-        return Exit.CRASHED
+    return Exit(code) if code in set(Exit) else Exit.CRASHED
 
 
 def write_for_torch(report: Report, path: Path) -> None:
@@ -199,21 +183,16 @@ def write_for_torch(report: Report, path: Path) -> None:
     write_error_file(path, report.cause, report.message, when, errorCode=report.exit)
 
 
-def _chosen(report: Report | None) -> int:
-    return 0 if report is None else report.exit
-
-
-def _remoteness(code: int, report: Report | None, ended: bool) -> int:
+def _blame_order(code: int, report: Report | None, ended: bool) -> int:
+    """How far a rank's end is from the first cause: 0 for a failure of its own."""
     if report is not None and report.exit != 0:
         # A launcher asks the others to end once one has failed, so being preempted may be a consequence too.
         noticed = report.exit in NOTICED.values() and not report.left
         return 2 if noticed or report.exit == Exit.PREEMPTED else 0
     if ended:
         return 3
-    if code == -signal.SIGTERM:
-        return 2
     # Gloo aborts a process on its peer's account (a size mismatch, an exit in the middle of an error).
-    return 1 if code == -signal.SIGABRT else 0
+    return {-signal.SIGTERM: 2, -signal.SIGABRT: 1}.get(code, 0)
 
 
 def _sentence(code: int, report: Report | None, world: int, run_folder: Path) -> str:
@@ -224,7 +203,7 @@ def _sentence(code: int, report: Report | None, world: int, run_folder: Path) ->
     if code == 0:
         return f"of {world} ended with exit code 0 before the end of the run, and left no report"
     if code == Exit.USAGE:  # which a rank of ours gives with a report, if the disk takes one
-        where = f"it could not write why to {run_folder / FOLDER}, and says it above"
+        where = f"it could not write why to {run_folder / REPORTS}, and says it above"
         return f"of {world} ended with exit code {code}; {where}: make that folder writable, then resume"
     if code > 0:
         return f"of {world} ended with exit code {code} and left no report"

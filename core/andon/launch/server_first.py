@@ -1,4 +1,4 @@
-"""Imported first by the fork server, and by nobody else: it ends with its launcher while it still imports, too.
+"""Imported first by the fork server only, so that it ends with its launcher while it still imports, too.
 
 An import that fails in the fork server is reported in one line, not as a traceback.
 """

@@ -13,31 +13,30 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
 
 _LENGTH = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of the other end (unix(7), SO_PEERCRED)."""
-_BACKLOG = 512
 
 
 class StoreServer:
-    """Values by name for the processes of this user; to be found at `address` until it is closed."""
+    """Values by name for the processes of this user, at the socket `address`, until it is closed.
+
+    Raises `OSError` if the folder for temporary files takes no socket.
+    """
 
     def __init__(self) -> None:
-        """Raises `OSError` where the folder for temporary files takes no socket."""
-        self._listener = Listener(family="AF_UNIX", backlog=_BACKLOG)
+        self._listener = Listener(family="AF_UNIX", backlog=512)
         self.address = str(self._listener.address)
-        """The path of the socket."""
         self._values: dict[bytes, bytes] = {}
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._changed, self._closed = threading.Condition(), threading.Event()
         self._accepting = threading.Thread(target=self._accept, name="andon-store", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """Nobody else can connect; who is connected is still answered."""
+        """Nobody else can connect; connected clients are still answered."""
         self._closed.set()
         with suppress(OSError):  # it has been closed before, or its folder is gone
             Client(self.address, "AF_UNIX").close()  # a thread that accepts does not notice otherwise
@@ -47,25 +46,20 @@ class StoreServer:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                self._meet(self._listener.accept())
+                with ExitStack() as stack:
+                    connection = stack.enter_context(self._listener.accept())
+                    if not self._closed.is_set() and _is_ours(connection):
+                        serve = threading.Thread(
+                            target=self._serve, args=(connection,), name="andon-store", daemon=True
+                        )
+                        serve.start()
+                        stack.pop_all()  # the thread closes it
             except (OSError, RuntimeError):
-                if self._closed.is_set():
-                    return
-                time.sleep(0.01)  # no descriptor or thread is free, or who called has gone: others may still call
-
-    def _meet(self, connection: Connection) -> None:
-        """Serve whoever has connected, if it is a process of this user; let it go where that cannot be."""
-        try:
-            if not self._closed.is_set() and _is_ours(connection):
-                threading.Thread(target=self._serve, args=(connection,), name="andon-store", daemon=True).start()
-                return
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
+                if not self._closed.is_set():
+                    time.sleep(0.01)  # no descriptor or thread is free, or the caller has gone: others may still call
 
     def _serve(self, connection: Connection) -> None:
-        # Until the client is gone, or has said what is no call: it is let go then.
+        # Until the client is gone, or sends something that is no call.
         with connection, suppress(EOFError, OSError, ValueError, TypeError, struct.error):
             while True:
                 call = unpacked(connection.recv_bytes())
@@ -74,11 +68,11 @@ class StoreServer:
                 connection.send_bytes(packed(answer))
 
     def _answer(self, name: bytes, *parts: bytes) -> list[bytes]:
-        """The answer to one call; `_changed` is held. Raises ValueError for a call that there is not."""
+        """The answer to one call; `_changed` is held. Raises ValueError for an unknown call."""
         values = self._values
         match name, parts:
-            case b"set", _:
-                values.update(zip(parts[::2], parts[1::2], strict=True))
+            case b"set", (key, value):
+                values[key] = value
             case b"get", (seconds, *keys):
                 there = self._changed.wait_for(lambda: values.keys() >= {*keys}, float(seconds))
                 return [values[key] for key in keys] if there else []
@@ -90,16 +84,12 @@ class StoreServer:
                 values[key] = desired
             case b"add", (key, amount):
                 values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
-            case b"append", (key, more):
-                values[key] = values.get(key, b"") + more
             case b"delete", (key,):
                 return [b"1"] if values.pop(key, None) is not None else []
-            case b"count", ():
-                return [b"%d" % len(values)]
             case _:
                 raise ValueError(f"no call of a store: {name!r}")
         self._changed.notify_all()
-        return [values[parts[0]]] if name in (b"compare_set", b"add") else []
+        return [values[key]] if name in (b"compare_set", b"add") else []
 
 
 def _is_ours(connection: Connection) -> bool:

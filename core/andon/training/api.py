@@ -35,13 +35,12 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.data.labels import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
-from andon.launch.portable import chosen
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
-from andon.training.rows import READERS
+from andon.training.rows import TEXT_TASKS
 from andon.training.start import Ended, start
 from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
@@ -120,7 +119,6 @@ def train(
             if found.run.backend != "inline" and multiprocessing.current_process().daemon:
                 what = f"{found.run.backend} starts ranks, and a daemonic process may start none; take inline"
                 raise InputError([Problem("run.backend", what)])
-            stack.enter_context(chosen(found.run))
             stack.enter_context(_preserved() if found.run.backend == "inline" else for_one_launch())
             written = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
             ended = start(found, started, given={key.removeprefix("data."): path for key, path in written.items()})
@@ -217,7 +215,7 @@ class TrainingRun:
 
         Raises `InputError` for what is no text, and for a run of conversations, which answers (`generate`).
         """
-        require_task(require_run(self.path), READERS.keys() - {SFT}, "generate")
+        require_task(require_run(self.path), TEXT_TASKS, "generate")
         checked = _texts(texts)
         from andon.training.inference import predict
 

@@ -20,10 +20,9 @@ from andon.integrations.trackers import Tracker
 from andon.metrics.confusion import digest_of, write_confusion
 from andon.metrics.scores import Scores
 from andon.run.atomic import storage, write_all, write_whole
-from andon.run.checkpoint import Checkpoint, prune, save_checkpoint
+from andon.run.checkpoint import MANIFEST, Checkpoint, prune, save_checkpoint
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.ledger import LedgerWriter
-from andon.run.sealed import MANIFEST
 from andon.run.summary import HELD_OUT, LAST_VALIDATION, quoted
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult

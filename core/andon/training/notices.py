@@ -39,8 +39,7 @@ def few_updates(plan: BatchPlan, config: Config) -> str:
 
 def learns_nothing(plan: BatchPlan, config: Config) -> str:
     """A warning if the only update of the run is the last of its schedule, whose rate is the lowest; else empty."""
-    own, peak = config.schedule, config.optimizer.lr
-    rate = Schedule(peak, plan.total_steps, own.warmup_fraction, own.min_lr, own.type, own.warmup_steps).rate(1)
+    rate, peak = Schedule(config, plan.total_steps).rate(1), config.optimizer.lr
     if plan.total_steps > 1 or rate >= peak:
         return ""
     return (

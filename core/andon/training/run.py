@@ -34,22 +34,20 @@ from andon.model.build import backbone_of, facts_of
 from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of
 from andon.run.atomic import whole_folder, write_json, write_whole
-from andon.run.checkpoint import Checkpoint, load_checkpoint, newest_valid
+from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.columns import discard
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, LedgerWriter
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance, write_provenance
 from andon.run.repeats import Repeats, apart, require_repeated
-from andon.run.sealed import CheckpointError
 from andon.run.summary import Head, Summary, write_summary
-from andon.step.pending import UNSIGNED
 from andon.step.replica import state_tensors
-from andon.step.step import RankFailed
+from andon.step.step import UNSIGNED, RankFailed
 from andon.tasks.sft import SftTask
-from andon.training.budget import hold_to_budget
 from andon.training.choices import with_values
 from andon.training.existing import config_of, require_same_as_finished
+from andon.training.forecast import hold_to_budget
 from andon.training.history import History, begin_anew, read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, evaluation_of, progress_from
 from andon.training.material import cut_note, eval_rows_note

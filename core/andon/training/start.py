@@ -19,12 +19,13 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
+from andon.launch.portable import portable_environment
 from andon.launch.rank import preempted
 from andon.launch.report import Report
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary
-from andon.training.choices import placed
+from andon.training.choices import placed, portable_demo
 from andon.training.existing import (
     as_begun,
     go_on_with,
@@ -91,6 +92,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
         if folder is not None:
             say(f"resume: {folder.path} is the newest unfinished run of this configuration (another one: --run-dir)")
     config, chosen = placed(config if folder is None else as_begun(config, folder))
+    config, not_portable = portable_demo(config)
     if folder is not None:
         state = folder.state()
         if state is State.FOREIGN:
@@ -106,7 +108,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
     rows = None if is_tokenised_as_read(config) else read_rows(config)
-    for note in filter(None, (*(() if rows is None else notes(rows)), chosen)):
+    for note in filter(None, (*(() if rows is None else notes(rows)), chosen, not_portable)):
         say(note)
     made = folder is None
     if folder is None:
@@ -115,7 +117,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             say(f"resume: no unfinished run of this configuration under {RUNS}/, starting anew in {folder.path}")
     before = folder.names() if not made and folder.path.exists() else None
     try:
-        with folder.claimed():
+        with portable_environment(config.run), folder.claimed():
             try:
                 if given and same_data(folder, config):  # others are refused, and nothing of them stays
                     config, rows = kept(config, folder, given), None

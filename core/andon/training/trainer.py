@@ -23,7 +23,7 @@ from andon.run.repeats import Repeats
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, RankFailed, StepResult
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import ScoredTask
 from andon.training.build import Run
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce

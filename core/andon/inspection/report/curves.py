@@ -17,8 +17,7 @@ MOST_BUCKETS = 250
 _MOST_DOTS = 60
 _TICKS = 4
 
-Point = tuple[int, float]
-"""A step and its number."""
+Point = tuple[int, float]  # a step and its number
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Bucket:
 
     @property
     def drawn(self) -> list[Point]:
-        """The points of the picture, by step."""
         return sorted({point for point in (self.low, self.high) if point is not None})
 
 
@@ -62,10 +60,26 @@ def bucketed(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """From a number between `low` and `high` to a place between `start` and `end`, with one decimal."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, number: float) -> str:
+        # Halves first: the difference of two numbers near the largest float is none.
+        wide = self.high / 2 - self.low / 2
+        share = (number / 2 - self.low / 2) / wide if wide else 0.5  # the smallest numbers of all have no halves
+        return f"{self.start + share * (self.end - self.start):.1f}"
+
+
+@dataclass(frozen=True)
 class Drawn:
     """A series in the picture: SVG points of each unbroken piece, places of dots, and of what is not finite (`lost`).
 
-    thinned: a bucket holds more than one number.
+    thinned: a bucket holds more than one number. words: the series for readers who do not see it.
     """
 
     series: Series
@@ -74,6 +88,7 @@ class Drawn:
     dots: Sequence[tuple[str, str]]
     lost: Sequence[str]
     thinned: bool
+    words: str
 
 
 @dataclass(frozen=True)
@@ -93,43 +108,25 @@ class Picture:
 
 
 def draw(title: str, unit: str, series: Sequence[Series], mark: int | None = None) -> Picture | None:
-    """A picture of `series`; None where none of them has a finite number. mark: a step to draw a line at."""
+    """A picture of `series`; None if none of them has a finite number. mark: a step to draw a line at."""
     found = [(each, bucketed(each.points)) for each in series if each.points]
-    points = [point for _, buckets in found for bucket in buckets for point in bucket.drawn]
-    if not points:
+    values = [value for _, buckets in found for bucket in buckets for _, value in bucket.drawn]
+    if not values:
         return None
-    ticks = _ticks(min(value for _, value in points), max(value for _, value in points))
+    ticks = _ticks(min(values), max(values))
     height = Scale(ticks[0], ticks[-1], HEIGHT - _BOTTOM, _TOP)
-    ends = min(each.points[0][0] for each, _ in found), max(each.points[-1][0] for each, _ in found)
-    across = Scale(ends[0], ends[1] if ends[1] > ends[0] else ends[0] + 1, _LEFT, WIDTH - _RIGHT)
+    first, last = min(each.points[0][0] for each, _ in found), max(each.points[-1][0] for each, _ in found)
+    across = Scale(first, max(last, first + 1), _LEFT, WIDTH - _RIGHT)
+    drawn = [_drawn(each, buckets, across, height) for each, buckets in found]
     return Picture(
         title=title,
         unit=unit,
-        drawn=[_drawn(each, buckets, across, height) for each, buckets in found],
+        drawn=drawn,
         ticks=[(height(tick), f"{tick:.6g}") for tick in ticks],
-        steps=[
-            (across(step), str(step), side) for step, side in zip(sorted(set(ends)), ("start", "end"), strict=False)
-        ],
-        mark=None if mark is None or not ends[0] <= mark <= ends[1] else across(mark),
-        words="; ".join(_words(each) for each, _ in found) + (f"; the runs part at step {mark}" if mark else ""),
+        steps=[(across(at), str(at), side) for at, side in zip(sorted({first, last}), ("start", "end"), strict=False)],
+        mark=None if mark is None or not first <= mark <= last else across(mark),
+        words="; ".join(each.words for each in drawn) + (f"; the runs part at step {mark}" if mark else ""),
     )
-
-
-@dataclass(frozen=True)
-class Scale:
-    """From a number between `low` and `high` to a place between `start` and `end`."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, number: float) -> str:
-        """The place of `number`, in the picture's units with one decimal."""
-        # Halves first: the difference of two numbers near the largest float is none.
-        wide = self.high / 2 - self.low / 2
-        share = (number / 2 - self.low / 2) / wide if wide else 0.5  # the smallest numbers of all have no halves
-        return f"{self.start + share * (self.end - self.start):.1f}"
 
 
 def _drawn(series: Series, buckets: Sequence[Bucket], across: Scale, height: Scale) -> Drawn:
@@ -139,14 +136,21 @@ def _drawn(series: Series, buckets: Sequence[Bucket], across: Scale, height: Sca
         if bucket.lost:
             pieces.append([])
     every = [place for piece in pieces for place in piece]
-    few = series.dots > 0 and len(every) <= _MOST_DOTS
+    finite = [value for _, value in series.points if math.isfinite(value)]
+    words = [f"{series.name}: {len(series.points)} numbers"]
+    if finite:
+        ends = f"first {finite[0]:.4g}, last {finite[-1]:.4g}"
+        words.append(f"{ends}, lowest {min(finite):.4g}, highest {max(finite):.4g}")
+    if len(finite) < len(series.points):
+        words.append(f"{len(series.points) - len(finite)} not finite")
     return Drawn(
         series=series,
         buckets=buckets,
         lines=[" ".join(f"{x},{y}" for x, y in piece) for piece in pieces if len(piece) > 1],
-        dots=every if few else [piece[0] for piece in pieces if len(piece) == 1],
+        dots=every if series.dots and len(every) <= _MOST_DOTS else [piece[0] for piece in pieces if len(piece) == 1],
         lost=[across(bucket.first) for bucket in buckets if bucket.lost],
         thinned=any(bucket.count > 1 for bucket in buckets),
+        words=", ".join(words),
     )
 
 
@@ -163,15 +167,3 @@ def _ticks(low: float, high: float) -> list[float]:
     ticks = [number * step for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
     # Numbers at the end of what a float holds, or so close that round ones between them are one.
     return ticks if math.isfinite(ticks[0]) and math.isfinite(ticks[-1]) and ticks[0] < ticks[-1] else [low, high]
-
-
-def _words(series: Series) -> str:
-    finite = [value for _, value in series.points if math.isfinite(value)]
-    said = [f"{series.name}: {len(series.points)} numbers"]
-    if finite:
-        said.append(
-            f"first {finite[0]:.4g}, last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
-        )
-    if len(finite) < len(series.points):
-        said.append(f"{len(series.points) - len(finite)} not finite")
-    return ", ".join(said)

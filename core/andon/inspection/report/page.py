@@ -1,23 +1,41 @@
-"""What the page shows of one run or two, as data for the template, which escapes it."""
+"""A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no colour to be read.
+
+`RunView` reads the run's ledger and the other files of its folder; `data_of` makes the tables and pictures that the
+template shows. A policy in the page lets the browser load nothing and use its one style. The template escapes what it
+is given, so the policy is a second lock. Every curve is a table too.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 from andon.config.identity import by_dotted_key
 from andon.config.schema import UNUSED_WITH_BASE, Config
+from andon.console.html import escaping, source
 from andon.console.messages import command_line
-from andon.inspection.difference import Differences
-from andon.inspection.report.curves import Picture, Series, draw
-from andon.inspection.report.run_view import RunView
-from andon.run.summary import quoted
+from andon.console.problems import InputError, Problem
+from andon.inspection.difference import Differences, Side
+from andon.inspection.recorded import Recorded, Steps, Stretch
+from andon.inspection.report.curves import HEIGHT, WIDTH, Picture, Point, Series, draw
+from andon.inspection.show import event
+from andon.launch.report import Report
+from andon.metrics.confusion import Confusion, read_confusion
+from andon.run.atomic import storage, write_whole
+from andon.run.folder import RunFolder, metrics_lines
+from andon.run.summary import Summary, quoted, read_summary
 from andon.training.existing import go_on_with
 from andon_contracts.clauses import CLAUSES
+from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start
+from andon_contracts.untrusted import read_json
 
 _CURVES = (
     ("loss", "Loss", "mean of an update"),
@@ -27,10 +45,192 @@ _CURVES = (
     ("seconds", "Step time", "seconds, with evaluations and checkpoints before it"),
 )
 _MOST_SCORES, _MOST_EVALUATIONS, _MOST_STORY, _MOST_CLASSES, _MOST_ROWS = 8, 60, 200, 100, 1000
-_SHADES = 9
+_MOST_RANKS, _MOST_CHARACTERS, _SHADES = 64, 2000, 9
 
 Value = str | int | float | None
 """A cell. A float is shown in four digits, with the exact value for machines; None is shown as "not known"."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores after some update. what: of which rows (validation, held-out)."""
+
+    what: str
+    record: Evaluation
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run. summary: None if there is none, or if it is of an earlier part of the run (`stale`).
+
+    environment: versions and machine by name. ends: how the processes of the last launch ended, by rank. seconds: from
+    one step's line to the next, by step. what: the names of evaluations, by (step, rows, scores). unread: the count of
+    lines of metrics that cannot be read.
+    """
+
+    side: Side
+    recorded: Recorded
+    summary: Summary | None = None
+    stale: bool = False
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends: Mapping[int, Report] = field(default_factory=dict)
+    seconds: Mapping[int, float] = field(default_factory=dict)
+    what: Mapping[tuple[Any, ...], list[str]] = field(default_factory=dict)
+    unread: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.recorded.start.run if self.recorded.start is not None else str(self.recorded.path)
+
+    @property
+    def steps(self) -> Steps:
+        return self.recorded.trajectory
+
+    @property
+    def state(self) -> str:
+        """The reason of the end, or `unfinished`."""
+        last = self.recorded.records[-1] if self.recorded.records else None
+        return last.reason if isinstance(last, End) else "unfinished"
+
+    @property
+    def violations(self) -> list[Broken]:
+        return [record for record in self.recorded.records if isinstance(record, Broken)]
+
+    @cached_property
+    def evaluations(self) -> list[Evaluated]:
+        """The last of each step and kind of rows, without those of updates that were taken back."""
+        names = {key: list(each) for key, each in self.what.items()}
+        kept: dict[tuple[int, str, int], Evaluated] = {}
+        for record in self.recorded.records:
+            if isinstance(record, Retraction):
+                kept = {key: each for key, each in kept.items() if key[0] <= record.step}
+            elif isinstance(record, Evaluation):
+                scores = {name: real.value for name, real in record.scores.items()}
+                left = names.get(_key(record.step, record.rows, scores), [])
+                # The same rows may be scored again under another name; a step that is done again has its name again.
+                what = (left.pop(0) if len(left) > 1 else left[0]) if left else "evaluation"
+                kept[record.step, what, record.rows] = Evaluated(what, record, scores)
+        return list(kept.values())
+
+    @cached_property
+    def matrix(self) -> tuple[Evaluated, Confusion] | None:
+        """The last evaluation that has a confusion matrix, and that. Raises `InputError` if it cannot be read."""
+        folder = self.recorded.folder
+        last = next((each for each in reversed(self.evaluations) if each.record.confusion is not None), None)
+        if folder is None or last is None:
+            return None
+        return last, read_confusion(folder.confusion, last.record.confusion)
+
+    def curve(self, name: str) -> list[Point]:
+        if name == "seconds":
+            return sorted((step, value) for step, value in self.seconds.items() if step in self.steps)
+        return self.steps.curve(name)
+
+    def scored(self, score: str) -> dict[str, list[Point]]:
+        found: dict[str, list[Point]] = {}
+        for each in self.evaluations:
+            if score in each.scores:
+                found.setdefault(each.what, []).append((each.record.step, each.scores[score]))
+        return {what: sorted(points) for what, points in found.items()}
+
+    @cached_property
+    def story(self) -> list[tuple[str, str]]:
+        """What happened to the run beside its steps: starts, violations, retractions, resumes and ends."""
+        lines = [("ledger", f"{self.recorded.ledger}, {self.recorded.head[0]} lines")]
+        done, under_way = 0, False
+        ours = self.recorded.start is None or self.recorded.start.writer is None
+        for record in self.recorded.records:
+            after = f"after step {done}" if done else "before its first step"
+            if isinstance(record, Stretch):
+                done = record.last.step
+            elif not isinstance(record, Evaluation | Saved):
+                if isinstance(record, Resume) and under_way and ours:
+                    lines.append(("cut off", f"{after}, without a line of its end: killed, or failed"))
+                parts = (line.partition(" ") for line in event(record, self.recorded))
+                lines += [(kind, text.strip()) for kind, _, text in parts]
+                under_way = not isinstance(record, End)
+                done = record.step if isinstance(record, Resume | Retraction) else done
+        if under_way:
+            after = f"after step {done}" if done else "before its first step"
+            lines.append(("unfinished", f"{after} the ledger has no end: it goes on still, or was cut off"))
+        if self.recorded.torn:
+            lines.append(("torn", f"{self.recorded.torn} bytes of an unfinished last line"))
+        return lines
+
+
+def load_run_view(side: Side) -> RunView:
+    """The run or ledger of `side`.
+
+    Raises `InputError` for a configuration, and if a file of the folder is damaged or cannot be read.
+    """
+    if side.recorded is None:
+        raise InputError([Problem(side.name, "is a configuration; a report is of a run folder or a ledger")])
+    folder, start = side.recorded.folder, side.recorded.start
+    if folder is None:
+        return RunView(side, side.recorded, environment=dict(start.fingerprint) if start is not None else {})
+    summary = read_summary(folder.summary) if folder.summary.exists() else None
+    stale = summary is not None and summary.ledger.count != side.recorded.head[0]
+    seconds: dict[int, float] = {}
+    what: dict[tuple[Any, ...], list[str]] = {}
+    unread = 0
+    if folder.metrics.exists():
+        with storage(folder.metrics, "read"):
+            for raw in metrics_lines(folder.metrics):
+                try:
+                    line = json.loads(raw)
+                    if "what" in line:
+                        scores = {name: float(value) for name, value in line.items() if isinstance(value, float)}
+                        key = _key(int(line["step"]), int(line["rows"]), scores)
+                        what.setdefault(key, []).append(str(line["what"]))
+                    else:
+                        seconds[int(line["step"])] = float(line["seconds"])
+                except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+                    unread += 1
+    worlds = [record.world for record in side.recorded.records if isinstance(record, Start | Resume)]
+    try:
+        reports = {
+            rank: Report.read(folder.path, rank) for rank in range(min(worlds[-1] if worlds else 0, _MOST_RANKS))
+        }
+    except ValueError as error:
+        raise InputError([Problem("", str(error))]) from error
+    ends = {rank: report for rank, report in reports.items() if report is not None}
+    kept = None if stale else summary
+    return RunView(side, side.recorded, kept, stale, _environment(folder), ends, seconds, what, unread)
+
+
+def _key(step: int, rows: int, scores: Mapping[str, float]) -> tuple[Any, ...]:
+    # NaN is equal to nothing, itself included; its hex is.
+    return step, rows, tuple(sorted((name, value.hex()) for name, value in scores.items()))
+
+
+def _environment(folder: RunFolder) -> dict[str, str]:
+    found = _object(folder.environment)
+    packages = found.pop("packages", {})
+    every = {"commit": _object(folder.provenance).get("commit") or None, **found}
+    every |= packages if isinstance(packages, dict) else {}
+    return {name: _flat(value) for name, value in every.items() if value not in (None, [], {})}
+
+
+def _flat(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={_flat(each)}" for name, each in value.items())
+    return ", ".join(map(_flat, value)) if isinstance(value, list) else str(value)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        with storage(path, "read"):
+            found = read_json(path)
+    except InputError:
+        raise
+    except ValueError as error:
+        raise InputError([Problem(str(path), f"is no JSON: {error}")]) from error
+    if not isinstance(found, dict):
+        raise InputError([Problem(str(path), "holds no object")])
+    return found
 
 
 class Verdict(NamedTuple):
@@ -66,43 +266,85 @@ class Table:
         return frozenset(at for at, cells in columns if all(isinstance(cell, int | float) for cell in cells))
 
 
+def write_page(page: Page, path: Path) -> None:
+    """Write `page` to `path`, whole or not at all. Raises `InputError` if that cannot be written."""
+    write_whole(path, render(page).encode())
+
+
+def render(page: Page) -> str:
+    """The whole page. A text longer than 2000 characters is cut, and says how many are left out."""
+    parts = resources.files(__package__)
+    style, text = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html.j2"))
+    policy = f"default-src 'none'; style-src {source(style)}; base-uri 'none'; form-action 'none'"
+    template = escaping(text, _MOST_CHARACTERS)
+    return template.render(**data_of(page), style=Markup(style), policy=policy, width=WIDTH, height=HEIGHT)
+
+
 def data_of(page: Page) -> dict[str, Any]:
     """The page by the names that the template uses. Two runs of one name are called by their paths."""
     runs, two = page.runs, len(page.runs) > 1
     names = [run.side.name if len({each.name for each in runs}) < len(runs) else run.name for run in runs]
     heads = names if two else ("value",)
-    of = [f" of {name}" if two else "" for name in names]
     parting = runs[0].steps.first_difference(runs[1].steps)[0] if two else None
     scores, environments = [_last_scores(run) for run in runs], [run.environment for run in runs]
-    matrices = [_matrix(run, where) for run, where in zip(runs, of, strict=True)]
-    each_run = [
-        {
-            "name": name,
-            "of": where,
-            "view": run,
-            "evaluations": _evaluations(run, where),
-            "classes": len(matrix["rows"]) if matrix else run.matrix[1].classes if run.matrix is not None else 0,
-            "story": _cut(f"What happened{where}", ("what", ""), run.story, _MOST_STORY),
-            "ends": _ends(run, where),
-            "commands": _commands(run, where),
-            "matrix": matrix,
-            "parts": _parts(run, where),
-            "verdict": verdict,
-        }
-        for run, name, where, matrix, verdict in zip(runs, names, of, matrices, page.verdicts, strict=True)
+    counts = [run.summary.contracts if run.summary is not None else {} for run in runs]
+    clauses: list[list[Value]] = [
+        [name, *(each.get(name, 0) for each in counts), CLAUSES[name].statement if name in CLAUSES else ""]
+        for name in dict.fromkeys(chain(*counts))
     ]
     return {
-        "runs": each_run,
+        "runs": [
+            _sections(run, name, f" of {name}" if two else "") | {"verdict": verdict}
+            for run, name, verdict in zip(runs, names, page.verdicts, strict=True)
+        ],
         "differences": page.differences,
         "parting": parting,
         "common": not two or bool(runs[0].steps.keys() & runs[1].steps.keys()),
         "facts": _beside("At a glance", heads, map(_facts, runs)),
         "pictures": _pictures(runs, [f"{name}: " if two else "" for name in names], parting),
         "scores": _beside("Scores", heads, scores) if any(scores) else None,
-        "clauses": _clauses(runs, heads),
+        "clauses": Table("Evaluations by rank 0's last process", ("clause", *heads, "what it promises"), clauses),
         "environment": _beside("Where it ran", heads, environments) if any(environments) else None,
         "settings": _settings(runs, heads),
         "most_classes": _MOST_CLASSES,
+    }
+
+
+def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
+    """What the page shows of each run by itself."""
+    ends = [(f"rank {rank}", end.exit, end.cause, end.message) for rank, end in run.ends.items()]
+    scored = list(dict.fromkeys(chain(*(each.scores for each in run.evaluations))))[:_MOST_SCORES]
+    evaluations = [
+        [f"step {each.record.step}", each.what, each.record.rows, *(each.scores.get(score) for score in scored)]
+        for each in run.evaluations[-_MOST_EVALUATIONS:]
+    ]
+    left = len(run.evaluations) - len(evaluations)
+    earlier = f"{left} earlier ones are drawn above, and in the ledger." if left else ""
+    commands, folder = [], run.recorded.folder
+    if folder is not None and folder.config.exists():
+        if run.state not in ("finished", "early-stopping"):
+            commands.append((f"Go on with the run{of}", go_on_with(folder)))
+        again = command_line("andon", "train", folder.config, "--run-dir", "ANOTHER_FOLDER")
+        commands.append((f"Repeat the run{of}", again))
+    classes, matrix = 0, None
+    if run.matrix is not None:
+        evaluated, confusion = run.matrix
+        classes = confusion.classes
+        if classes <= _MOST_CLASSES:
+            rows = [[(count, round(_SHADES * count / max(1, sum(row)))) for count in row] for row in confusion.table()]
+            caption = f"Confusion matrix{of}: {evaluated.what} after step {evaluated.record.step}"
+            matrix = {"caption": caption, "labels": _labels(run, len(rows)), "rows": rows}
+    return {
+        "name": name,
+        "of": of,
+        "view": run,
+        "evaluations": Table(f"Evaluations{of}", ("after", "of", "rows", *scored), evaluations, more=earlier),
+        "classes": classes,
+        "story": _cut(f"What happened{of}", ("what", ""), run.story, _MOST_STORY),
+        "ends": _cut(f"How the last launch's processes ended{of}", ("rank", "exit code", "why", "said"), ends),
+        "commands": commands,
+        "matrix": matrix,
+        "parts": _parts(run, of),
     }
 
 
@@ -138,22 +380,6 @@ def _cut(caption: str, head: Sequence[str], rows: Sequence[Sequence[Value]], mos
     return Table(caption, head, rows[:most], more=f"{left} more are in the run's files." if left > 0 else "")
 
 
-def _ends(run: RunView, of: str) -> Table | None:
-    rows = [(f"rank {rank}", each.exit, each.cause, each.message) for rank, each in run.ends.items()]
-    head = ("rank", "exit code", "why", "said")
-    return _cut(f"How the last launch's processes ended{of}", head, rows) if rows else None
-
-
-def _clauses(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
-    counts = [run.summary.contracts if run.summary is not None else {} for run in runs]
-    rows: list[list[Value]] = [
-        [name, *(each.get(name, 0) for each in counts), CLAUSES[name].statement if name in CLAUSES else ""]
-        for name in dict.fromkeys(chain(*counts))
-    ]
-    head = ("clause", *heads, "what it promises")
-    return Table("Evaluations by rank 0's last process", head, rows) if rows else None
-
-
 def _settings(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
     """The settings that each run read, with their defaults. What differs, or else what was changed, comes first."""
     found = []
@@ -185,9 +411,9 @@ def _facts(run: RunView) -> dict[str, Value]:
     memory, kept = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
     number = max(steps, default=0)
     last = steps[number] if steps else None
-    planned = start.plan.steps if start is not None else None
     workers = steps.ran_on.replace(" workers", "").replace(" then ", ", then ")
-    best = [each.name for each in run.checkpoints if each.best]
+    saved = [record for record in run.recorded.records if isinstance(record, Saved)]
+    best = [record.name for record in saved if record.best]
     unit = "packs" if run.side.config.get("training.packing") else "rows"
     scores = _last_scores(run)
     words = ", ".join(f"{word} {value:.4f}" for word, value in quoted(scores).items())
@@ -195,10 +421,11 @@ def _facts(run: RunView) -> dict[str, Value]:
     if settings is not None:
         made_of["model"] = _plain(_nearer(settings.model.base or "embedded"))
         made_of["data"] = ", ".join(_plain(_nearer(file.path)) for file in settings.data.files) or "embedded"
+    peaks = {name: memory.get(key) for name, key in (("rank 0", "process_peak"), ("the fullest GPU", "peak"))}
     return {
         "how it ended": run.state,
         **made_of,
-        "steps": f"{number} of {planned}" if planned else number,
+        "steps": f"{number} of {start.plan.steps}" if start is not None and start.plan.steps else number,
         "violations": len(run.violations),
         "task": start.plan.task if start is not None else None,
         f"{unit} an epoch": start.plan.rows if start is not None else None,
@@ -207,16 +434,11 @@ def _facts(run: RunView) -> dict[str, Value]:
         "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
         "weights that were kept": f"{summary.weights_digest}, of step {kept}" if summary is not None and kept else None,
-        "checkpoints": f"{len(run.checkpoints)}{f', the best {best[-1]}' if best else ''}",
+        "checkpoints": f"{len(saved)}{f', the best {best[-1]}' if best else ''}",
         "seconds, last command": summary.wall_s if summary is not None else None,
-        "peak memory of rank 0": _mib(memory.get("process_peak")),
-        "peak memory of the fullest GPU": _mib(memory.get("peak")),
+        **{f"peak memory of {name}": f"{size / 2**20:,.0f} MiB" if size else None for name, size in peaks.items()},
         "audit": _audit(run),
     }
-
-
-def _mib(size: int | None) -> str | None:
-    return f"{size / 2**20:,.0f} MiB" if size is not None else None
 
 
 def _audit(run: RunView) -> str | None:
@@ -227,11 +449,9 @@ def _audit(run: RunView) -> str | None:
     if every == 0 or config.get("contracts.enabled") is False:
         return "off"
     often = "a hundredth of the work" if every is None else f"every {every} steps"
-    counted = ""
-    if run.summary is not None:
-        times = run.summary.contracts.get("audit", 0)
-        counted = f"; evaluated {times} times in the last part of the run" if times else "; none fell due"
-    return f"{often}, {coverage} of each rank's micro-batches{counted}"
+    times = run.summary.contracts.get("audit", 0) if run.summary is not None else 0
+    counted = f"; evaluated {times} times in the last part of the run" if times else "; none fell due"
+    return f"{often}, {coverage} of each rank's micro-batches{counted if run.summary is not None else ''}"
 
 
 def _last_scores(run: RunView) -> dict[str, Value]:
@@ -280,36 +500,6 @@ def _parted(value: object) -> list[dict[str, Any]]:
 def _labels(run: RunView, count: int) -> Sequence[str]:
     labels = run.summary.labels if run.summary is not None else ()
     return labels if len(labels) == count else [str(number) for number in range(count)]
-
-
-def _matrix(run: RunView, of: str) -> dict[str, Any] | None:
-    """The confusion matrix of the last evaluation that has one: its count and shade, 0 to 9, for each cell."""
-    if run.matrix is None or run.matrix[1].classes > _MOST_CLASSES:
-        return None
-    evaluated, confusion = run.matrix
-    rows = [[(count, round(_SHADES * count / max(1, sum(row)))) for count in row] for row in confusion.table()]
-    caption = f"Confusion matrix{of}: {evaluated.what} after step {evaluated.record.step}"
-    return {"caption": caption, "labels": _labels(run, len(rows)), "rows": rows}
-
-
-def _evaluations(run: RunView, of: str) -> Table | None:
-    names = list(dict.fromkeys(chain(*(each.scores for each in run.evaluations))))[:_MOST_SCORES]
-    rows = [
-        [f"step {each.record.step}", each.what, each.record.rows, *(each.scores.get(name) for name in names)]
-        for each in run.evaluations[-_MOST_EVALUATIONS:]
-    ]
-    left = len(run.evaluations) - len(rows)
-    more = f"{left} earlier ones are drawn above, and in the ledger." if left else ""
-    return Table(f"Evaluations{of}", ("after", "of", "rows", *names), rows, more=more) if rows else None
-
-
-def _commands(run: RunView, of: str) -> list[tuple[str, str]]:
-    folder = run.recorded.folder
-    if folder is None or not folder.config.exists():
-        return []
-    again = command_line("andon", "train", folder.config, "--run-dir", "ANOTHER_FOLDER")
-    goes_on = [] if run.state in ("finished", "early-stopping") else [(f"Go on with the run{of}", go_on_with(folder))]
-    return [*goes_on, (f"Repeat the run{of}", again)]
 
 
 def _plain(value: object) -> str:
