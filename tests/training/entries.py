@@ -98,9 +98,10 @@ def cut_checkpoint(payload: Payload) -> int:
 
     write = checkpoint._write
 
-    def lose(folder: Any, tensors: Any, state: Any, sealing: Any) -> None:
-        kept = {name: tensor * 2 for name, tensor in tensors.items()} if sealing.step == 8 else tensors
-        write(folder, kept, state, sealing)
+    def lose(path: Path, parts: Any) -> Any:
+        first, *rest = map(bytes, parts)
+        odd = path.name == checkpoint.TENSORS and path.parent.name.startswith("step-00000008")
+        return write(path, [first, *(bytes(byte ^ 1 for byte in part) if odd else part for part in rest)])
 
     checkpoint._write = lose
     return train_rank(payload)
