@@ -1,4 +1,4 @@
-"""A configuration, a backend, a task and a plan become the parts that a trainer runs.
+"""A configuration, a backend, a task and a plan become a `Run`, ready to be trained.
 
 `andon train`, the coordinator and the falsifier's subject are all built here, so that the trainer under test is the one
 that ships. An observer passes its own backend or task that wraps ours.

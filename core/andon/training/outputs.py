@@ -20,7 +20,7 @@ from torch import nn
 from andon.config.identity import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.console.problems import InputError, Problem
-from andon.data.chat import Asking, asking
+from andon.data.chat import asking
 from andon.data.origins import short_names
 from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import Confusion
@@ -28,7 +28,7 @@ from andon.model.adapter import export_adapter
 from andon.model.build import LOADERS
 from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
-from andon.run.provenance import Provenance, read_provenance
+from andon.run.provenance import read_provenance
 from andon.run.summary import Summary
 from andon.tasks.sft import Asked
 from andon.training.choices import automatic_keys
@@ -153,28 +153,13 @@ def write_card(
     asked: Asked | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Write the card of the run in `folder` into `path`. notes: sentences for one more paragraph; empty ones are left
-    out. Returns lines that a user should read before prompting the model."""
+    """Write the card of the run in `folder` into `path`.
+
+    rows: the number of training rows. matrix: the confusion matrix of the scores. name: of the model. notes: sentences
+    for one more paragraph; empty ones are left out. Returns lines that a user should read before prompting the model.
+    """
     asks = None if asked is None else asking(tokenizer, asked.form)
-    note = " ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each)
-    text = card(config, read_provenance(folder.provenance), result, rows, matrix, form, name, note, asks)
-    (path / "README.md").write_text(text, encoding="utf-8")  # where hubs look for the card of a model
-    return () if asks is None or not asks.note else (asks.note,)
-
-
-def card(
-    config: Config,
-    provenance: Provenance,
-    result: Summary,
-    rows: int,
-    matrix: Confusion | None,
-    form: Form,
-    name: str,
-    note: str = "",
-    asking: Asking | None = None,
-) -> str:
-    """The text of a README.md. name: of the model. note: one more paragraph. asking: how to prompt a model that
-    answers."""
+    provenance = read_provenance(folder.provenance)
     task = config.task or CLASSIFICATION
     base = config.model.base
     # A folder stands in a run's configuration by its whole path, of which only the name goes to others.
@@ -224,10 +209,10 @@ def card(
         labels=list(result.labels),
         paired=config.data.text_pair_column is not None,
         own_base=short,
-        note=note,
+        note=" ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each),
         loader=LOADERS[HEADS[task]],
         pipeline=pipeline,
-        asking=asking,
+        asking=asks,
         result=result,
         rows=rows,
         evaluated=evaluated,
@@ -241,7 +226,8 @@ def card(
         versions=[(each, provenance.fingerprint[each]) for each in _VERSIONS if each in provenance.fingerprint],
         command=_command(config, result, short),
     )
-    return f"{shown}\n"
+    (path / "README.md").write_text(f"{shown}\n", encoding="utf-8")  # where hubs look for the card of a model
+    return () if asks is None or not asks.note else (asks.note,)
 
 
 def _by_class(result: Summary) -> list[tuple[str, Mapping[str, Any]]]:

@@ -72,18 +72,17 @@ class Journal:
 
 @dataclass
 class Trainer:
-    """Runs the plan from a point on.
+    """Trains `parts` from `progress`, the state that its replicas are in, to the end of the plan.
 
-    parts: in the state of `progress`. repeats: steps done before, which must be repeated exactly. progress, weights:
-    where the run is and the digest of the weights there, after the last step that held. evaluate: scores the validation
-    rows; None if there are none. stop_asked: whether this process was asked to end at the next step boundary. clock:
-    is told where the run is.
+    repeats: steps done before, which must be repeated exactly. evaluate: scores the validation rows; None if there are
+    none. stop_asked: whether this process was asked to end at the next step boundary. clock: is told where the run is.
+    progress, weights: where the run is and the digest of the weights there, after the last step that held.
     """
 
     parts: Run
     journal: Journal
-    repeats: Repeats
     progress: Progress
+    repeats: Repeats
     evaluate: Callable[[], Scores] | None = None
     stop_asked: Callable[[], bool] = lambda: False
     clock: StepClock = field(default_factory=StepClock)
@@ -122,13 +121,13 @@ class Trainer:
         """
         self.clock.at(batch.step, UPDATE)
         # Signals and clocks differ between ranks, so the update's message carries each rank's requests to all.
-        step, asked = self.parts.step, {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
-        rate = self.parts.schedule.rate(batch.step)
-        if not step.late:
-            result = step(batch, rate, batch.step, **asked)
+        asked = {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
+        rate, run_step = self.parts.schedule.rate(batch.step), self.parts.step
+        if not run_step.late:
+            result = run_step(batch, rate, batch.step, **asked)
             self._settle(batch, result, stopping=result.stop, saving=result.save)
             return result.stop
-        self._under_way.append((batch, step.launch(batch, rate, batch.step, **asked)))
+        self._under_way.append((batch, run_step.launch(batch, rate, batch.step, **asked)))
         training, stop, save = self.parts.config.training, False, False
         regular = (self.parts.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
         due = any(self._is_due(batch.step, every) for every in regular)
@@ -145,7 +144,7 @@ class Trainer:
     def _schedule_save(self, took: float) -> None:
         """Rank 0 wants the next checkpoint after the configured time, or later if the last took long (`took` s)."""
         minutes = self.parts.config.training.checkpoint_minutes
-        if minutes is not None and self.parts.writes:
+        if minutes is not None and self.parts.backend.ranks[0] == 0:
             self._due_at = monotonic() + max(60 * minutes, _WAIT * took)
 
     def _gives_up(self) -> bool:
@@ -154,8 +153,8 @@ class Trainer:
 
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
         """Record an update that held, and do what is due after it. stopping: the run ends. saving: a rank asks."""
-        step, training = batch.step, self.parts.config.training
-        record = step_record(batch, result, self.parts.backend.world_size, self.parts.backend.name)
+        step, backend, training = batch.step, self.parts.backend, self.parts.config.training
+        record = step_record(batch, result, backend.world_size, backend.name)
         self.repeats.judge(record)  # before it is written: the ledger must not have two results of one step
         self.progress = replace(self.progress, step=step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)

@@ -97,7 +97,7 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
     if parts.writes:
         inner = _journal(parts, folder, progress)
     journal = WatchedJournal(parts, step, inner, meters)
-    trainer = Trainer(parts, journal, Repeats(history.steps), progress)
+    trainer = Trainer(parts, journal, progress, Repeats(history.steps))
     try:
         journal.append(_opening(parts, progress))
         step.attest_start({"progress": progress.step})
