@@ -27,7 +27,6 @@ from andon.run.repeats import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
 
 if TYPE_CHECKING:
-    from andon.run.checkpoint import Checkpoint
     from andon.training.session import Session
 
 _RESULT = "replay.json"  # the file in which rank 0 of a process group leaves the outcome
@@ -114,6 +113,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     from andon.run.checkpoint import newest_valid
     from andon.run.provenance import differences as other_machine
     from andon.run.provenance import fingerprint
+    from andon.training.resume import identity_at_start, identity_of, run_identity
     from andon.training.session import assembled
 
     found, report = open_recorded(path), Differences()
@@ -121,7 +121,14 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     with assembled(config, found.folder, writing=False) as session:
         # If the latest is damaged, an older one, or the initial weights, serve as well.
         checkpoint = newest_valid(found.folder.checkpoints, before=first)[0]
-        _require_same(session, checkpoint)
+        was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
+        problems = [
+            Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
+            for key, before, now in ([] if was is None else differences(was, run_identity(session)))
+            if key != "run.device_kind"  # another machine: its bits are not comparable, which the fingerprint says
+        ]
+        if problems:
+            raise InputError(problems)
         total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
             raise InputError([Problem(str(found.ledger), f"it has a step {last} of a run of {total}")])
@@ -164,20 +171,6 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
     if dist.get_rank() == 0:
         write_json(Path(payload["out"]) / _RESULT, {"lines": report.lines, "result": report.result.value})
     return 0
-
-
-def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
-    from andon.training.resume import identity_at_start, identity_of, run_identity
-
-    was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
-    changed = differences(was, run_identity(session)) if was is not None else []
-    problems = [
-        Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
-        for key, before, now in changed
-        if key != "run.device_kind"  # another machine: its bits are not comparable, which the fingerprint says
-    ]
-    if problems:
-        raise InputError(problems)
 
 
 def _first_difference(

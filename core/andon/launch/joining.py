@@ -71,7 +71,11 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     rank, world = context.rank, context.world_size
     store: Store = unix_store(address) if address else _torch_store(timeout)
     store.set_timeout(timeout)
-    ours = Meeting(store, rank, world, timeout_s).meet(interface_problem())
+    # Gloo itself says nothing of an interface that does not exist.
+    there = [name for _, name in socket.if_nameindex()]
+    wrong = [name for name in os.environ.get(_INTERFACE, "").split(",") if name and name not in there]
+    absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}"
+    ours = Meeting(store, rank, world, timeout_s).meet(absent if wrong else "")
     reached = store_link.open_store() if rank == 0 else ""
     if reached:
         say(f"warning: {reached}")
@@ -92,14 +96,6 @@ def _torch_store(timeout: timedelta) -> Store:
         seconds = timeout.total_seconds()
         raise Absent(f"the ranks' store at {where} cannot be met at within {seconds:g} s: {_line(error)}") from error
     return store  # type: ignore[no-any-return]
-
-
-def interface_problem() -> str:
-    """What is wrong with the interface that gloo is told to use; "" if nothing is, or none is named."""
-    named = os.environ.get(_INTERFACE, "")
-    there = [name for _, name in socket.if_nameindex()]
-    wrong = [name for name in named.split(",") if name and name not in there]
-    return f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}" if wrong else ""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from andon.console.messages import say
 from andon.launch import fork_server, preemption
 from andon.launch.context import LAUNCHER, RUN_ID, STORE
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.rank import serve
-from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
+from andon.launch.rank import UNSEEN, FirstCause, Report, clear, first_cause, serve
 from andon.launch.store_server import StoreServer
 from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
@@ -239,23 +238,18 @@ class Supervisor:
                 self._verdict = (Exit.RANK_SILENT, how)
                 fork_server.end_if_stopped()
         elif not self._met and self._error is None:
-            self._meet_ranks()
+            self._met = True
+            found = {rank: Process.of(process.pid or 0) for rank, process in enumerate(self._processes)}
+            self._live = {rank: process for rank, process in found.items() if process is not None}
+            for rank in found.keys() - self._live.keys():
+                self._note_death(rank)
+            if self._interrupts > 1:
+                self._kill(None)
+            elif self._asked_by:
+                self._forward(self._asked_by)
         self._conclude()
         if time.monotonic() >= self._kill_at:
             self._kill((Exit.RANK_SILENT, f"{named_ranks(self._live)} {self._late}") if self._late else None)
-
-    def _meet_ranks(self) -> None:
-        self._met = True
-        for rank, process in enumerate(self._processes):
-            found = Process.of(process.pid or 0)
-            if found is not None:
-                self._live[rank] = found
-        for rank in set(range(len(self._processes))) - self._live.keys():
-            self._note_death(rank)
-        if self._interrupts > 1:
-            self._kill(None)
-        elif self._asked_by:
-            self._forward(self._asked_by)
 
     def _handle(self, signum: int) -> None:
         self._interrupts += signum == signal.SIGINT

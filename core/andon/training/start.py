@@ -20,7 +20,7 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, LaunchResult, launch, warm_up
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary
