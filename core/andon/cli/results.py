@@ -25,8 +25,7 @@ from andon_contracts.legible import legible
 if TYPE_CHECKING:
     from andon.training.inference import Predicted
 
-_DIGITS = 9
-"""Significant digits of a probability in a file: as many as tell any two of fp32 apart."""
+_DIGITS = 9  # significant digits of a probability in a file: as many as tell any two of fp32 apart
 
 
 def put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:

@@ -37,10 +37,8 @@ from andon_contracts.violation import named_ranks
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
-_VERDICT_S = 1.0
-"""How much longer than rank 0 the others wait, to hear from it who is missing."""
-_LATE_S = 5.0
-"""How much longer than the server waits for a key, a client waits for the server to say so."""
+_VERDICT_S = 1.0  # how much longer than rank 0 the others wait, to hear from it who is missing
+_LATE_S = 5.0  # how much longer than the server waits for a key, a client waits for the server to say so
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 

@@ -46,18 +46,14 @@ _NOT_INHERITED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|
 """Variables by which another launcher may have told this process that it is a rank."""
 _one_at_a_time = threading.Lock()
 _preload: list[str] = []
-POLL_S = 0.05
-"""Seconds between two looks at the ranks; one that ends is noticed at once."""
+POLL_S = 0.05  # seconds between two looks at the ranks; one that ends is noticed at once
 END_S = 1.5
 """Seconds that ranks have to end once another has failed; then SIGKILL. With polling it stays under 2 s."""
-START_S = 300.0
-"""Seconds until the ranks' processes must exist: a cold disk may take a minute to import what they need."""
-STOPPED_S = 5.0
-"""Seconds that the fork server may be stopped (SIGSTOP, a debugger) while ranks are started."""
+START_S = 300.0  # seconds until the ranks' processes must exist: a cold disk may take a minute to import what they need
+STOPPED_S = 5.0  # seconds that the fork server may be stopped (SIGSTOP, a debugger) while ranks are started
 EXITS_S = 2.0
 """Seconds that the fork server has to report the exit codes of ranks that are gone. One that is stopped never does."""
-KILLED_S = 5.0
-"""Seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it."""
+KILLED_S = 5.0  # seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it
 _SERVER_S = 0.5
 """Seconds in which a fork server whose ranks were lost with it must have ended: its pipes close a little before."""
 
@@ -186,11 +182,9 @@ class Supervisor:
         self._error: BaseException | None = None
         self._live: dict[int, Process] = {}
         self._exits: dict[int, int] = {}
-        self._died: dict[int, float] = {}
-        """When each rank was first found dead (seconds since the epoch)."""
+        self._died: dict[int, float] = {}  # when each rank was first found dead (seconds since the epoch)
         self._killed: set[int] = set()
-        self._verdict: tuple[Exit, str] | None = None
-        """An end that no rank could report itself."""
+        self._verdict: tuple[Exit, str] | None = None  # an end that no rank could report itself
         self._asked_by, self._interrupts = 0, 0
         self._stopped, self._server_stopped = ConditionTimer(END_S), ConditionTimer(END_S)
         self._kill_at, self._late = math.inf, ""

@@ -42,16 +42,12 @@ from andon_contracts.violation import Violation, consequence, named_ranks
 if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
 
-TRACEBACK = "ANDON_TRACEBACK"
-"""Set to 1 to see a traceback on stderr; the report holds it in any case."""
-_LAST_WORDS_S = 0.7
-"""How long the report of a rank that ends by an error may take: others wait for it to be gone."""
+TRACEBACK = "ANDON_TRACEBACK"  # set to 1 to see a traceback on stderr; the report holds it in any case
+_LAST_WORDS_S = 0.7  # how long the report of a rank that ends by an error may take: others wait for it to be gone
 _RECORD_S = 10.0
 """How long the report of a rank that ends in order may take: its launcher takes a rank without a report for dead."""
-_DESTROY_S = 0.5
-"""How long leaving may wait for the process group to be taken down."""
-UNSEEN = 255
-"""The exit code that multiprocessing gives if the process that would have reported it died too."""
+_DESTROY_S = 0.5  # how long leaving may wait for the process group to be taken down
+UNSEEN = 255  # the exit code that multiprocessing gives if the process that would have reported it died too
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no colour to be read.
 
-`RunView` reads the run's ledger and the other files of its folder; `data_of` makes the tables and pictures that the
+`RunView` is the run's ledger and the other files of its folder; `render` makes the tables and pictures that the
 template shows. A policy in the page lets the browser load nothing and use its one style. The template escapes what it
 is given, so the policy is a second lock. Every curve is a table too.
 """
@@ -272,16 +272,12 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    """The whole page. A text longer than 2000 characters is cut, and says how many are left out."""
+    """The whole page. A text longer than 2000 characters is cut, and says how many are left out.
+
+    Two runs of one name are called by their paths.
+    """
     parts = resources.files(__package__)
-    style, text = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html.j2"))
-    policy = f"default-src 'none'; style-src {source(style)}; base-uri 'none'; form-action 'none'"
-    template = escaping(text, _MOST_CHARACTERS)
-    return template.render(**data_of(page), style=Markup(style), policy=policy, width=WIDTH, height=HEIGHT)
-
-
-def data_of(page: Page) -> dict[str, Any]:
-    """The page by the names that the template uses. Two runs of one name are called by their paths."""
+    style, template = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html.j2"))
     runs, two = page.runs, len(page.runs) > 1
     names = [run.side.name if len({each.name for each in runs}) < len(runs) else run.name for run in runs]
     heads = names if two else ("value",)
@@ -292,22 +288,26 @@ def data_of(page: Page) -> dict[str, Any]:
         [name, *(each.get(name, 0) for each in counts), CLAUSES[name].statement if name in CLAUSES else ""]
         for name in dict.fromkeys(chain(*counts))
     ]
-    return {
-        "runs": [
+    return escaping(template, _MOST_CHARACTERS).render(
+        policy=f"default-src 'none'; style-src {source(style)}; base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        width=WIDTH,
+        height=HEIGHT,
+        runs=[
             _sections(run, name, f" of {name}" if two else "") | {"verdict": verdict}
             for run, name, verdict in zip(runs, names, page.verdicts, strict=True)
         ],
-        "differences": page.differences,
-        "parting": parting,
-        "common": not two or bool(runs[0].steps.keys() & runs[1].steps.keys()),
-        "facts": _beside("At a glance", heads, map(_facts, runs)),
-        "pictures": _pictures(runs, [f"{name}: " if two else "" for name in names], parting),
-        "scores": _beside("Scores", heads, scores) if any(scores) else None,
-        "clauses": Table("Evaluations by rank 0's last process", ("clause", *heads, "what it promises"), clauses),
-        "environment": _beside("Where it ran", heads, environments) if any(environments) else None,
-        "settings": _settings(runs, heads),
-        "most_classes": _MOST_CLASSES,
-    }
+        differences=page.differences,
+        parting=parting,
+        common=not two or bool(runs[0].steps.keys() & runs[1].steps.keys()),
+        facts=_beside("At a glance", heads, map(_facts, runs)),
+        pictures=_pictures(runs, [f"{name}: " if two else "" for name in names], parting),
+        scores=_beside("Scores", heads, scores) if any(scores) else None,
+        clauses=Table("Evaluations by rank 0's last process", ("clause", *heads, "what it promises"), clauses),
+        environment=_beside("Where it ran", heads, environments) if any(environments) else None,
+        settings=_settings(runs, heads),
+        most_classes=_MOST_CLASSES,
+    )
 
 
 def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
