@@ -44,7 +44,6 @@ _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 """Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""
 _NOT_INHERITED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 """Variables by which another launcher may have told this process that it is a rank."""
-_one_at_a_time = threading.Lock()
 _preload: list[str] = []
 POLL_S = 0.05  # seconds between two looks at the ranks; one that ends is noticed at once
 END_S = 1.5
@@ -104,13 +103,10 @@ def launch(
     Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s.
     `PREEMPTION_SIGNALS` to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
     seconds to end at a step boundary; a second SIGINT ends them at once. A rank that is stopped for more than
-    `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process.
-
-    Raises TypeError for a payload that is not JSON, RuntimeError while another launch runs in this process.
+    `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process. Raises
+    TypeError for a payload that is not JSON.
     """
     arguments = json.dumps(payload)
-    if not _one_at_a_time.acquire(blocking=False):
-        raise RuntimeError("another launch runs in this process")
     try:
         with preemption.collected():
             warm_up()
@@ -123,7 +119,6 @@ def launch(
                 return Supervisor(ranks, run_folder, timeout_s, silence_s, launch=run_id).run()
     finally:
         fork_server.end_if_stopped()
-        _one_at_a_time.release()
 
 
 def _environment(workers: int, run_id: str, store: str) -> dict[str, str]:
