@@ -21,9 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 from andon.config.schema import Adapter
 from andon.data.chat import EncodedRow
 from andon.model.adapter import attach
-from andon.tasks.classification import ClassificationTask
 from andon.tasks.sft import SftTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import ClassificationTask, ScoredTask
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.devices import demand_determinism
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Config, Training
 from andon.model.batches import shapes_of
 from andon.step.plan import BatchPlan

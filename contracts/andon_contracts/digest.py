@@ -8,9 +8,9 @@ G = 0x9E3779B97F4A7C15 and mix the finalizer of splitmix64 (Steele, Lea and Floo
     tree_digest(tree)  = mix(sum over names of mix(tensor_digest + header(name)) + header(number of names))
 
 The header is the first 8 bytes, little-endian, of SHA-256 of a canonical text. The words are mixed before the sum,
-because a weighted sum of the words misses pairs of opposite sign flips, and a tensor of a million elements has
-thousands of these. mix is a bijection, so the digest shows any change of a single word. It misses another accidental
-change with probability about 2^-64.
+because in a weighted sum two opposite sign flips can cancel, and a tensor of a million elements has thousands of
+pairs where they would. mix is a bijection, so the digest shows any change of a single word. It misses another
+accidental change with probability about 2^-64.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class Broken(Part):
     """A violation: the clause and its finding. `applied`: it was found after the update was made.
 
     `action` of a watch: "raised", "warned", "called" (a function of the user), "suspected" (a warning about something
-    that a correct loop may do too). None: the run ended.
+    that a correct loop may do too). None: not of a watch; the violation ended the run.
     """
 
     kind: ClassVar[str] = "violation"
@@ -255,7 +255,7 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
 
 
 def chain(previous_line: bytes) -> str:
-    """The field `prev` of the line after `previous_line`, which may end with its line feed."""
+    """The digest of `previous_line`, which the next line has as `prev`. A line feed at its end is ignored."""
     return hashlib.sha256(previous_line.removesuffix(b"\n")).hexdigest()[:16]
 
 

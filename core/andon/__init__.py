@@ -32,38 +32,24 @@ if TYPE_CHECKING:
     from andon_contracts.watch import assert_same as assert_same
     from andon_contracts.watch import watch as watch
 
-_HOME = {
-    "BatchResult": "andon.pipeline",
-    "CLAUSES": "andon_contracts.clauses",
-    "ClassifyConfig": "andon.pipeline",
-    "ClassifyPipeline": "andon.pipeline",
-    "DataParallelCoordinator": "andon.coordinator",
-    "Halted": "andon_contracts.violation",
-    "InputError": "andon.console.problems",
-    "Preempted": "andon.training.api",
-    "RankLost": "andon.training.api",
-    "RunError": "andon.training.api",
-    "SafetySample": "andon.pipeline",
-    "TrainingRun": "andon.training.api",
-    "TransformerConfig": "andon.pipeline",
-    "TreeReduction": "andon.step.reduce",
-    "Violation": "andon_contracts.violation",
-    "assert_same": "andon_contracts.watch",
-    "average_gradients": "andon.gradients",
-    "has_non_finite": "andon.gradients",
-    "open_run": "andon.training.api",
-    "shard_samples": "andon.gradients",
-    "train": "andon.training.api",
-    "watch": "andon_contracts.watch",
+_NAMES = {
+    "andon.console.problems": "InputError",
+    "andon.coordinator": "DataParallelCoordinator",
+    "andon.gradients": "average_gradients has_non_finite shard_samples",
+    "andon.pipeline": "BatchResult ClassifyConfig ClassifyPipeline SafetySample TransformerConfig",
+    "andon.step.reduce": "TreeReduction",
+    "andon.training.api": "Preempted RankLost RunError TrainingRun open_run train",
+    "andon_contracts.clauses": "CLAUSES",
+    "andon_contracts.violation": "Halted Violation",
+    "andon_contracts.watch": "assert_same watch",
 }
-
+_HOME = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        msg = f"module 'andon' has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module 'andon' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 

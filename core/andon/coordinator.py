@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Optimizer
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.pipeline import (
@@ -19,10 +19,11 @@ from andon.pipeline import (
     ClassifyConfig,
     ClassifyPipeline,
     SafetySample,
-    SampleEncoder,
     TransformerConfig,
     build_model,
     config_of,
+    encode,
+    encode_samples,
 )
 from andon.step.flat import REPLACED
 from andon.step.plan import GlobalBatch
@@ -35,16 +36,16 @@ from andon_contracts.violation import Finding
 Device = str | int | torch.device
 
 
-def _explain_fallback(devices: Sequence[Device], result: Sequence[torch.device]) -> Finding:
-    return Finding(seen=f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}")
-
-
-@clause("cpu-fallback", _explain_fallback)
+@clause(
+    "cpu-fallback",
+    lambda devices, result: Finding(f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}"),
+)
 def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
     """One device for each requested one: that one, or the CPU."""
-    return len(result) == len(devices) and all(
-        device.type == "cpu" or str(device) == _canonical(asked) for asked, device in zip(devices, result, strict=True)
-    )
+    asked = [str(device).strip() for device in devices]
+    names = [f"cuda:{int(each)}" if each.isdigit() else {"cuda": "cuda:0"}.get(each, each) for each in asked]
+    pairs = zip(names, result, strict=False)
+    return len(result) == len(names) and all(each.type == "cpu" or str(each) == name for name, each in pairs)
 
 
 @ensure(_as_asked_or_cpu)
@@ -59,53 +60,44 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
     return named_devices(devices, where="devices", absent="cpu" if cpu_fallback else "refuse")
 
 
-def _canonical(device: Device) -> str:
-    text = str(device).strip()
-    if text.isdigit():
-        return f"cuda:{int(text)}"
-    return "cuda:0" if text == "cuda" else text
-
-
 def _detached(self: DataParallelCoordinator) -> tuple[int, ...]:
     return tuple(rank for rank, each in enumerate(self.pipelines) if not each.replica.parameters.weights_attached())
 
 
-def _explain_detached(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> Finding:
-    return Finding(REPLACED, self.updates + 1, _detached(self), "weights")
-
-
-@clause("replicas-agree", _explain_detached)
+@clause("replicas-agree", lambda self, samples: Finding(REPLACED, self.updates + 1, _detached(self), "weights"))
 def _optimizers_own_the_weights(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
     """The weights with which every model computes are those that its optimizer updates."""
     return not samples or not _detached(self)
 
 
+def _digests(self: DataParallelCoordinator) -> list[tuple[tuple[str, int], ...]]:
+    return [tuple(each.items()) for each in self.last_step.ranks] if self.last_step else []
+
+
 def _explain_states(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> Finding:
-    last = self.last_step
     seen = "the replicas do not report the same weights, optimizer state and gradient"
-    return Finding(seen, self.updates, minority([tuple(each.items()) for each in last.ranks]) if last else ())
+    return Finding(seen, self.updates, minority(_digests(self)))
 
 
 @clause("replicas-agree", _explain_states)
 def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
     """After a step all replicas reported equal digests."""
-    last = self.last_step
-    return not samples or (last is not None and len({tuple(each.items()) for each in last.ranks}) == 1)
+    return not samples or len(set(_digests(self))) == 1
 
 
-def _explain_rows(samples: Sequence[SafetySample], result: BatchResult) -> Finding:
-    return Finding(f"{result.total} of {len(samples)} samples were trained on")
-
-
-@clause("samples-once", _explain_rows)
+@clause(
+    "samples-once",
+    lambda samples, result: Finding(f"{result.total} of {len(samples)} samples were trained on"),
+)
 def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) -> bool:
     return result.total == len(samples)
 
 
 class DataParallelCoordinator:
-    """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002).
+    """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002); a context manager.
 
-    Use it as a context manager, or call `close`.
+    pipelines: all replicas by rank. updates: the number of updates taken. last_step: the last update in detail,
+    micro-batches by rank and digests; None before the first.
     """
 
     def __init__(
@@ -122,12 +114,10 @@ class DataParallelCoordinator:
     ) -> None:
         """devices: see `resolve_devices`; their replicas compute in turn (`andon train` uses processes).
 
-        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices.
-        seed: of initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None.
-        base_every: compare the frozen weights before every so many updates; raise it for large models.
-
-        All replicas are copies of one model (V19). Raises `InputError`, before anything is built, and `Violation` if
-        the replicas do not start alike.
+        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices. seed: of
+        initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None. base_every: compare the frozen
+        weights before every so many updates; raise it for large models. All replicas are copies of one model (V19).
+        Raises `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
         found = ProblemList()
@@ -137,22 +127,21 @@ class DataParallelCoordinator:
         found.raise_if_any()
         self.model_config = model_config
         self.config = classify_config
+        self.updates = 0
+        self.last_step: StepResult | None = None
         self._base_every = base_every
-        self._encoder = SampleEncoder(model_config, classify_config)
+        self._rate = classify_config.learning_rate
         config = config_of(model_config, classify_config, seed, optimizer)
         built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
-        rows = self._encoder.of_ids([[0]], [0])
-        self._backend = InlineBackend(placed)
-        replicas = build_replicas(built, config, self._backend, rows, 0, own_base=True)
-        self._pipelines = tuple(
+        rows = encode(model_config, classify_config, [[0]], [0])
+        backend = InlineBackend(placed)
+        replicas = build_replicas(built, config, backend, rows, 0, own_base=True)
+        self.pipelines = tuple(
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
             for replica in replicas
         )
-        self._rate = classify_config.learning_rate
-        self._updates = 0
-        self._last: StepResult | None = None
         parts = micro_batches * classify_config.accumulation_steps
-        self._step = TrainingStep(self._backend, replicas, rows, parts, classify_config.gradient_clip_norm)
+        self._step = TrainingStep(backend, replicas, rows, parts, classify_config.gradient_clip_norm)
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
 
@@ -163,33 +152,17 @@ class DataParallelCoordinator:
         self.close()
 
     def close(self) -> None:
-        """Close the backend."""
-        self._backend.close()
+        """Free what the replicas share: nothing, as they live in this process."""
 
     @property
     def num_gpus(self) -> int:
         """The number of replicas, on whatever devices (seed R13)."""
-        return len(self._pipelines)
+        return len(self.pipelines)
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:
         """Replica 0, for evaluation and inference (R14, R15). If it is trained alone, the next step raises."""
-        return self._pipelines[0]
-
-    @property
-    def pipelines(self) -> tuple[ClassifyPipeline, ...]:
-        """All replicas by rank."""
-        return self._pipelines
-
-    @property
-    def updates(self) -> int:
-        """The number of updates taken."""
-        return self._updates
-
-    @property
-    def last_step(self) -> StepResult | None:
-        """The last update in detail: micro-batches by rank, digests."""
-        return self._last
+        return self.pipelines[0]
 
     @property
     def learning_rate(self) -> float:
@@ -198,7 +171,7 @@ class DataParallelCoordinator:
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
-        for pipeline in self._pipelines:
+        for pipeline in self.pipelines:
             pipeline.learning_rate = rate
         self._rate = rate
 
@@ -209,16 +182,16 @@ class DataParallelCoordinator:
         """One update of all replicas on `samples`, of which there may be fewer than replicas (C-DP-002, seed R16).
 
         No samples: zeros, and nothing changes. Raises `InputError` for any bad sample before anything is computed
-        (V20), and `Violation` naming clause, step, rank and micro-batch. If it is found before the update, as every
-        non-finite value is, weights, moments and counts of all replicas are unchanged (V9).
+        (V20), and `Violation` naming clause, step, rank and micro-batch; before the update, as for every value that is
+        not finite, no replica has changed then (V9).
         """
         if not samples:
             return NOTHING
-        rows = self._encoder.of_samples(samples)
-        step = self._updates + 1
-        if (step - 1) % self._base_every == 0:
+        rows = encode_samples(self.model_config, self.config, samples)
+        step = self.updates + 1
+        if self.updates % self._base_every == 0:
             self._step.attest_base(step, self._base)
         self._step.task = rows
-        self._last = self._step(GlobalBatch(step, 0, 0, tuple(range(len(samples)))), self._rate, step)
-        self._updates = step
-        return BatchResult(self._last.loss, self._last.correct, self._last.rows, self._last.grad_norm)
+        self.last_step = last = self._step(GlobalBatch(step, 0, 0, tuple(range(len(samples)))), self._rate, step)
+        self.updates = step
+        return BatchResult(last.loss, last.correct, last.rows, last.grad_norm)

@@ -7,6 +7,7 @@ of the global batch (V8), so the training step does not use it. It is for worker
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import TypeVar, overload
 
@@ -19,6 +20,10 @@ Gradient = Sequence[float] | torch.Tensor
 T = TypeVar("T")
 
 
+def _size(gradient: Gradient) -> str:
+    return f"shape {tuple(gradient.shape)}" if isinstance(gradient, torch.Tensor) else f"length {len(gradient)}"
+
+
 def _explain_lengths(grads: Sequence[Gradient]) -> str:
     sizes = [_size(gradient) for gradient in grads]
     worker = next(i for i, size in enumerate(sizes) if size != sizes[0])
@@ -27,54 +32,45 @@ def _explain_lengths(grads: Sequence[Gradient]) -> str:
 
 @argument(_explain_lengths)
 def _same_lengths(grads: Sequence[Gradient]) -> bool:
-    return len({(isinstance(gradient, torch.Tensor), _size(gradient)) for gradient in grads}) <= 1
-
-
-def _size(gradient: Gradient) -> str:
-    if isinstance(gradient, torch.Tensor):
-        return f"shape {tuple(gradient.shape)}"
-    return f"length {len(gradient)}"
-
-
-def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) -> Finding:
-    average, wanted = _fp32(result), _mean_by_scaling(grads)
-    place = int(_wrong_places(average, wanted, grads).nonzero()[0])
-    return Finding(
-        seen=f"element {place} is {float(average[place])!r}, the mean of the workers {float(wanted[place])!r}",
-        tensor=f"averaged gradient [{place}]",
-    )
-
-
-@clause("gradient-average", _explain_average)
-def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
-    """Every element is the workers' mean to fp32 rounding, and is NaN or Inf only where theirs is."""
-    if not grads:
-        return len(result) == 0
-    average, wanted = _fp32(result), _mean_by_scaling(grads)
-    return average.shape == wanted.shape and not bool(_wrong_places(average, wanted, grads).any())
-
-
-def _mean_by_scaling(grads: Sequence[Gradient]) -> torch.Tensor:
-    """fp64 [n]: each worker's share is scaled before it is added, unlike in the code that is checked."""
-    mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
-    for gradient in grads:
-        mean += _fp32(gradient).to(mean.device).double() / len(grads)
-    return mean
-
-
-def _wrong_places(average: torch.Tensor, wanted: torch.Tensor, grads: Sequence[Gradient]) -> torch.Tensor:
-    largest = torch.zeros_like(wanted)
-    for gradient in grads:
-        largest = torch.maximum(largest, _fp32(gradient).to(wanted.device).double().abs())
-    # Half an ulp of fp32, relative to the largest summand; 1e-45 is the smallest fp32 there is.
-    close = (average.double() - wanted).abs() <= 2.0**-23 * largest + 2e-45
-    same = (average.isnan() & wanted.isnan()) | (average == wanted)
-    return ~(same | (close & average.isfinite() & wanted.isfinite()))
+    return len(set(map(_size, grads))) <= 1
 
 
 def _fp32(values: Gradient) -> torch.Tensor:
     tensor = values if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=torch.float32)
     return tensor.detach().to(torch.float32).reshape(-1)
+
+
+def _checked_mean(grads: Sequence[Gradient], average: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp64 [n], the mean: each share is scaled before it is added, unlike in the code that is checked.
+
+    And bool [n]: where `average` is not this mean to fp32 rounding, or is NaN or Inf where the workers' mean is not.
+    """
+    mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
+    largest = torch.zeros_like(mean)
+    for gradient in grads:
+        own = _fp32(gradient).to(mean.device).double()
+        mean += own / len(grads)
+        largest = torch.maximum(largest, own.abs())
+    # Half an ulp of fp32, relative to the largest summand; 1e-45 is the smallest fp32 there is.
+    close = (average.double() - mean).abs() <= 2.0**-23 * largest + 2e-45
+    same = (average.isnan() & mean.isnan()) | (average == mean)
+    return mean, ~(same | (close & average.isfinite() & mean.isfinite()))
+
+
+def _explain_average(grads: Sequence[Gradient], result: Gradient | list[float]) -> Finding:
+    average = _fp32(result)
+    mean, wrong = _checked_mean(grads, average)
+    place = int(wrong.nonzero()[0])
+    seen = f"element {place} is {float(average[place])!r}, the mean of the workers {float(mean[place])!r}"
+    return Finding(seen, tensor=f"averaged gradient [{place}]")
+
+
+@clause("gradient-average", _explain_average)
+def _is_the_mean(grads: Sequence[Gradient], result: Gradient | list[float]) -> bool:
+    if not grads:
+        return len(result) == 0
+    average = _fp32(result)
+    return average.shape == _fp32(grads[0]).shape and not bool(_checked_mean(grads, average)[1].any())
 
 
 @overload
@@ -117,11 +113,7 @@ def has_non_finite(values: Gradient) -> bool:
     return not all(math.isfinite(value) for value in values)
 
 
-def _explain_workers(num_workers: int) -> str:
-    return f"num_workers must be at least 1, got {num_workers}"
-
-
-@argument(_explain_workers)
+@argument(lambda num_workers: f"num_workers must be at least 1, got {num_workers}")
 def _has_workers(num_workers: int) -> bool:
     return num_workers >= 1
 
@@ -135,11 +127,8 @@ def _explain_shards(samples: Sequence[T], num_workers: int, result: Sequence[Seq
 def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> bool:
     """One shard a worker; end to end they are the samples, each object once and in order."""
     joined = [sample for shard in result for sample in shard]
-    return (
-        len(result) == num_workers
-        and len(joined) == len(samples)
-        and all(a is b for a, b in zip(joined, samples, strict=True))
-    )
+    same = len(joined) == len(samples) and all(map(operator.is_, joined, samples))
+    return len(result) == num_workers and same
 
 
 @require(_has_workers)
@@ -153,5 +142,4 @@ def shard_samples(samples: Sequence[T], num_workers: int) -> list[list[T]]:
     items = list(samples)
     size = len(items) // num_workers
     ends = [(worker + 1) * size for worker in range(num_workers - 1)] + [len(items)]
-    starts = [worker * size for worker in range(num_workers)]
-    return [items[start:end] for start, end in zip(starts, ends, strict=True)]
+    return [items[worker * size : end] for worker, end in enumerate(ends)]

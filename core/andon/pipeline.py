@@ -14,20 +14,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import config_from
 from andon.config.schema import Config, Optimizer
 from andon.console.problems import InputError, Problem, ProblemList, install_hint
 from andon.model.batches import predictions
-from andon.model.build import ModelInterface
+from andon.model.build import ModelInterface, evaluating, without_adapter
 from andon.step import message
-from andon.step.message import reduced_values, reports_of
 from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
 from andon.step.replica import Replica
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import build_model as build_trainable
 from andon.training.build import build_replicas
 from andon_contracts.agree import Observation, bits_of, real_of
@@ -36,19 +35,15 @@ from andon_contracts.laws.update import CALLER_GRADIENT, LEAVES, OUTPUT, REDUCED
 from andon_contracts.observe import nonfinite
 from andon_contracts.policy import enforced
 
-_TARGETS = {"decoder": ("q_proj", "v_proj"), "encoder": ("query", "value")}
-
 
 @dataclass(frozen=True)
 class ClassifyConfig:
     """How a classifier is trained: the twelve settings of the seed with its defaults (seed 2c).
 
-    learning_rate: constant here; a schedule belongs to the trainer, as do epochs, batch_size and log_interval.
+    learning_rate: constant; a schedule belongs to the trainer, as do epochs, batch_size and log_interval.
     accumulation_steps: every micro-batch is computed in so many parts, still for one update (V32).
     gradient_clip_norm: L2 limit of the reduced gradient, None: no clipping. class_weights: one for each class, or None.
-    max_seq_len: longer texts are cut at the end. quantize_nf4: only False; four-bit bases are not supported (V34).
-
-    Raises `InputError` with all that is wrong, before anything is built (V16).
+    max_seq_len: longer texts are cut. quantize_nf4: only False (V34). Raises `InputError` with all that is wrong (V16).
     """
 
     num_classes: int = 5
@@ -66,13 +61,13 @@ class ClassifyConfig:
 
     def __post_init__(self) -> None:
         found = ProblemList()
-        _check(found, self, "num_classes", lambda value: _is_count(value, 2), "an integer of at least 2 (F-CLASS-004)")
-        for name in ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps"):
-            _check(found, self, name, _is_count, "an integer of at least 1")
-        for name in ("lora_alpha", "learning_rate"):
-            _check(found, self, name, _is_positive, "a finite number above 0")
+        counts = ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps")
+        of_two = "an integer of at least 2 (F-CLASS-004)"
+        _check(found, self, ["num_classes"], lambda value: _is_count(value, 2), of_two)
+        _check(found, self, counts, _is_count, "an integer of at least 1")
+        _check(found, self, ("lora_alpha", "learning_rate"), _is_positive, "a finite number above 0")
         if self.gradient_clip_norm is not None:
-            _check(found, self, "gradient_clip_norm", _is_positive, "a finite number above 0, or None")
+            _check(found, self, ["gradient_clip_norm"], _is_positive, "a finite number above 0, or None")
         if self.quantize_nf4:
             found.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
         weights = self.class_weights
@@ -84,17 +79,30 @@ class ClassifyConfig:
         found.raise_if_any()
 
 
+def _check(
+    found: ProblemList, config: object, names: Sequence[str], test: Callable[[object], bool], wanted: str
+) -> None:
+    for name in names:
+        if not test(getattr(config, name)):
+            found.add(name, f"{getattr(config, name)!r} must be {wanted}")
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
 @dataclass(frozen=True)
 class TransformerConfig:
     """The shape of a base model with random weights: the fields of the seed (S7), and dropout, which it lacks.
 
-    vocab_size: ids that a text may use; the model gets one more, which is padding and nothing else.
-    architecture: 'decoder' (Qwen3: causal, rotary positions, RMSNorm, SwiGLU, the last token is classified) or
-    'encoder' (BERT: learned positions, LayerNorm, GELU, the first token is classified).
-    dropout: of the attention (encoder: and hidden layers) and in the adapter.
-
-    `build_model` refuses what the embedded models cannot be. Presets such as `qwen3_4b` then still serve for their
-    sizes; their real weights are trained with `andon train --model`.
+    vocab_size: ids that a text may use; the model gets one more, for padding. architecture: 'decoder' (Qwen3, the last
+    token is classified) or 'encoder' (BERT, the first token is classified). dropout: of the attention (encoder: and
+    hidden layers) and in the adapter. `build_model` refuses what the embedded models cannot be. Presets such as
+    `qwen3_4b` then still serve for their sizes; their real weights are trained with `andon train --model`.
     """
 
     hidden_size: int
@@ -162,34 +170,18 @@ class TransformerConfig:
     def refuse_what_is_not_embedded(self) -> None:
         """Raise `InputError` for each field that the embedded model cannot have."""
         found = ProblemList()
-        _check(found, self, "vocab_size", _is_count, "an integer of at least 1")
+        _check(found, self, ["vocab_size"], _is_count, "an integer of at least 1")
         remedy = "; real weights are trained with `andon train --model`"
         fixed = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "use_bias": False}
         for name, value in {} if self.is_encoder else fixed.items():
             if getattr(self, name) != value:
                 found.add(name, f"{getattr(self, name)!r}, but the embedded decoder has {value!r}{remedy}")
-        narrow = self.hidden_size // max(self.num_attention_heads, 1)
-        if self.head_dim_override not in (None, narrow):
-            found.add(
-                "head_dim_override", f"{self.head_dim_override} is not to be had: the model {remedy} has {narrow}"
-            )
+        width, narrow = self.head_dim_override, self.hidden_size // max(self.num_attention_heads, 1)
+        if width not in (None, narrow):
+            found.add("head_dim_override", f"{width} is not to be had: the model {remedy} has {narrow}")
         if self.is_encoder and self.num_kv_heads != self.num_attention_heads:
             found.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
         found.raise_if_any()
-
-
-def _check(found: ProblemList, config: object, name: str, test: Callable[[object], bool], wanted: str) -> None:
-    value = getattr(config, name)
-    if not test(value):
-        found.add(name, f"{value!r} must be {wanted}")
-
-
-def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 @dataclass(frozen=True)
@@ -211,8 +203,8 @@ class SafetySample:
 class BatchResult:
     """What one batch gave (seed S23).
 
-    avg_loss: sum of w[label] * cross entropy over all samples, divided once by their number. correct, total: samples.
-    grad_norm: global L2 norm of the batch's gradient before clipping, whether or not there is clipping (V6).
+    avg_loss: sum of w[label] * cross entropy over all samples, divided once by their number. grad_norm: global L2 norm
+    of the batch's gradient before clipping, whether or not there is clipping (V6).
     """
 
     avg_loss: float
@@ -226,49 +218,46 @@ class BatchResult:
 
 
 NOTHING = BatchResult(0.0, 0, 0, 0.0)
-"""What no samples give: nothing is computed and nothing changes."""
+"""The result of no samples: nothing is computed and nothing changes."""
 
 
-class SampleEncoder:
-    """Turns samples into rows, and refuses a whole batch for one bad sample before any state is touched (V20)."""
+def encode(
+    shape: TransformerConfig, classify: ClassifyConfig, rows: Sequence[Sequence[int]], labels: Sequence[int]
+) -> ClassificationTask:
+    """Token ids and labels as a task, one or more rows, cut to the longest that the model takes.
 
-    def __init__(self, model_config: TransformerConfig, config: ClassifyConfig) -> None:
-        self._config = config
-        self._vocab_size = model_config.vocab_size
-        self._max_length = min(config.max_seq_len, model_config.max_position_embeddings)
-
-    def of_samples(self, samples: Sequence[SafetySample]) -> ClassificationTask:
-        """The rows of `samples`, one or more, cut to the longest that the model takes.
-
-        Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that
-        is not a class (F-CLASS-002, V30).
-        """
-        rows = [sample.input_ids() for sample in samples]
-        return self.of_ids(rows, [sample.label for sample in samples])
-
-    def of_ids(self, rows: Sequence[Sequence[int]], labels: Sequence[int]) -> ClassificationTask:
-        """The same from token ids."""
-        return ClassificationTask(
-            [row[: self._max_length] for row in rows],
-            labels,
-            num_labels=self._config.num_classes,
-            vocab_size=self._vocab_size,
-            pad_id=self._vocab_size,
-            class_weights=self._config.class_weights,
-            max_length=self._max_length,
-            places=[f"sample {place}" for place in range(len(rows))],
-        )
+    Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that is not
+    a class (F-CLASS-002, V20, V30).
+    """
+    longest = min(classify.max_seq_len, shape.max_position_embeddings)
+    return ClassificationTask(
+        [row[:longest] for row in rows],
+        labels,
+        num_labels=classify.num_classes,
+        vocab_size=shape.vocab_size,
+        pad_id=shape.vocab_size,
+        class_weights=classify.class_weights,
+        max_length=longest,
+        places=[f"sample {place}" for place in range(len(rows))],
+    )
 
 
-def build_model(model_config: TransformerConfig, config: ClassifyConfig, seed: int) -> nn.Module:
-    """The base of `model_config` on the CPU with LoRA on queries and values and a trainable head; the same every time.
+def encode_samples(
+    shape: TransformerConfig, classify: ClassifyConfig, samples: Sequence[SafetySample]
+) -> ClassificationTask:
+    """`encode` the bytes of one or more samples."""
+    return encode(shape, classify, [each.input_ids() for each in samples], [each.label for each in samples])
+
+
+def build_model(shape: TransformerConfig, classify: ClassifyConfig, seed: int) -> nn.Module:
+    """The base of `shape` on the CPU with LoRA on queries and values and a trainable head; the same every time.
 
     Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
     """
-    pad = model_config.vocab_size
-    interface = ModelInterface("classification", tuple(map(str, range(config.num_classes))), pad + 1, pad)
+    pad = shape.vocab_size
+    interface = ModelInterface("classification", tuple(map(str, range(classify.num_classes))), pad + 1, pad)
     try:
-        return build_trainable(config_of(model_config, config, seed), interface)
+        return build_trainable(config_of(shape, classify, seed), interface)
     except ModuleNotFoundError as error:
         raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
 
@@ -281,28 +270,13 @@ def config_of(
     Raises `InputError` for each field that the embedded model cannot have.
     """
     shape.refuse_what_is_not_embedded()
-    return config_from(
-        {
-            "seed": seed,
-            "model": {
-                "architecture": shape.architecture,
-                "hidden_size": shape.hidden_size,
-                "num_hidden_layers": shape.num_hidden_layers,
-                "num_attention_heads": shape.num_attention_heads,
-                "num_key_value_heads": shape.num_kv_heads,
-                "intermediate_size": shape.intermediate_size,
-                "dropout": shape.dropout,
-                "max_length": shape.max_position_embeddings,
-            },
-            "adapter": {
-                "r": classify.lora_rank,
-                "alpha": classify.lora_alpha,
-                "dropout": shape.dropout,
-                "targets": _TARGETS.get(shape.architecture, _TARGETS["decoder"]),
-            },
-            "optimizer": {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm},
-        }
-    )
+    same = ("architecture", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "dropout")
+    model = {name: getattr(shape, name) for name in same}
+    model |= {"num_key_value_heads": shape.num_kv_heads, "max_length": shape.max_position_embeddings}
+    targets = ("query", "value") if shape.is_encoder else ("q_proj", "v_proj")
+    adapter = {"r": classify.lora_rank, "alpha": classify.lora_alpha, "dropout": shape.dropout, "targets": targets}
+    chosen = {**dict(optimizer or Optimizer()), "clip_norm": classify.gradient_clip_norm}
+    return config_from({"seed": seed, "model": model, "adapter": adapter, "optimizer": chosen})
 
 
 class ClassifyPipeline:
@@ -325,25 +299,23 @@ class ClassifyPipeline:
     ) -> None:
         """seed: of the weights that are drawn and of dropout. micro_batches: M, the leaves of the sum of a batch.
 
-        optimizer: AdamW with weight decay 0.01 if None. replica: one that somebody built of this model and these
-        settings, to train instead of one of its own. Raises `InputError` for what cannot be built, before anything is.
+        optimizer: AdamW with weight decay 0.01 if None. replica: of this model and these settings, if it exists.
+        Raises `InputError` for what cannot be built, before anything is.
         """
         if micro_batches < 1:
             raise InputError([Problem("micro_batches", f"{micro_batches} must be at least 1")])
         self.model_config = model_config
         self.config = config
-        self._encoder = SampleEncoder(model_config, config)
         self.micro_batches = micro_batches * config.accumulation_steps
         if replica is None:
             model = build_model(model_config, config, seed)  # before any row: it refuses what has no model
-            backend, rows = InlineBackend([torch.device(device)]), self._encoder.of_ids([[0]], [0])
+            backend, rows = InlineBackend([torch.device(device)]), encode(model_config, config, [[0]], [0])
             (replica,) = build_replicas(model, config_of(model_config, config, seed, optimizer), backend, rows, 0)
         self.replica = replica
         self.model = replica.model
         self._rate = config.learning_rate
         self._sum: torch.Tensor | None = None
-        self._samples = 0
-        self._calls = 0
+        self._samples = self._calls = 0
 
     @property
     def device(self) -> torch.device:
@@ -371,8 +343,8 @@ class ClassifyPipeline:
     def train_batch(self, samples: Sequence[SafetySample]) -> BatchResult:
         """One update on `samples`: gradient of their mean loss, clipped once, one optimizer step (seed S14).
 
-        No samples: zeros, and nothing changes. Raises `InputError` for bad samples and `Violation` for what is not
-        finite, with weights, moments and counts untouched; `ValueError` if accumulated gradients wait to be applied.
+        No samples: zeros, and nothing changes. Raises `InputError` for bad samples, `Violation` for what is not finite,
+        and `ValueError` if accumulated gradients wait to be applied; nothing has changed then.
         """
         if self._samples:
             msg = f"the gradient of {self._samples} samples waits: apply_accumulated_gradients or zero_gradients first"
@@ -381,20 +353,18 @@ class ClassifyPipeline:
         if not result.total:
             return result
         try:
-            norm = self.apply_accumulated_gradients(result.total)
+            return replace(result, grad_norm=self.apply_accumulated_gradients(result.total))
         finally:
             self.zero_gradients()
-        return replace(result, grad_norm=norm)
 
     def accumulate_gradients(self, samples: Sequence[SafetySample]) -> BatchResult:
         """Add the gradient of the SUM of the samples' losses to what is accumulated; no update (seed S15).
 
-        The result's grad_norm is 0: there is no gradient of the whole batch yet. Raises as `train_batch` does; what
-        was accumulated before is then as it was.
+        The result's grad_norm is 0. Raises as `train_batch` does; what was accumulated before is then as it was.
         """
         if not samples:
             return NOTHING
-        partial, reports = self._compute(self._encoder.of_samples(samples)).result
+        partial, reports = self._compute(encode_samples(self.model_config, self.config, samples)).result
         (root,) = partial.roots.values()
         self._sum = root.clone() if self._sum is None else self._sum.add_(root)
         self.replica.release(partial)
@@ -414,15 +384,15 @@ class ClassifyPipeline:
         leaves = [Leaf(leaf.index, leaf.ids[0] if leaf.ids else 0, leaf.ids) for leaf in plan]
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
-        reports = reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
+        reports = message.reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
         seen = Seen([], Leaves(reports, plan, step))
         return Report(partial.reports, lambda _: seen, result=(partial, reports))
 
     def apply_accumulated_gradients(self, total_samples: int) -> float:
         """Divide the accumulated sum by `total_samples`, clip, take one update, start anew (seed S15).
 
-        Returns the norm before clipping. Raises `ValueError` if nothing is accumulated or more than `total_samples`
-        are; `Violation` if the gradient is not finite (nothing has changed then).
+        Returns the norm before clipping. Raises, before anything changes, `ValueError` if nothing is accumulated or
+        more than `total_samples` are, and `Violation` if the gradient is not finite.
         """
         if self._sum is None or total_samples < self._samples:
             msg = f"{self._samples} samples are accumulated, so their sum cannot be divided by {total_samples}"
@@ -450,71 +420,56 @@ class ClassifyPipeline:
         def record(table: torch.Tensor) -> Seen[Reduced]:
             if not checked:
                 return Seen([], Reduced())
-            rates = (bits_of(self._rate), bits_of(replica.rate))
-            raw = dict(zip(message.REDUCED.names, (*rates, *table.tolist()), strict=True))
-            values = reduced_values(replica.parameters.size, raw)
+            raw = (bits_of(self._rate), bits_of(replica.rate), *table.tolist())
+            values = message.reduced_values(replica.parameters.size, dict(zip(message.REDUCED.names, raw, strict=True)))
             return Seen([Observation(0, replica.updates + 1, 0, point, values)], Reduced(limit=limit))
 
         return Report(facts, record, checked=checked, result=norm)
 
     def collect_lora_gradients(self) -> torch.Tensor:
-        """What is accumulated, as fp32 [num_trainable_parameters] on the CPU: a SUM over samples (zeros: none).
-
-        In the order of `gradient_layout`, without the padding of the flat buffer (seed S19).
-        """
+        """What is accumulated, fp32 [num_trainable_parameters] on the CPU: a SUM over samples, zeros for none (S19)."""
         flat = self.replica.parameters
         source = torch.zeros_like(flat.gradient) if self._sum is None else self._sum
         return torch.cat([view.reshape(-1) for view in flat.views(source).values()]).cpu()
 
     def apply_lora_gradients(self, flat: torch.Tensor | Sequence[float]) -> float:
-        """Take one update with a gradient that is already reduced and divided, laid out as `collect_lora_gradients`.
+        """Take one update with a gradient that is already reduced and divided, in the order of `gradient_layout`.
 
-        It is clipped as any other; returns the norm before that. Raises `ValueError` for another length and
-        `Violation` for a value that is not finite (V31); nothing has changed then.
+        It is clipped as any other; returns the norm before that. Raises, before anything changes, `ValueError` for
+        another length and `Violation` for a value that is not finite (V31).
         """
         given = torch.as_tensor(flat, dtype=torch.float32).detach()
         if given.dim() != 1 or given.numel() != self.num_trainable_parameters:
             msg = f"a gradient of shape {tuple(given.shape)} for {self.num_trainable_parameters} trainable parameters"
             raise ValueError(msg)
-        parameters = self.replica.parameters
-        padded = torch.zeros_like(parameters.gradient)
-        parts = torch.split(given.to(self.device), [math.prod(slot.shape) for slot in parameters.slots])
-        for view, part in zip(parameters.views(padded).values(), parts, strict=True):
+        padded = torch.zeros_like(self.replica.parameters.gradient)
+        views = self.replica.parameters.views(padded).values()
+        parts = torch.split(given.to(self.device), [view.numel() for view in views])
+        for view, part in zip(views, parts, strict=True):
             view.copy_(part.view(view.shape))
         return self._apply(padded, 1, CALLER_GRADIENT)
 
     def forward_only(self, ids: Sequence[int], label: int) -> tuple[float, int]:
         """w[label] * cross entropy of one row of token ids, and the class predicted (the first of equals); S17.
 
-        In eval mode, without a gradient. Raises `InputError` for a bad id or label, `Violation` where the logits are
-        not finite: they are not masked into a finite loss (V29).
+        In eval mode. Raises `InputError` for a bad id or label, `Violation` if the logits are not finite (V29).
         """
-        rows = self._encoder.of_ids([ids], [label])
+        rows = encode(self.model_config, self.config, [ids], [label])
         batch = rows.load([0], self.device)
-        logits = predictions(self.model, batch)
-        self._judge_output("logits", logits)
+        logits = self._finite("logits", predictions(self.model, batch))
         return float(rows.row_losses(logits, batch["labels"])), int(logits.argmax(dim=1))
 
     def forward_hidden(self, ids: Sequence[int]) -> torch.Tensor:
-        """fp32 [len(ids), hidden_size]: the last hidden states of one row, adapter included, in eval mode (S9).
-
-        Raises as `forward_only` does.
-        """
-        batch = self._encoder.of_ids([ids], [0]).load([0], self.device)
-        base: Any = self.model.get_base_model()  # type: ignore[operator]
-        training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad():
-                backbone = getattr(base, base.base_model_prefix)
-                states = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-        finally:
-            self.model.train(training)
+        """fp32 [len(ids), hidden_size]: the last hidden states of one row, adapter included; see `forward_only`."""
+        batch = encode(self.model_config, self.config, [ids], [0]).load([0], self.device)
+        base: Any = without_adapter(self.model)
+        with evaluating(self.model, self.device):
+            backbone = getattr(base, base.base_model_prefix)
+            states = backbone(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
         length = int(batch["attention_mask"].sum())
-        hidden: torch.Tensor = states.last_hidden_state[0, :length].float()
-        self._judge_output("hidden states", hidden)
-        return hidden
+        return self._finite("hidden states", states.last_hidden_state[0, :length].float())
 
-    def _judge_output(self, name: str, values: torch.Tensor) -> None:
+    def _finite(self, name: str, values: torch.Tensor) -> torch.Tensor:
         odd = (0,) if nonfinite(values) else ()
         enforce(Judgement(OUTPUT, Output(name, 1, odd, self.replica.updates)))
+        return values

@@ -14,7 +14,7 @@ from .planting import plant_all
 
 def planted_rank(payload: Mapping[str, Any]) -> int:
     """Be one rank in which the plants are; an entry of `andon.launch`."""
-    from andon.training.entry import train_rank
+    from andon.training.start import train_rank
 
     plant_all()
     return train_rank(payload)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -119,7 +120,7 @@ def where_weights_lie(scratch: Path) -> Path:
 
 def loss_is_nan(plan: Planting) -> None:
     """The loss of one micro-batch is NaN."""
-    from andon.tasks.classification import ClassificationTask
+    from andon.tasks.text import ClassificationTask
 
     due = _Due(plan)
 
@@ -226,8 +227,8 @@ def other_base(plan: Planting) -> None:
     from andon.training import build as building
 
     @replaces(building, "build_base")
-    def build(former: Any, spec: Any) -> Any:
-        model = former(spec)
+    def build(former: Any, *args: Any) -> Any:
+        model = former(*args)
         if plan.here:
             name, tensor = next(iter(model.named_parameters()))
             tensor.data.view(-1)[0] += 1.0
@@ -357,18 +358,18 @@ def unverified(plan: Planting) -> None:
     from safetensors.torch import load
 
     from andon.run import checkpoint
-    from andon.run.sealed import MANIFEST, STATE, TENSORS, Sealed
     from andon_contracts.digest import hex64, tree_digest
 
-    @replaces(checkpoint, "read_sealed")
-    def believe(former: Any, folder: Path) -> Sealed:
+    @replaces(checkpoint, "_read")
+    def believe(former: Any, folder: Path, use: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
         plan.acted()
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        tensors = load((folder / TENSORS).read_bytes())
-        digest = hex64(tree_digest(tensors))
-        head = manifest["ledger"]["count"], manifest["ledger"]["digest"]
-        step = int(folder.name.removeprefix("step-"))
-        return Sealed(step, digest, head, tensors, json.loads((folder / STATE).read_bytes()))
+        listed = json.loads((folder / checkpoint.MANIFEST).read_bytes())
+        tensors = load((folder / checkpoint.TENSORS).read_bytes())
+        del listed["sha256"]
+        step = int(folder.name.partition(".")[0].removeprefix("step-"))
+        manifest = checkpoint.Manifest.from_json(listed | {"digest": hex64(tree_digest(tensors)), "step": step})
+        state = json.loads((folder / checkpoint.STATE).read_bytes())
+        return manifest, state, {name: use(tensor) for name, tensor in tensors.items()}
 
 
 def forgiven(plan: Planting) -> None:
@@ -414,10 +415,10 @@ def saves_in_place(plan: Planting) -> None:
         return None
 
     @replaces(checkpoint, "write_new")
-    def dying(former: Any, path: Path, data: bytes) -> None:
+    def dying(former: Any, path: Path, data: bytes | Iterator[bytes]) -> None:
         step = int(path.parent.name.removeprefix("step-"))
         if step >= plan.options["step"]:
-            former(path, data[: len(data) // 2])
+            former(path, data[: len(data) // 2] if isinstance(data, bytes) else itertools.islice(data, 1))
             plan.struck(step - 1, f"SIGKILL to rank 0 within {path.parent.name}/{path.name}")
             os.kill(os.getpid(), signal.SIGKILL)
         former(path, data)

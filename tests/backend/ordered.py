@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from andon.backend.products import portable_kernels
+from andon.launch.portable import portable_kernels
 
 
 def digest(*, all_kernels: bool = False) -> str:

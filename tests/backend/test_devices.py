@@ -9,9 +9,17 @@ import re
 import pytest
 import torch
 
-from andon.backend.devices import demand_determinism, named_devices, placement
+from andon.backend.devices import (
+    Accelerator,
+    demand_determinism,
+    named_devices,
+    none_works,
+    of_all_ranks,
+    placement,
+    refuse_unfit,
+    refuse_without_nccl,
+)
 from andon.backend.host import free_ram
-from andon.backend.machine import Accelerator, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
 from andon.console.problems import InputError
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU

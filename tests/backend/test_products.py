@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from andon.backend import products
-from andon.backend.products import portable_kernels
 from andon.console.problems import InputError
+from andon.launch import portable
+from andon.launch.portable import portable_kernels
 from andon_contracts.fingerprint import environment
 from tests.backend.ordered import digest
 from tests.repository.sources import ROOT
@@ -204,7 +204,7 @@ def _begun(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return RIGHT(a[:, :half], b[:half], bias).add_(RIGHT(a[:, half:], b[half:], None))
 
 
-RIGHT = products._product
+RIGHT = portable._product
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,6 @@ RIGHT = products._product
 def test_what_is_tried_shows_a_cpu_that_adds_otherwise(
     monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Tensor], differs: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    monkeypatch.setattr(products, "_product", lambda *given: differs(RIGHT(*given), wrong(*given)))
+    monkeypatch.setattr(portable, "_product", lambda *given: differs(RIGHT(*given), wrong(*given)))
     with pytest.raises(InputError, match=r"needs products that add in one order"):
-        products._require_order()
+        portable._require_order()

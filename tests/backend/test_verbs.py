@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.step.plan import rank_leaves
 from andon.step.reduce import TreeReduction
 from tests.support.ranks import run_ranks

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from andon.config.foreign_names import FOREIGN_NAMES
 from andon.config.identity import PLACING, config_digest, differences, identity
-from andon.config.load import FLAGS, load_config, template, to_yaml
+from andon.config.load import FLAGS, FOREIGN_NAMES, load_config, template, to_yaml
 from andon.config.schema import Config
 from andon.console.problems import InputError
 

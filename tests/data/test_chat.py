@@ -117,7 +117,7 @@ def encode_conversations(
     tokens: Tokenizer, data: ConversationSet, most: int, train_on: TrainOn = "assistant"
 ) -> Encoded:
     rows: list[EncodedRow] = []
-    found = encode_each(tokens, data, most, train_on, rows.append)
+    found = encode_each(tokens, data.form, data.rows, most, train_on, rows.append)
     return Encoded(**vars(found), rows=tuple(rows))
 
 
@@ -432,13 +432,13 @@ def test_a_skipped_row_keeps_its_place_and_trains_nothing() -> None:
     long = (Message("user", "x" * 90), TALK[2])
     spelled = (Message("user", "<s>"), TALK[2])
     data = rows_of(TALK, long, spelled, TALK)
-    found = encode_each(tokens, data, 90, "assistant", kept.append, skip_bad=True)
+    found = encode_each(tokens, data.form, data.rows, 90, "assistant", kept.append, skip_bad=True)
     assert [row.id for row in kept] == [0, 1, 2, 3]
     assert [any(row.weights) for row in kept] == [True, False, False, True]
     assert [(id_, where) for id_, where, _ in found.skipped] == [(1, "a.jsonl:2"), (2, "a.jsonl:3")]
     assert "model.max_length is 90" in found.skipped[0][2]
     with pytest.raises(InputError) as caught:
-        encode_each(tokens, rows_of(long), 90, "assistant", kept.append, positions=64)
+        encode_each(tokens, "messages", rows_of(long).rows, 90, "assistant", kept.append, positions=64)
     assert "the model has 64 positions" in str(caught.value)
     assert "--set model.max_length" not in str(caught.value)
 

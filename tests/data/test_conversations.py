@@ -346,6 +346,6 @@ def test_what_cannot_be_learned_is_told_with_its_line(tmp_path: Path, row: dict[
 
 
 def test_a_word_is_where_its_first_byte_is() -> None:
-    rows, firsts = byte_tokenizer().encode_words(["a\u00e9 bc d", "x"], 6)
-    assert [len(row) for row in rows] == [6, 1]
-    assert firsts == [[0, 4, -1], [0]]
+    found = byte_tokenizer().encode(["a\u00e9 bc d", "x"], 6, words=True)
+    assert [len(row) for row in found.tokens] == [6, 1]
+    assert found.firsts == [[0, 4, -1], [0]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections import Counter
@@ -17,11 +18,11 @@ from andon.console.problems import InputError
 from andon.data import rewriting
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import read_conversations
-from andon.data.labels import ClassWeights, alike, class_weights, label_names, same_kind
-from andon.data.mixing import mixed
+from andon.data.draw import frozen_split, mixed
+from andon.data.labels import ClassWeights, alike, class_weights, same_kind
 from andon.data.readers import read
 from andon.data.rewriting import EVAL_ROWS, RULES, TRAIN_ROWS
-from andon.data.rows import DataSet, Row, Tagged, frozen_split, repeated_texts, shared_texts
+from andon.data.rows import DataSet, Row, Tagged, repeated_texts, shared_texts
 from andon.data.shell import SSC_LABELS, embedded, generate
 from andon.data.tokens import byte_tokenizer
 
@@ -140,9 +141,11 @@ def test_every_class_without_rows_is_refused_by_number_or_name(kind: ClassWeight
         class_weights("uniform", [])
 
 
-def test_integers_are_ordered_by_value_and_strings_by_letters() -> None:
-    assert label_names([10, 9, 10, 0]) == ("0", "9", "10")
-    assert label_names(["10", "9", "a"]) == ("10", "9", "a")
+def test_integers_are_ordered_by_value_and_strings_by_letters(tmp_path: Path) -> None:
+    for labels, names in ([10, 9, 10, 0], ("0", "9", "10")), (["10", "9", "a"], ("10", "9", "a")):
+        lines = (json.dumps({"text": f"text {place}", "label": label}) for place, label in enumerate(labels))
+        (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+        assert read(DataSet, tmp_path / "rows.jsonl").labels == names
 
 
 def test_cells_of_a_table_are_integers_only_when_all_of_them_are_plain_ones() -> None:
@@ -330,6 +333,7 @@ def test_what_is_held_out_is_never_trained_on() -> None:
 
 def test_answers_are_ragged_and_fit_the_embedded_model() -> None:
     rows: list[EncodedRow] = []
-    encode_each(byte_tokenizer(), rewriting.embedded(0)[0], 128, "assistant", rows.append)
+    data, _ = rewriting.embedded(0)
+    encode_each(byte_tokenizer(), data.form, data.rows, 128, "assistant", rows.append)
     assert {sum(map(bool, row.weights)) for row in rows} == set(range(4, 13))
     assert max(len(row.ids) for row in rows) <= 40

@@ -22,7 +22,6 @@ from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, PreTrained
 from andon.console.problems import InputError
 from andon.data import tokens
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
-from andon.training.material import encoded
 
 BYTES = byte_tokenizer()
 TEXTS = st.lists(st.text(st.characters(codec="utf-8"), max_size=20) | st.sampled_from(["<pad>", "a<pad>", ""]))
@@ -41,7 +40,7 @@ def worded(folder: Path, *, pad: str | None, end: str = "</s>") -> Path:
 
 @given(TEXTS, st.integers(1, 40))
 def test_no_encoding_is_empty_too_long_or_ends_in_padding(texts: list[str], most: int) -> None:
-    encoded = BYTES.encode(texts, most)
+    encoded = BYTES.encode(texts, most).tokens
     assert len(encoded) == len(texts)
     for ids in encoded:
         assert 1 <= len(ids) <= most
@@ -51,7 +50,7 @@ def test_no_encoding_is_empty_too_long_or_ends_in_padding(texts: list[str], most
 
 @given(TEXTS)
 def test_one_id_for_each_byte_and_nothing_lost(texts: list[str]) -> None:
-    encoded = BYTES.encode(texts, 1000)
+    encoded = BYTES.encode(texts, 1000).tokens
     for text, ids in zip(texts, encoded, strict=True):
         assert len(ids) == max(1, len(text.encode()))
         assert BYTES.pad_id not in ids
@@ -61,7 +60,7 @@ def test_one_id_for_each_byte_and_nothing_lost(texts: list[str]) -> None:
 def test_there_are_256_byte_ids_and_four_special_ones() -> None:
     ids = {
         id_
-        for ids in BYTES.encode([chr(c) for c in range(128)] + [chr(c << 6) for c in range(2, 800)], 9)
+        for ids in BYTES.encode([chr(c) for c in range(128)] + [chr(c << 6) for c in range(2, 800)], 9).tokens
         for id_ in ids
     }
     assert (BYTES.vocab_size, BYTES.pad_id) == (260, 0)
@@ -70,9 +69,9 @@ def test_there_are_256_byte_ids_and_four_special_ones() -> None:
 
 def test_cutting_keeps_the_beginning_and_is_counted() -> None:
     tokenizer = byte_tokenizer()
-    whole = tokenizer.encode(["abcdef"], 6)[0]
+    whole = tokenizer.encode(["abcdef"], 6).tokens[0]
     assert tokenizer.truncated == 0
-    assert tokenizer.encode(["abcdef", "abc", "abcdef"], 3) == [whole[:3]] * 3
+    assert tokenizer.encode(["abcdef", "abc", "abcdef"], 3).tokens == [whole[:3]] * 3
     assert tokenizer.truncated == 2
 
 
@@ -83,7 +82,7 @@ def test_a_saved_tokenizer_is_the_same_for_transformers_and_for_us(tmp_path: Pat
     text = "é <pad> abcdef"
     again = pretrained_tokenizer(str(tmp_path), local_only=True)
     stock = AutoTokenizer.from_pretrained(str(tmp_path))(text)["input_ids"]
-    assert again.encode([text], 100)[0] == stock == byte_tokenizer().encode([text], 100)[0]
+    assert again.encode([text], 100).tokens[0] == stock == byte_tokenizer().encode([text], 100).tokens[0]
     assert again.digest == tokenizer.digest == byte_tokenizer().digest
 
 
@@ -97,7 +96,7 @@ def test_what_is_saved_can_pad_batches(tmp_path: Path) -> None:
     assert batch == [[3, 4, 5, 0], [3, 0, 0, 0]]
     again = pretrained_tokenizer(str(tmp_path / "saved"), local_only=True)
     texts = ["one two", "", "three"]
-    assert again.encode(texts, 8) == tokenizer.encode(texts, 8)
+    assert again.encode(texts, 8).tokens == tokenizer.encode(texts, 8).tokens
     assert pretrained_tokenizer(str(tmp_path / "one"), local_only=True).digest == before
 
 
@@ -119,9 +118,9 @@ def test_a_closing_token_that_also_pads_is_no_end_of_a_row(tmp_path: Path, pad: 
     tokenizer = pretrained_tokenizer(str(worded(tmp_path, pad=pad)), local_only=True)
     own = pad == "<pad>"
     assert tokenizer.pad_id == (2 if own else 0)
-    assert tokenizer.encode(["one two", "", "one <pad>"], 8)[:2] == ([[3, 4, 0], [0]] if own else [[3, 4], [1]])
-    assert tokenizer.encode(["one two three"], 3) == ([[3, 4, 0]] if own else [[3, 4]])
-    assert all(ids[-1] != tokenizer.pad_id for ids in tokenizer.encode(["one <pad> <pad>", "<pad>"], 8))
+    assert tokenizer.encode(["one two", "", "one <pad>"], 8).tokens[:2] == ([[3, 4, 0], [0]] if own else [[3, 4], [1]])
+    assert tokenizer.encode(["one two three"], 3).tokens == ([[3, 4, 0]] if own else [[3, 4]])
+    assert all(ids[-1] != tokenizer.pad_id for ids in tokenizer.encode(["one <pad> <pad>", "<pad>"], 8).tokens)
 
 
 def test_a_lone_surrogate_is_the_texts_fault() -> None:
@@ -139,7 +138,7 @@ def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
     assert str(caught.value).endswith(repr(hard))
     typed = closing_typed()
     typed.base.backend_tokenizer.pre_tokenizer = backend.pre_tokenizer
-    for asking in (lambda: tokenizer.encode_pairs(["one"], [hard], 8), lambda: typed.types_of([hard, "one"], 8)):
+    for asking in (lambda: tokenizer.encode(["one"], 8, [hard]), lambda: typed.encode([hard, "one"], 8)):
         with pytest.raises(InputError, match=r"^text 1: the tokenizer fails on it \(Onig: "):
             asking()
 
@@ -147,7 +146,7 @@ def test_a_text_that_the_tokenizers_native_code_gives_up_on_is_named() -> None:
 def test_a_text_that_the_tokenizer_has_no_token_for_is_named() -> None:
     base = PreTrainedTokenizerFast(tokenizer_object=Backend(models.Unigram([("<pad>", 0.0), ("a", -1.0)])))
     tokenizer = Tokenizer(base, 0, 1)
-    assert tokenizer.encode(["aa"], 8) == [[1, 1]]
+    assert tokenizer.encode(["aa"], 8).tokens == [[1, 1]]
     with pytest.raises(InputError, match=r"^text 2000: the tokenizer fails on it \(Encountered an unknown token but"):
         tokenizer.encode(["aa"] * 1999 + ["ab"], 8)
 
@@ -199,10 +198,9 @@ LONG = st.text(st.sampled_from("aab  b\nc\u0301"), min_size=100, max_size=300)
 def test_the_beginning_of_a_long_text_gives_its_first_tokens(kind: str, text: str, other: str, most: int) -> None:
     tokenizer = KINDS[kind]
     asked = [
-        lambda: (tokenizer.encode([text, "ab", other], most), tokenizer.last_cut),
-        lambda: (tokenizer.encode_pairs([text, "ab", text], ["ab", text, other], most), tokenizer.last_cut),
-        lambda: (tokenizer.encode_words([" ".join(text.split()) or "a"], most), tokenizer.last_cut),
-        lambda: (tokenizer.types_of([text, "ab", other], most), tokenizer.last_cut),
+        lambda: tokenizer.encode([text, "ab", other], most),
+        lambda: tokenizer.encode([text, "ab", text], most, ["ab", text, other]),
+        lambda: tokenizer.encode([" ".join(text.split()) or "a"], most, words=True),
     ]
     with pytest.MonkeyPatch.context() as patch:
         before = tokenizer.truncated
@@ -226,11 +224,11 @@ def test_a_long_text_is_not_tokenised_as_a_whole(monkeypatch: pytest.MonkeyPatch
         return noting
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", asked(PreTrainedTokenizerFast.__call__))
-    (short,) = tokenizer.encode(["ab " * 50], 32)
-    assert tokenizer.encode([text], 32) == [short]
-    assert tokenizer.encode_pairs([text], ["ab"], 32)[0][0][:28] == short[:28]
-    rows, firsts = tokenizer.encode_words([text], 32)
-    assert (rows, len(firsts[0]), max(firsts[0])) == ([short], 100_000, 30)
+    (short,) = tokenizer.encode(["ab " * 50], 32).tokens
+    assert tokenizer.encode([text], 32).tokens == [short]
+    assert tokenizer.encode([text], 32, ["ab"]).tokens[0][:28] == short[:28]
+    words = tokenizer.encode([text], 32, words=True)
+    assert (words.tokens, len(words.firsts[0]), max(words.firsts[0])) == ([short], 100_000, 30)
     assert tokenizer.truncated == 4
     assert max(given_to) <= 2 * 65_536
 
@@ -262,11 +260,10 @@ def test_types_of_a_single_text_are_told_as_stock_tells_them() -> None:
     tokenizer, texts = closing_typed(), ["abc", "abcdefghij"]
     stock = tokenizer.base(texts, truncation=True, max_length=6)["token_type_ids"]
     assert stock == [[0, 0, 0, 2], [0, 0, 0, 0, 0, 2]]
-    assert tokenizer.types_of(texts, 6) == stock
-    tokens, columns = encoded(tokenizer, texts, None, 6)
-    assert columns == {"token_type_ids": (stock, 0)}
-    assert [len(row) for row in tokens] == [4, 6]
-    assert byte_tokenizer().types_of(texts, 6) == []
+    found = tokenizer.encode(texts, 6)
+    assert found.columns == {"token_type_ids": (stock, 0)}
+    assert [len(row) for row in found.tokens] == [4, 6]
+    assert byte_tokenizer().encode(texts, 6).columns == {}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -17,8 +17,7 @@ from random import Random
 import pytest
 import torch
 
-from andon.run.checkpoint import load_checkpoint, save_checkpoint
-from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
+from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint
 from falsify.nemesis import hosts, judging, power_cut, processes, tracing
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import told, verdict

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Config, Contracts
 from tests.step.test_audit import audited
 from tests.support.toy import CPU

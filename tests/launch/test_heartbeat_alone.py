@@ -235,7 +235,7 @@ def test_what_no_rank_has_put_into_the_store_is_dropped_and_counted() -> None:
         made.wait_until_known(2, "ticks")
         assert made.ends.empty()
         assert made.said == []
-    assert made.said == ["rank 0 ignored 6 values in the ranks' store that no rank wrote"]
+    assert made.said == ["rank 0 ignored 6 values in the ranks' store that no rank of this run wrote"]
 
 
 def test_a_beat_asks_the_store_once_for_all() -> None:

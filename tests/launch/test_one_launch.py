@@ -16,7 +16,7 @@ import pytest
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch.rank import Report
-from andon.run import ownership
+from andon.run import folder as run_folder
 from andon.run.folder import RunFolder
 from andon.step.replica import Replica
 from tests.launch.pipes import PATIENCE_S
@@ -95,11 +95,11 @@ class Interrupted(BaseException):
 
 @contextmanager
 def interrupted_at(place: int) -> Iterator[list[None]]:
-    """Raise `Interrupted` at this line that `run.ownership` executes, counted from 1; how many it has executed."""
+    """Raise `Interrupted` at this line that `run.folder` executes, counted from 1; how many it has executed."""
     passed: list[None] = []
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename != ownership.__file__:
+        if frame.f_code.co_filename != run_folder.__file__:
             return None
         if event == "line":
             passed.append(None)

@@ -21,10 +21,10 @@ from transformers import (
 )
 from transformers.pytorch_utils import Conv1D
 
+import andon.model.adapter as adapters
 from andon.config.schema import Adapter
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
-from andon.model import stored
 from andon.model.adapter import (
     adapter_tensors,
     attach,
@@ -266,7 +266,7 @@ def test_a_merged_model_in_one_file_or_in_several_is_read_by_transformers(
     limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A base in bfloat16, of which each sum is rounded once; the embedding is tied to the head."""
-    monkeypatch.setattr(stored, "LARGEST_FILE", limit)
+    monkeypatch.setattr(adapters, "LARGEST_FILE", limit)
     model = perturbed(attach(causal_base(dtype="bfloat16"), LORA, seed=3))
     before = tree_digest(dict(model.named_parameters()))
     save_base(model, tmp_path, (), torch.bfloat16)
@@ -283,11 +283,11 @@ def test_a_merged_model_in_one_file_or_in_several_is_read_by_transformers(
 
 def test_files_are_those_that_safetensors_writes(tmp_path: Path) -> None:
     tensors = {"ö": torch.randn(3, 4), "b": torch.tensor(1.5), "h": torch.randn(3).bfloat16(), "i": torch.arange(3)}
-    stored.write_tensors(tmp_path / "file", {name: stored.Stored(each) for name, each in tensors.items()})
+    adapters.write_tensors(tmp_path / "file", {name: adapters.Stored(each) for name, each in tensors.items()})
     assert (tmp_path / "file").read_bytes() == save(tensors, metadata={"format": "pt"})
-    broken = stored.Stored(tensors["b"], None, lambda weight: weight * float("inf"))
+    broken = adapters.Stored(tensors["b"], None, lambda weight: weight * float("inf"))
     with pytest.raises(ValueError, match="a merged weight is not finite"):
-        stored.write_tensors(tmp_path / "file", {"b": broken})
+        adapters.write_tensors(tmp_path / "file", {"b": broken})
 
 
 def test_saving_the_base_leaves_the_adapter_out(tmp_path: Path) -> None:

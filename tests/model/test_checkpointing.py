@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.base import Backend
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import Backend, InlineBackend
 from andon.config.schema import Adapter, Config, Optimizer, Training
 from andon.console.problems import InputError
 from andon.model.adapter import attach

@@ -23,17 +23,14 @@ from andon.model.causal import collate_packs, loss_sum
 from andon.model.memory import (
     KernelsOfCuda,
     MemoryPlan,
-    checkpoint_fake_layers,
     kept_partials,
     plan_bytes,
-    traced_activations,
-    traced_evaluation,
-    with_fake_weights,
+    traced_bytes,
 )
 from andon.step.flat import FlatParameters
-from andon.step.keyed import keyed_randomness
 from andon.step.plan import rank_leaves
-from andon.tasks.classification import ClassificationTask
+from andon.step.task import keyed_randomness
+from andon.tasks.text import ClassificationTask
 from andon_falsify.subjects.meter import activation_bytes
 from tests.model.tiny import CAUSAL, CPU, LORA, Shape, adapted, base_of, changed, hollow_base, spec, task
 from tests.support.memory import peak_bytes
@@ -148,10 +145,8 @@ SHAPE = changed(spec(), hidden_size=64, intermediate_size=128, dropout=0.1, max_
 def planned(shape: Shape, adapter: Adapter, rows: int, length: int, *, checkpointing: bool = False) -> int:
     """What lasts and one micro-batch, by the plan."""
     model = attach(hollow_base(shape), adapter, 0)
-    with with_fake_weights(model):
-        if checkpointing:
-            checkpoint_fake_layers(model, "cpu")
-        plan = plan_bytes(model, trainable_parameters(model), "sgd", 1, traced_activations(model, rows, length, "cpu"))
+    activations, _ = traced_bytes(model, "cpu", (rows, length), (1, 1), checkpointing=checkpointing)
+    plan = plan_bytes(model, trainable_parameters(model), "sgd", 1, activations)
     return plan.base + plan.weights + plan.gradient + plan.activations
 
 
@@ -219,8 +214,7 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_pairs(shape: Shape) -> None:
     grown = {}
     for dtype, kind in (("bfloat16", "cuda"), ("float32", "cuda"), ("bfloat16", "cpu")):
         model = attach(hollow_base(changed(shape, dtype=dtype, max_length=1024)), ADAPTER, 0)
-        with with_fake_weights(model):
-            short, long = (traced_activations(model, 2, length, kind) for length in (512, 1024))
+        short, long = (traced_bytes(model, kind, (2, length), (1, 1))[0] for length in (512, 1024))
         grown[dtype, kind] = long / short
     assert grown["bfloat16", "cuda"] == pytest.approx(2, rel=0.02)
     assert grown["bfloat16", "cpu"] > 2.3
@@ -241,9 +235,8 @@ def test_nothing_is_allocated() -> None:
     )  # fmt: skip
     model = attach(hollow_base(shape), ADAPTER, 0)
     frozen = sum(2 * value.numel() for value in model.parameters() if not value.requires_grad)
-    with with_fake_weights(model):
-        activations = traced_activations(model, 4, 512, "cuda")
-        plan = plan_bytes(model, trainable_parameters(model), "adamw", 8, activations, kind="cuda")
+    activations, _ = traced_bytes(model, "cuda", (4, 512), (1, 1))
+    plan = plan_bytes(model, trainable_parameters(model), "adamw", 8, activations, kind="cuda")
     assert frozen > 1e12
     assert plan.base == pytest.approx(frozen, rel=1e-3)
     assert plan.activations > 2 * 4 * 512 * 2**19 * 2
@@ -273,11 +266,8 @@ def test_a_model_takes_what_it_took_before() -> None:
     """What is tried of a model before its first trace is no part of it: of one row of two tokens it would be most."""
     for shape in (SHAPE, CAUSAL):
         model = attach(hollow_base(shape), ADAPTER, 0)
-        with with_fake_weights(model):
-            found = [
-                (traced_evaluation(model, 1, 2, "cuda"), traced_activations(model, 1, 2, "cuda")) for _ in range(2)
-            ]
-        assert found[0] == found[1]
+        found = [traced_bytes(model, "cuda", (1, 2), (1, 2)) for _ in range(2)]
+        assert found[0] == found[1] < traced_bytes(model, "cuda", (2, 5), (2, 5))
 
 
 @pytest.mark.parametrize(("shape", "length"), [(SHAPE, 32), (CAUSAL, 16)], ids=["classifier", "next tokens"])
@@ -285,8 +275,8 @@ def test_an_evaluation_keeps_nothing(shape: Shape, length: int) -> None:
     found = []
     for layers in (2, 4):
         model = attach(hollow_base(changed(shape, num_hidden_layers=layers)), ADAPTER, 0)
-        with with_fake_weights(model):
-            found.append(traced_evaluation(model, 8, length, "cpu"))
-            assert model.training
-            assert found[-1] < traced_activations(model, 8, length, "cpu")
+        activations, evaluation = traced_bytes(model, "cpu", (8, length), (8, length))
+        found.append(evaluation)
+        assert model.training
+        assert evaluation < activations
     assert found[0] == pytest.approx(found[1], rel=0.01)

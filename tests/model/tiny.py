@@ -10,8 +10,8 @@ from torch import nn
 
 from andon.config.schema import Adapter, Model
 from andon.model.adapter import attach, trainable_parameters
-from andon.model.build import ModelInterface, build_base, build_shape, seeded
-from andon.tasks.classification import ClassificationTask
+from andon.model.build import ModelInterface, build_base, seeded
+from andon.tasks.text import ClassificationTask
 
 CPU = torch.device("cpu")
 PAD = 32
@@ -41,7 +41,7 @@ def base_of(shape: Shape) -> Any:
 
 
 def hollow_base(shape: Shape) -> Any:
-    return build_shape(shape.model, shape.interface, shape.seed)
+    return build_base(shape.model, shape.interface, shape.seed, weights=False)
 
 
 TINY = Shape(

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from andon.backend.base import InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Optimizer
 from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
-from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, SampleEncoder, TransformerConfig
+from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig, encode
 from andon.step.step import TrainingStep
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.violation import Violation
@@ -401,7 +401,7 @@ def test_v21_replicas_of_another_structure_cannot_train_together() -> None:
     deep = replace(SMALL, num_hidden_layers=2)
     pipelines = [ClassifyPipeline(shape, CONFIG) for shape in (deep, SMALL)]
     before = [state(each) for each in pipelines]
-    rows = SampleEncoder(deep, CONFIG).of_ids([[0]], [0])
+    rows = encode(deep, CONFIG, [[0]], [0])
     backend = InlineBackend([pipeline.device for pipeline in pipelines])
     step = TrainingStep(backend, [pipeline.replica for pipeline in pipelines], rows, 4, None)
     with pytest.raises(Violation, match="layout-equal"):

@@ -24,11 +24,11 @@ from andon.pipeline import (
     ClassifyConfig,
     ClassifyPipeline,
     SafetySample,
-    SampleEncoder,
     TransformerConfig,
     build_model,
+    encode_samples,
 )
-from andon.tasks import classification
+from andon.tasks import text as text_tasks
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.meter import activation_bytes
@@ -418,7 +418,7 @@ def test_v23_memory_is_measured_and_not_a_formula() -> None:
     shape = replace(SMALL, hidden_size=128, intermediate_size=256, vocab_size=4096)
     samples = mixed_samples(8)
     model = build_model(shape, CONFIG, 0)
-    rows = SampleEncoder(shape, CONFIG).of_samples(samples)
+    rows = encode_samples(shape, CONFIG, samples)
     largest = activation_bytes(model, rows, rows.load(range(2), torch.device("cpu")))
     plan = plan_bytes(model, trainable_parameters(model), "adamw", 4, largest)
     measured = peak_bytes(lambda: ClassifyPipeline(shape, CONFIG, micro_batches=4).train_batch(samples))
@@ -503,7 +503,7 @@ def test_v29_the_loss_of_logits_that_are_not_finite_is_no_number() -> None:
 def test_v30_the_bound_holds_under_optimisation() -> None:
     """V30: `python -O`, which removes assertions, does not remove the bound; the seed has a debug assertion."""
     module = ModuleType("optimised")
-    source = Path(str(classification.__file__)).read_text(encoding="utf-8")
+    source = Path(str(text_tasks.__file__)).read_text(encoding="utf-8")
     exec(compile(f"{source}\nassert False", "optimised", "exec", optimize=1), module.__dict__)
     with pytest.raises(InputError, match="label 5 is not one of the 2 classes"):
         module.ClassificationTask([[1]], [5], num_labels=2, vocab_size=9, pad_id=0)

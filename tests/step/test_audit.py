@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Contracts
 from andon.step.audit import default_every, siblings
 from andon.step.micro_batch import Leaf

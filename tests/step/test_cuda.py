@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step.captured import CapturedPasses
 from andon.step.replica import Replica

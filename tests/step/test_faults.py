@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Optimizer
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from andon.config.schema import Optimizer
 from andon.step.agreement import Gathered
+from andon.step.flat import moments_of
 from andon.step.gate import Gate, most
 from andon.step.message import (
     COMPUTED,
@@ -30,7 +31,6 @@ from andon.step.message import (
     state_values,
     updated,
 )
-from andon.step.optimizer import OptimizerSpec, moments_of
 from andon_contracts.agree import bits_of, header, majority, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
@@ -101,7 +101,7 @@ def test_of_what_was_computed(odd: int | str, world: int, data: st.DataObject) -
         values.append([*known[rank], *padded(table, most_rows).flatten().tolist()])
     said = gathered(values, COMPUTED.names, data)
     rows = expected_computed(plan, world, most_rows, checked=True)
-    observations = said.read()
+    observations = said.observations(said.table)
     found = Judgement((LOCKSTEP, *laws.PLANNED), Seen(observations, None)).first is not None
     found = found or any(each.values["failed"] for each in observations)
     found = found or Judgement(laws.LEAVES, Leaves(reports_of(observations), plan, STEP)).first is not None
@@ -129,7 +129,7 @@ def test_of_what_was_reduced(
     changed(values, pools, column, data)
     said = gathered(values, REDUCED.names, data)
     weights = reduced_values(9, {"gradient": 0, "weights": held})["weights"]
-    observations = [replace(each, values=reduced_values(9, each.values)) for each in said.read()]
+    observations = [replace(each, values=reduced_values(9, each.values)) for each in said.observations(said.table)]
     judgement = Judgement(
         laws.REDUCED, Seen(observations, Reduced(Rule.SAME if first else weights, limit, norm_tolerance=near))
     )
@@ -154,7 +154,7 @@ def test_of_what_the_update_left(
     counts = [_count_bits(count) for count in (due - 1, due + 0.5, 0.0, -1.0, math.nan, math.inf)]
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
     said = gathered(values, updated(spec).names, data)
-    observations = [replace(each, values=state_values(spec, 9, each.values)) for each in said.read()]
+    observations = [replace(each, values=state_values(spec, 9, each.values)) for each in said.observations(said.table)]
     judgement = Judgement(laws.UPDATED, Seen(observations, due))
     assert closes(said, [updated(spec).expected(due)] * world) == (judgement.first is not None)
 
@@ -162,7 +162,7 @@ def test_of_what_the_update_left(
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
     assert set(rules_of(laws.REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
     assert rules_of(laws.UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
-    fields = (*COMPUTED.fields, *REPORT.fields, *REDUCED.fields, *updated(OptimizerSpec()).fields)
+    fields = (*COMPUTED.fields, *REPORT.fields, *REDUCED.fields, *updated(Optimizer()).fields)
     late = (*laws.PLANNED, *laws.LEAVES, *laws.REDUCED, *laws.UPDATED)
     assert {field.law for field in fields} - {None} == {law for law in late if law is not LOCKSTEP}
     with pytest.raises(ValueError, match="rate must stand beside planned"):

@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Config
 from andon.console.problems import InputError
-from andon.step.keyed import key, keyed_randomness, refuse_unkeyed
-from andon.step.task import LeafLoss
+from andon.step.task import LeafLoss, key, keyed_randomness, refuse_unkeyed
 from andon.training.build import build_replicas
 from tests.model.tiny import adapted, task
 from tests.support.toy import CPU, Settings, ToyTask, build, rate

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step.audit import NO_AUDIT
 from andon.step.replica import Replica
@@ -209,7 +208,7 @@ def test_an_optimizer_that_its_device_cannot_hold_back_is_refused() -> None:
 
 def test_a_fused_sgd_is_held_back_and_counts_no_update() -> None:
     held = replica(optimizer=Optimizer(name="sgd"))
-    held.optimizer = torch.optim.SGD([each.weights for each in held._ranges], lr=0.1, fused=True)
+    held.optimizer = torch.optim.SGD([each.weights for each in held.master.ranges], lr=0.1, fused=True)
     held.parameters.gradient.fill_(1.0)
     closed = torch.ones(())
     held.gate(closed)

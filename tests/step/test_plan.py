@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from andon.config.load import load_config
+from andon.config.schema import Config, Optimizer
+from andon.config.schema import Schedule as Settings
 from andon.step.plan import BatchPlan, GlobalBatch, Schedule, balanced_bounds, efficiency, epoch_order, rank_leaves
-from andon.training.build import schedule_of
 
 IDS = tuple(range(100, 137))
 plans = st.builds(
@@ -136,14 +137,18 @@ def test_balanced_ranges_cover_and_differ_by_at_most_one(count: int, number: int
 # The learning rate.
 
 
+def schedule_of(total: int, **settings: Any) -> Schedule:
+    return Schedule(Config(optimizer=Optimizer(lr=settings.pop("lr", 1.0)), schedule=Settings(**settings)), total)
+
+
 def test_values_by_hand() -> None:
     """20 updates, 4 of warm-up: quarters of the peak, then half a cosine from 1.0 to 0.2."""
-    schedule = Schedule(1.0, 20, warmup_fraction=0.2, min_lr=0.2)
+    schedule = schedule_of(20, warmup_fraction=0.2, min_lr=0.2)
     assert [schedule.rate(step) for step in (1, 2, 3, 4)] == [0.25, 0.5, 0.75, 1.0]
     assert schedule.rate(12) == pytest.approx(0.6)  # halfway from 4 to 20: cos(pi / 2) = 0
     assert schedule.rate(8) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)  # a quarter: cos(pi / 4)
     assert schedule.rate(20) == 0.2
-    line, level = (Schedule(1.0, 20, 0.9, 0.2, kind, warmup_steps=4) for kind in ("linear", "constant"))
+    line, level = (schedule_of(20, min_lr=0.2, type=kind, warmup_steps=4) for kind in ("linear", "constant"))
     assert [line.rate(step) for step in (2, 4, 20)] == [0.5, 1.0, 0.2]
     assert [line.rate(step) for step in (8, 12)] == pytest.approx([0.8, 0.6])
     assert [level.rate(step) for step in (2, 4, 5, 20)] == [0.5, 1.0, 1.0, 1.0]
@@ -157,10 +162,11 @@ def test_values_by_hand() -> None:
     st.sampled_from(("cosine", "linear")),
 )
 def test_shape(total: int, fraction: float, peak: float, low: float, kind: str) -> None:
-    schedule = Schedule(peak, total, fraction, low, kind)
+    schedule = schedule_of(total, lr=peak, warmup_fraction=fraction, min_lr=low, type=kind)
     rates = [schedule.rate(step) for step in range(1, total + 1)]
     warmup = math.floor(fraction * total)
-    assert rates == [Schedule(peak, total, 1.0, low, kind, warmup).rate(step) for step in range(1, total + 1)]
+    same = schedule_of(total, lr=peak, min_lr=low, type=kind, warmup_steps=warmup)
+    assert rates == [same.rate(step) for step in range(1, total + 1)]
     assert all(a <= b for a, b in pairwise(rates[:warmup]))
     falling = rates[max(0, warmup - 1) :]
     assert all(a >= b for a, b in pairwise(falling))
@@ -170,17 +176,6 @@ def test_shape(total: int, fraction: float, peak: float, low: float, kind: str) 
     if warmup < total:
         assert rates[-1] == low
     assert all(rate > 0 for rate in rates[:-1])
-
-
-def test_the_schedule_of_a_configuration() -> None:
-    plan = BatchPlan(ids=tuple(range(40)), batch_size=4, micro_batches=2, seed=0, epochs=2, max_steps=None)
-    assert plan.total_steps == 20
-    for warmup in ("fraction=0.25", "steps=5"):
-        settings = [f"schedule.warmup_{warmup}", "schedule.min_lr=0.125", "schedule.type=linear"]
-        config = load_config(None, ["optimizer.lr=0.5", *settings])
-        schedule = schedule_of(config, plan)
-        assert [schedule.rate(step) for step in (5, 20)] == [0.5, 0.125]
-        assert [schedule.rate(step) for step in (4, 10)] == pytest.approx([0.4, 0.375])
 
 
 # What is refused.
@@ -200,7 +195,7 @@ RUN = BatchPlan(IDS, 10, 8, seed=3, epochs=3)
         (lambda: balanced_bounds(-1, 2), "-1 items into 2 parts"),
         (lambda: balanced_bounds(3, 0), "3 items into 0 parts"),
         (lambda: balanced_bounds(3, -1), "3 items into -1 parts"),
-        *((lambda step=step: Schedule(1.0, 20).rate(step), f"step {step} is outside 1 to 20") for step in (0, 21)),
+        *((lambda step=step: schedule_of(20).rate(step), f"step {step} is outside 1 to 20") for step in (0, 21)),
     ],
 )
 def test_what_no_run_can_do_is_refused_with_its_values(work: Callable[[], object], said: str) -> None:

@@ -16,7 +16,7 @@ from andon.backend import devices
 from andon.backend.base import Backend
 from andon.backend.group import GroupBackend
 from andon.coordinator import DataParallelCoordinator
-from andon.step import pending
+from andon.step import step as steps
 from andon.step.message import EACH_ONCE, ROWS_PLANNED
 from andon.step.replica import Replica
 from andon.step.step import StepResult, TrainingStep
@@ -117,8 +117,8 @@ FAULTY: Mapping[str, tuple[Drive, Change, Change, str]] = {
         _placed_without_a_gpu, _body(devices.placement, _silently), _bare(devices, "placement"), "cpu-fallback"
     ),
     "F-DP-005": (
-        _after_one_update(lambda own: None), lambda patch: patch.setattr(pending, "fold", _half_of_the_losses),
-        _bare(pending, "mean_loss"), "loss-equivalent",
+        _after_one_update(lambda own: None), lambda patch: patch.setattr(steps, "fold", _half_of_the_losses),
+        _bare(steps, "mean_loss"), "loss-equivalent",
     ),
 }  # fmt: skip
 """By id: a run with a fault, what else is planted, how the decorator is taken away, the clause that must be named."""

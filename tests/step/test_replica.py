@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Optimizer
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.replica import Replica, restore_state, state_tensors

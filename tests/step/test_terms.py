@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep

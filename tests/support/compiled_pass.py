@@ -15,7 +15,7 @@ from torch import nn
 from andon.backend.devices import demand_determinism
 from andon.model.batches import logits_of
 from andon.model.compiled import compile_backbone
-from andon.step.keyed import keyed_randomness
+from andon.step.task import keyed_randomness
 
 DEVICE = torch.device("cuda", 0)
 ROWS, LENGTH = 6, 64

@@ -14,8 +14,7 @@ from torch import nn
 
 from andon.console.problems import InputError
 from andon.model.batches import EvaluationBatching, logits_of, predictions
-from andon.tasks.classification import ClassificationTask
-from andon.tasks.multi_label import MultiLabelTask
+from andon.tasks.text import ClassificationTask, MultiLabelTask
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
 
 

@@ -13,7 +13,7 @@ from andon.data.readers import read
 from andon.data.rows import DataSet, Targets
 from andon.data.tokens import byte_tokenizer
 from andon.model.batches import predictions
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from tests.model.tiny import CPU, PAD, adapted, perturbed
 
 ROWS = [("is it red", "it is red", "yes"), ("is it red", "it is blue", "no"), ("it is", " rediit is red", "no")]
@@ -57,15 +57,15 @@ def test_a_second_text_that_is_none_is_told_with_its_line(tmp_path: Path, row: d
 
 def test_a_pair_is_joined_as_the_tokenizer_joins_it_and_cut_at_the_longer_text() -> None:
     tokenizer = byte_tokenizer(pairs=True)
-    (ids,), types = tokenizer.encode_pairs(["ab"], ["</s>c"], 100)
-    first, second = tokenizer.encode(["ab", "</s>c"], 100)
-    assert ids == [*first, 2, *second]
-    assert types == [[0] * len(ids)]
-    (cut,), _ = tokenizer.encode_pairs(["a" * 3], ["b" * 30], 11)
+    pair = tokenizer.encode(["ab"], 100, ["</s>c"])
+    first, second = tokenizer.encode(["ab", "</s>c"], 100).tokens
+    assert pair.tokens == [[*first, 2, *second]]
+    assert pair.columns == {}
+    (cut,) = tokenizer.encode(["a" * 3], 11, ["b" * 30]).tokens
     assert (len(cut), cut.count(2)) == (11, 1)
     assert tokenizer.truncated == 1
     with pytest.raises(InputError, match=r"model\.max_length: must be more than 2 for pairs"):
-        tokenizer.encode_pairs(["a"], ["b"], 2)
+        tokenizer.encode(["a"], 2, ["b"])
 
 
 def test_an_encoder_is_told_which_text_a_token_is_of() -> None:

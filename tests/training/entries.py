@@ -17,7 +17,7 @@ from andon.launch.context import RankContext
 from andon.launch.rank import preempted
 from andon.run import atomic, checkpoint
 from andon.step.replica import Replica
-from andon.training.entry import train_rank
+from andon.training.start import train_rank
 
 Payload = Mapping[str, Any]
 AT = 7

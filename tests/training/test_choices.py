@@ -11,7 +11,8 @@ from andon.config.identity import config_digest
 from andon.config.load import load_config, template, to_yaml
 from andon.config.schema import SFT, Config
 from andon.console.problems import InputError
-from andon.training.choices import Base, capped, for_rows, inherited, is_set, placed, with_micro_batches
+from andon.launch import portable
+from andon.training.choices import Base, capped, for_rows, inherited, is_set, placed, portable_demo, with_micro_batches
 
 BASE = Base(positions=1024, weights=10**9, dtype="bfloat16")
 OWN = ["data.train=rows.csv"]
@@ -181,6 +182,31 @@ def test_a_resumed_run_keeps_what_was_chosen(tmp_path: Path) -> None:
     assert (again.run.backend, is_set(again, "run.workers")) == ("nccl", False)
     other = inherited(config(*PRETRAINED, "model.dtype=float32"), written)
     assert other.model.dtype == "float32"  # named by the user: the resume refuses it by name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "demo"),
+    [
+        ([], True),
+        (["run.workers=3", "training.checkpoint_every=5"], True),
+        *(([other], False) for other in ("run.portable=false", "run.backend=nccl", "seed=43", "model.base=x", *OWN)),
+    ],
+)
+def test_only_the_demo_is_portable_by_default_and_only_on_cpus_with_avx2(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], demo: bool
+) -> None:
+    for name in portable.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx avx2"})
+    found, said = portable_demo(config(*overrides))
+    assert (found.run.portable, said) == (demo, "")
+    monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx fma"})
+    found, said = portable_demo(config(*overrides))
+    assert (found.run.portable, "needs a CPU with AVX2" in said) == (False, demo)
+    # A resumed run keeps its value on any CPU, and says nothing.
+    for value in (True, False):
+        again = inherited(config(), config(f"run.portable={value}"))
+        assert (again.run.portable, portable_demo(again)) == (value, (again, ""))
 
 
 def test_the_template_leaves_what_is_chosen_open(tmp_path: Path) -> None:

@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.load import load_config
 from andon.console.exits import Exit
 from andon.model import batches
 from andon.model.batches import EvaluationBatching
-from andon.tasks import classification
-from andon.tasks.classification import ClassificationTask
-from andon.training.evaluation import Evaluator, evaluate
+from andon.tasks import text as text_tasks
+from andon.tasks.text import ClassificationTask
+from andon.training.forecast import evaluation_batching
 from andon.training.material import prepare
 from andon.training.preview import describe
-from andon.training.study import evaluation_batching
+from andon.training.trainer import Evaluator, evaluate
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, write_jsonl
@@ -101,8 +101,8 @@ def test_rows_that_do_not_come_back_once_and_finite_are_not_scored(
 
 
 def test_a_score_of_fewer_rows_than_planned_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = classification.scores
-    monkeypatch.setattr(classification, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
+    inner = text_tasks.scores
+    monkeypatch.setattr(text_tasks, "scores", lambda *given: replace(inner(*given), rows=ROWS - 1))
     with pytest.raises(Violation, match=r"evaluation-once .* rank 0 reports rows as 149.0, but the rows give 150.0"):
         evaluate(InlineBackend([CPU]), [ByFirstToken()], rows(), range(ROWS))
 

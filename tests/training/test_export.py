@@ -32,10 +32,11 @@ from andon.model import adapter
 from andon.model.build import seeded
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance
+from andon.run.summary import Head, Summary
 from andon.training import export
 from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict
-from andon.training.outputs import Form, Result, card
+from andon.training.outputs import Form, card
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
 from tests.support.stock import Stock
@@ -260,10 +261,19 @@ def test_names_of_others_are_but_names_in_a_card() -> None:
     names = ("a|b", "`c`", "<script>", "\x1b]0;x\x07", "---\nlicense: mine", "**f**")
     found = {"rows": 6, "accuracy": 0.5, "classes": []}
     matrix = Confusion(6, tuple((i, j, 1) for i in range(6) for j in range(6)))
-    result = Result(names, 7, 2, found, "held-out", "0" * 16, 1, "inline", matrix)
+    head = Head(1, "0" * 16)
+    result = Summary("run", True, "finished", 2, 1, "inline", "0" * 16, "0" * 16, {}, 0, 1.0, head, {}, eval=found)
     digests = {"data": "d" * 64, "base": "b" * 16, "initial_weights": "i" * 16}
     config = Config.model_validate({"data": {"train": "x\nlicense: mine.csv"}})
-    text = card(config, Provenance(Path("p"), digests, {}), result, Form.WHOLE, "# <b>\nlicense: x")
+    text = card(
+        config,
+        Provenance(Path("p"), digests, {}),
+        replace(result, labels=names),
+        7,
+        matrix,
+        Form.WHOLE,
+        "# <b>\nlicense: x",
+    )
     data: dict[str, Any] = ModelCard(text).data.to_dict()
     assert "license" not in data
     assert data["library_name"] == "transformers"

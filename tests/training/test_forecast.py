@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,16 +11,25 @@ from typing import Any
 import pytest
 import torch
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
+from andon.backend.devices import Accelerator
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.model.memory import MemoryPlan
-from andon.training import forecast, study
-from andon.training.budget import _fitting_setting, _planned, hold_to_budget
-from andon.training.forecast import Machine, WorldPlan
+from andon.training import forecast
+from andon.training.forecast import (
+    Machine,
+    MemoryPlanner,
+    NotPlannable,
+    WorldPlan,
+    agree_on_devices,
+    captures,
+    fitting_setting,
+    hold_to_budget,
+    with_graphs_that_fit,
+)
 from andon.training.material import prepare
-from andon.training.study import NotPlannable, captures, with_graphs_that_fit
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from tests.training.runs import SMALL, write_jsonl
 
@@ -43,10 +52,10 @@ def plans(config: Config, workers: list[int], machine: Machine) -> list[WorldPla
 
 def test_how_busy_workers_are_and_who_idles(data: Path) -> None:
     two, three, six = plans(configured(data, "run.backend=inline"), [2, 3, 6], Machine((), LARGE))
-    assert (two.leaves, two.efficiency) == ((2, 2), 1.0)
-    assert sorted(three.leaves) == [1, 1, 2]
+    assert (two.micro_batches_of_each, two.efficiency) == ((2, 2), 1.0)
+    assert sorted(three.micro_batches_of_each) == [1, 1, 2]
     assert three.efficiency == pytest.approx(4 / 6)
-    assert six.leaves.count(0) == 2
+    assert six.micro_batches_of_each.count(0) == 2
     assert six.idle == "2 of 6 workers have no row in any update: an update has 8 rows in 4 micro-batches"
     assert not three.idle
     assert six.efficiency == pytest.approx(4 / 6)
@@ -58,22 +67,22 @@ def test_a_plan_for_gpus_that_are_not_there_says_so(data: Path) -> None:
         for settings in (["run.backend=nccl"], ["run.backend=nccl", "run.cpu_fallback=true"], ["run.backend=gloo"])
     )
     assert "nccl needs a GPU" in nccl.problem
-    assert [need.kind for need in allowed.needs] == ["cpu"]
+    assert [need.kind for need in allowed.devices] == ["cpu"]
     assert "training on the CPU" in allowed.note
     assert not gloo.note
 
 
 def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> None:
     one, three = plans(configured(data, "run.backend=gloo"), [1, 3], Machine((), LARGE))
-    assert three.needs[0].needed >= 3 * (one.needs[0].needed - one.needs[0].plan.partials)
+    assert three.devices[0].needed >= 3 * (one.devices[0].needed - one.devices[0].each_rank.partials)
     (together,) = plans(configured(data, "run.backend=inline"), [3], Machine((), LARGE))
-    assert together.needs[0].needed < 0.5 * three.needs[0].needed
+    assert together.devices[0].needed < 0.5 * three.devices[0].needed
 
 
 def test_compiled_passes_are_bounded_by_eager_ones_and_the_graphs_that_stay(data: Path) -> None:
     settings = ["run.backend=nccl", "run.cuda_graphs=never", "training.compile_lengths=1"]
     eager, kernels, graphs = (
-        plans(configured(data, *settings, *more), [1], Machine((LARGE,), LARGE))[0].needs[0].plan
+        plans(configured(data, *settings, *more), [1], Machine((LARGE,), LARGE))[0].devices[0].each_rank
         for more in (["training.pad_to_multiple_of=128"], ["training.compile=kernels"], ["training.compile=graphs"])
     )
     assert kernels == eager
@@ -87,7 +96,7 @@ def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
     )
     assert one.fits
     assert two.fits
-    assert two.needs[0].plan.outside - one.needs[0].plan.outside == forecast.NCCL_BUFFERS
+    assert two.devices[0].each_rank.outside - one.devices[0].each_rank.outside == forecast.NCCL_BUFFERS
     assert "3 workers for 2 GPUs" in three.problem
     assert not three.fits
 
@@ -96,8 +105,8 @@ def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:
     more = ("run.workers=2", "adapter.kind=none")
     (alone,) = plans(configured(data, "run.backend=nccl", *more), [2], Machine((LARGE,) * 2, LARGE))
     (mixed,) = plans(configured(data, "run.backend=mixed", *more), [2], Machine((LARGE,), LARGE))
-    gpu, host = (next(need.plan for need in mixed.needs if need.kind == kind) for kind in ("cuda", "host"))
-    there = next(need.plan for need in alone.needs if need.kind == "cuda")
+    gpu, host = (next(need.each_rank for need in mixed.devices if need.kind == kind) for kind in ("cuda", "host"))
+    there = next(need.each_rank for need in alone.devices if need.kind == "cuda")
     assert (gpu.moments, there.moments) == (0, 2 * there.weights)
     assert (host.weights, host.gradient, host.moments) == (gpu.weights, gpu.weights, 2 * gpu.weights)
 
@@ -105,49 +114,54 @@ def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:
 def test_the_smallest_gpu_counts_and_one_setting_with_which_it_fits_is_named(data: Path) -> None:
     given = ("run.backend=nccl", "run.cuda_graphs=always", "model.hidden_size=128", "model.max_length=64")
     free = forecast.forecast(configured(data, *given), [2], Machine((LARGE,) * 2, LARGE))
-    needed = free.worlds[0].needs[0].needed
+    needed = free.worlds[0].devices[0].needed
     assert free.remedy is None
     found = forecast.forecast(configured(data, *given), [2], Machine((LARGE, needed - 1), LARGE))
-    need = found.worlds[0].needs[0]
+    need = found.worlds[0].devices[0]
     assert (need.budget, need.fits) == (needed - 1, False)
     assert found.remedy is not None
     changed = forecast.forecast(
         configured(data, *given, found.remedy.setting), [2], Machine((LARGE, needed - 1), LARGE)
     )
     assert changed.worlds[0].fits
-    assert changed.worlds[0].needs[0].needed == found.remedy.needed < needed
+    assert changed.worlds[0].devices[0].needed == found.remedy.needed < needed
     assert forecast.forecast(configured(data, *given), [2], Machine((LARGE, 700 * MIB), LARGE)).remedy is None
 
 
 def test_a_run_that_does_not_fit_on_its_gpus_names_a_setting_that_does(data: Path) -> None:
     config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
-    looked = study.Study(prepare(config))
-    needed = looked.plan(config, "cuda", 2).needed
-    offered = _fitting_setting(looked, 2, needed - 1)
+    planner = MemoryPlanner(prepare(config))
+    needed = planner.plan(config, "cuda", 2).needed
+    offered = fitting_setting(planner, 2, needed - 1)
     assert offered == "it would fit with --set training.micro_batches=8 (another result, as valid)"
-    assert _fitting_setting(looked, 2, 1) == "no single setting would make it fit; andon plan says what needs most"
+    assert fitting_setting(planner, 2, 1) == "no single setting would make it fit; andon plan says what needs most"
 
 
 def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to_a_run(
     data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = configured(data)
-    backend: Any = SimpleNamespace(ranks=[0], world_size=1)
+    config, gpu = configured(data), Accelerator(0, "a GPU", LARGE, LARGE)
+    backend: Any = SimpleNamespace(name="nccl", ranks=[0], world_size=1, devices=[torch.device("cuda", 0)])
+    monkeypatch.setattr(forecast, "look_at", lambda _: gpu)
+    monkeypatch.setattr(forecast, "of_all_ranks", lambda found: {0: found})
 
     def failing(error: Exception) -> None:
-        def phases(*_: object) -> None:
+        def phases(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(study, "_phases", phases)
+        monkeypatch.setattr(forecast, "traced_bytes", phases)
 
     failing(RuntimeError("no such shape\nand more"))
     expected = r"model\.base: its memory cannot be planned \(RuntimeError: no such shape\)"
     with pytest.raises(NotPlannable, match=expected):
         plans(config, [1], Machine((), LARGE))
-    assert _planned(study.Study(prepare(config)), backend) is None
+    assert agree_on_devices(prepare(config), backend) is None
     assert "warning: model.base: its memory cannot be planned" in capsys.readouterr().err
     failing(InputError("model.base: is wrong"))
-    for planning in (lambda: plans(config, [1], Machine((), LARGE)), lambda: _planned(prepare(config), backend)):
+    for planning in (
+        lambda: plans(config, [1], Machine((), LARGE)),
+        lambda: agree_on_devices(prepare(config), backend),
+    ):
         with pytest.raises(InputError, match="is wrong") as caught:
             planning()
         assert not isinstance(caught.value, NotPlannable)
@@ -217,6 +231,6 @@ def test_small_eager_passes_are_captured(
 )
 def test_graphs_are_left_out_where_there_is_no_room(asked: str, compiled: str, free: int, kept: int) -> None:
     """Ten bytes of weights and five of graphs. Only graphs that the user asked for, or compiled, count as needed."""
-    plan = MemoryPlan(**dict.fromkeys((each.name for each in fields(MemoryPlan)), 0) | {"base": 10, "graphs": 5})
+    plan = MemoryPlan(base=10, graphs=5)
     settings = {"run": {"backend": "nccl", "cuda_graphs": asked}, "training": {"compile": compiled}}
     assert with_graphs_that_fit(plan, Config.model_validate(settings), free) == replace(plan, graphs=kept)

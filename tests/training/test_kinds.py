@@ -12,13 +12,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config, Model
 from andon.config.source import quiet_loading
 from andon.console.problems import InputError
-from andon.data.rows import frozen_split
+from andon.data.draw import frozen_split
 from andon.data.tokens import byte_tokenizer
 from andon.metrics.confusion import digest_of
 from andon.model.adapter import save_base, trainable_parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from andon.backend.base import InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.exits import Exit
@@ -25,10 +26,10 @@ from andon.model.masks import Masking
 from andon.run.atomic import json_bytes
 from andon.run.provenance import environment
 from andon.step.plan import BatchPlan
-from andon.training import limits, run
+from andon.training import notices, run
 from andon.training.notices import idleness, learns_nothing
 from andon.training.preview import describe
-from andon.training.run import _versions, agree_on_start, clocks_apart
+from andon.training.run import agree_on_start, clocks_apart
 from andon.training.session import _usable
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
@@ -86,7 +87,7 @@ def test_what_would_not_fit_is_said_before_the_run(
     """`andon check` names the key, the size and the limit; it would end the run at its first line, or its last."""
     config = load_config(None, runs.overrides(), {"run.backend": "inline"})
     assert any("rows to train on" in line for line in describe(config))
-    monkeypatch.setattr(f"andon.training.limits.{limit}", 10)
+    monkeypatch.setattr(f"andon.training.notices.{limit}", 10)
     with pytest.raises(InputError, match=said):
         list(describe(config))
 
@@ -95,7 +96,7 @@ def test_no_class_takes_more_of_a_summary_than_is_reserved() -> None:
     wrong, right = (((k, (k + 1) % 99, 10**9 + k) for k in range(99)), ((k, k, 12_345_678 + k) for k in range(99)))
     found = scores(Confusion(99, tuple(sorted([*wrong, *right])))).as_dict()
     text = json_bytes({"eval": {"classes": found["classes"]}})
-    assert len(text) < 99 * limits._CLASS
+    assert len(text) < 99 * notices._CLASS
 
 
 def test_no_rank_takes_more_of_a_line_than_is_reserved() -> None:
@@ -103,11 +104,11 @@ def test_no_rank_takes_more_of_a_line_than_is_reserved() -> None:
     real = Real.of(0.1)
     step: Any = Step(1, 0, 0, (), 0, real, real, real, 0, 1, "inline", StepDigests(H, H, H, H), ())
     one = len(encode(step, 0, GENESIS))
-    assert len(encode(replace(step, ranks=(part,) * 100), 0, GENESIS)) - one < 100 * limits._RANK
+    assert len(encode(replace(step, ranks=(part,) * 100), 0, GENESIS)) - one < 100 * notices._RANK
     ids = tuple(range(900, 1000))
     own = replace(part, ids=ids)
     more = len(encode(replace(step, ids=ids, ranks=(own,)), 0, GENESIS)) - one
-    assert more < 2 * len(ids) * len("999,") + limits._RANK
+    assert more < 2 * len(ids) * len("999,") + notices._RANK
 
 
 def session(backend: str, devices: list[str]) -> Any:
@@ -115,31 +116,37 @@ def session(backend: str, devices: list[str]) -> Any:
     return SimpleNamespace(run=where, environment=environment(1, devices))
 
 
-def test_ranks_of_one_kind_have_everything_alike_and_of_two_the_rest() -> None:
+def test_ranks_of_one_kind_have_everything_alike_and_of_two_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {
+        (backend, kind): attested(backend, Masking.TOKENS, monkeypatch, [kind] if kind else [])["versions"]
+        for backend in ("nccl", "gloo", "mixed")
+        for kind in ("H200", "A100", "")
+    }
     for backend in ("nccl", "gloo"):
-        assert _versions(session(backend, ["H200"])) != _versions(session(backend, ["A100"]))
-        assert _versions(session(backend, ["H200"])) != _versions(session(backend, []))
-    assert _versions(session("mixed", ["H200"])) == _versions(session("mixed", []))
+        assert len({found[backend, "H200"], found[backend, "A100"], found[backend, ""]}) == 3
+    assert found["mixed", "H200"] == found["mixed", ""]
 
 
-def attested(backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The digest of its attention mask that a rank on a GPU sends to the others."""
+def attested(
+    backend: str, masking: Masking, monkeypatch: pytest.MonkeyPatch, devices: Sequence[str] = ("H200",)
+) -> dict[str, int]:
+    """What a rank with these devices sends to the others before the first step."""
     shown: list[dict[str, int]] = []
     alike = SimpleNamespace(digest="one")
-    starting = session(backend, ["H200"])
+    starting = session(backend, [*devices])
     starting.config, starting.run.writes = Config(), True
     starting.material = SimpleNamespace(rows=alike, tokenizer=alike)
     starting.run.primary = SimpleNamespace(model=None, device=torch.device("cuda", 0), optimizer_digest=lambda: 1)
     starting.run.step = SimpleNamespace(attest_start=shown.append)
     monkeypatch.setattr(run, "masking_of", lambda *_: masking)
     agree_on_start(starting, Progress())
-    return shown[0]["attention"]
+    return shown[0]
 
 
 def test_ranks_compare_how_their_models_are_told_who_sees_whom(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {each: attested("nccl", each, monkeypatch) for each in Masking}
+    found = {each: attested("nccl", each, monkeypatch)["attention"] for each in Masking}
     assert len(set(found.values())) == len(Masking)
-    assert len({attested("mixed", each, monkeypatch) for each in Masking}) == 1
+    assert len({attested("mixed", each, monkeypatch)["attention"] for each in Masking}) == 1
 
 
 def test_a_model_at_which_the_host_waits_for_the_gpu_is_named(

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from andon.backend.products import FORM
 from andon.config.schema import Run
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch import portable
-from andon.launch.portable import SETTINGS, chosen
+from andon.launch.portable import FORM, SETTINGS, portable_environment
 from andon.run.folder import RunFolder
 from andon_contracts.fingerprint import environment
 from tests.cli.command import PATIENCE_S
@@ -68,7 +67,7 @@ from andon.inspection.replay import replay_run
 from andon.training import session
 from pathlib import Path
 
-def train(backend, workers, folder, entry="andon.training.entry:train_rank", resume="never"):
+def train(backend, workers, folder, entry="andon.training.start:train_rank", resume="never"):
     flags = {"run.dir": folder, "run.backend": backend, "run.workers": workers, "run.resume": resume}
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
@@ -190,12 +189,12 @@ def test_an_environment_that_says_otherwise_is_refused(
 def test_a_cpu_without_avx2_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch would believe the variable, and crash at an instruction that is not there."""
     monkeypatch.setattr(portable, "environment", lambda: {"instructions": "avx fma"})
-    with pytest.raises(InputError, match=r"run\.portable: needs a CPU with AVX2"), chosen(Run(portable=True)):
+    with pytest.raises(InputError, match=r"run\.portable: needs a CPU with"), portable_environment(Run(portable=True)):
         pytest.fail("it went on")
 
 
 def test_a_run_that_is_not_portable_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "AVX2")
-    with chosen(Run()):
+    with portable_environment(Run()):
         assert os.environ["MKL_CBWR"] == "AVX2"
         assert "ATEN_CPU_CAPABILITY" not in os.environ

@@ -97,13 +97,13 @@ def test_a_run_whose_lines_are_cut_off_ends_at_its_next_step(runs: Runs, tmp_pat
 def test_a_ledger_that_is_cut_after_its_last_line_finishes_no_run(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, inner = tmp_path / "run", run._summarise
+    folder, inner = tmp_path / "run", run._write_summary
 
     def late(*given: Any) -> None:
         os.truncate(folder / "ledger.jsonl", 100)
         inner(*given)
 
-    monkeypatch.setattr(run, "_summarise", late)
+    monkeypatch.setattr(run, "_write_summary", late)
     with pytest.raises(InputError, match=r"ledger.jsonl: was truncated by another program .* it has 100 bytes"):
         runs.inline(folder)
     assert not RunFolder(folder).summary.exists()

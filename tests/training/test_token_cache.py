@@ -22,13 +22,13 @@ from andon.console.problems import InputError
 from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import read_conversations
 from andon.data.origins import ALL_ROWS, RowSelection
-from andon.data.rows import repeated_texts, shared_texts
+from andon.data.rows import TextRows, repeated_texts, shared_texts
 from andon.data.tokens import byte_tokenizer
 from andon.run.folder import RunFolder
 from andon.training import token_cache
 from andon.training.material import prepare
 from andon.training.rows import read_rows, task_of_run, with_task
-from andon.training.token_cache import COLUMNS, TokenisedConversations, tokenised
+from andon.training.token_cache import COLUMNS, TokenisedConversations, encoded_texts, tokenised
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
 
@@ -95,7 +95,7 @@ def killed_while_it_encodes(path: Path, folder: Path) -> None:
     def end(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    token_cache._Pass.keep = end  # type: ignore[method-assign]
+    token_cache.columns_of = end  # type: ignore[assignment]
     made(path, folder)
 
 
@@ -225,7 +225,7 @@ def test_a_token_file_says_what_the_rows_say(
         patch.setattr(token_cache, "_ROWS_AT_ONCE", at_once)
         known = tokenised(folder / "cache", paths, selection, TOKENS, max_length=40, train_on="assistant")
     rows: list[EncodedRow] = []
-    assert known.encoding == encode_each(TOKENS, held, 40, "assistant", rows.append)
+    assert known.encoding == encode_each(TOKENS, held.form, held.rows, 40, "assistant", rows.append)
     assert [known.tokens.row(id_) for id_ in known.ids] == rows
     assert (known.digest, known.form, known.ids, known.source) == (held.digest, held.form, held.ids, held.source)
     assert held.origins is not None
@@ -292,7 +292,7 @@ def test_conversations_that_only_the_tokenizer_shows_to_be_useless_are_in_no_bat
 
 
 @pytest.mark.parametrize("task", ["classification", "multi-label", "regression", "token-classification"])
-def test_rows_that_another_process_read_are_the_same_and_open_no_file(
+def test_rows_and_tokens_of_another_process_are_the_same_and_open_no_file(
     task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     label = {"multi-label": lambda n: ["ü", "b"][: n % 3], "regression": lambda n: n / 3}.get(
@@ -311,6 +311,14 @@ def test_rows_that_another_process_read_are_the_same_and_open_no_file(
         found = read_rows(config, folder=tmp_path / "cache")
     assert (found, found.digest) == (read, read.digest)
     assert [found.where(id_) for id_ in found.train_ids] == [read.where(id_) for id_ in read.train_ids]
+    assert isinstance(read.train, TextRows)
+    tokenizer, other = byte_tokenizer(), byte_tokenizer()
+    for used in (tokenizer, other):
+        stored = encoded_texts(tmp_path / "cache", read.train, used, 4)
+        other.encode = never  # type: ignore[method-assign]
+    held = encoded_texts(None, read.train, tokenizer, 4)
+    assert [[*map(list, each)] for each in (stored.tokens, stored.firsts)] == [held.tokens, held.firsts]
+    assert (stored.cut, stored.types, other.truncated) == (held.cut, held.types, len(held.cut))
     paths[0].write_text(paths[0].read_text() + "\n")
     with pytest.raises(InputError, match="has changed while it was read"):
         read_rows(config, folder=tmp_path / "cache", known=read)

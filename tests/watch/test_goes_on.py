@@ -377,6 +377,15 @@ def test_a_parameter_that_is_left_out_is_still_found_beside_a_loose_tensor() -> 
     assert [(each.clause, each.tensor) for each in w.findings] == [("parameters-kept", "2.weight")]
 
 
+def test_a_tensor_that_joins_the_optimizer_alone_has_no_name_of_the_model() -> None:
+    model = net()
+    with andon.watch(model, optimizer := sgd(model), action=lambda _: None) as w:
+        optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+        _update(model, optimizer)
+    assert [each.tensor for each in w.findings] == [""]
+    assert "a tensor is in the optimizer but not" in str(w.findings[0])
+
+
 @pytest.mark.parametrize(
     ("change", "found"),
     [(lambda layer: nn.Linear(5, 2), [("parameters-kept", "2.weight")]), (nn.Sequential, [])],

@@ -318,7 +318,7 @@ train(lambda step: square(model, step), torch.optim.SGD(model.parameters(), lr=0
 UNWATCHED = {
     "loose tensor": (LOOSE_TENSOR, "Adam trains only tensors that are not parameters of a module"),
     "masters": (MASTERS, "AdamW trains only tensors that are not parameters of a module"),
-    "alike": (ALIKE, "2 equal modules of type Sequential hold the optimizer's parameters"),
+    "alike": (ALIKE, "2 identical modules of type Sequential hold the optimizer's parameters"),
     "meta": (META, "unused.weight, unused.bias are on the meta device"),
     "subgroup": (SUBGROUP, "the group has 2 ranks, but the model's DDP group has 1"),
 }
@@ -538,6 +538,6 @@ def test_two_modules_that_nothing_tells_apart_are_refused_in_words(find: Callabl
     model = nn.Linear(2, 2)
     gc.collect()
     made = [Wrapped(model), Wrapped(model)]
-    with pytest.raises(ValueError, match=r"2 equal modules of type Wrapped .* name the one to watch by andon\.watch"):
+    with pytest.raises(ValueError, match=r"2 identical modules of type Wrapped .* the one to watch to andon\.watch"):
         find(model)
     assert len(made) == 2

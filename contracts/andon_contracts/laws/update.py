@@ -86,8 +86,8 @@ def _content(seen: Leaves) -> Finding | None:
     odd = [(r, leaf) for r, leaf in zip(seen.reports, seen.plan, strict=True) if r.content != leaf.content]
     if not odd:
         return None
-    name, rows = f"micro-batch {odd[0][1].index}", [row for _, leaf in odd for row in leaf.ids]
-    what = f"the model's inputs are not those of the planned rows ({name}, among rows {rows[:8]})"
+    name, rows = f"micro-batch {odd[0][1].index}", list(odd[0][1].ids[:8])
+    what = f"the model's inputs are not those of the planned rows (first in {name}, planned with rows {rows})"
     return Finding(what, seen.step, _ranks_of(report for report, _ in odd), name)
 
 

@@ -84,9 +84,9 @@ class PendingCollectives:
 
     A rank that skips an update continues to the next backward pass of DDP, or to the next reduction, and waits there
     for the others, while they wait for it in a gather of the watch. So each rank counts the gathers, the backward
-    passes that reduce, and the reductions of its loop by group. A rank in its n-th gather can begin nothing else. If
-    another rank, before its own n-th gather, has begun one more backward pass or reduction than the first, it needs the
-    first to join that call, and neither can ever continue. Nothing here waits, reads a tensor or communicates.
+    passes that reduce, and the reductions of its loop by group. Suppose rank A waits in its n-th gather, and rank B,
+    which has not reached that gather, has begun one more backward pass or reduction than A. Then B waits for A in that
+    call and A for B in the gather: a deadlock. Nothing here waits, reads a tensor or communicates.
 
     Only the training thread writes the counts; any thread may read them. ranks: those of the watched group.
     """
@@ -233,7 +233,7 @@ class HaltLink(StoreLink):
         self.close(self._say_goodbye, 2 * _ANSWER_S)
 
     def _read_store(self) -> float | None:
-        """Read the store once. Returns the seconds until the next time, or None once no rank needs this one."""
+        """Read the store once. Returns the seconds until the next time; None if the rank that hosts the store left."""
         if not self._cause:
             self._accept(self._store.get(_CAUSE))
         if self._cause:

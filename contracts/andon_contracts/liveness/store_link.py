@@ -70,7 +70,7 @@ class StrictReader:
     def account(self, rank: int) -> str:
         """One line about the dropped values; empty without any."""
         many = f"{self.dropped} value{'s' * (self.dropped != 1)}"
-        return f"rank {rank} ignored {many} in the ranks' store that no rank wrote" if self.dropped else ""
+        return f"rank {rank} ignored {many} in the ranks' store that no rank of this run wrote" if self.dropped else ""
 
 
 def parse_strict(form: type[Form], body: object) -> Form:

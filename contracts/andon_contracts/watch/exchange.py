@@ -244,8 +244,8 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
     """
     if replicate is not None:
         if getattr(replicate, "ndim", 1) != 1:
-            msg = f"replicate= must be a group or a one-dimensional mesh, not {replicate.ndim}-D: pass mesh['its name']"
-            raise ValueError(msg)
+            what = f"this mesh is {replicate.ndim}-D: pass one dimension, as in mesh['dp']"
+            raise ValueError(f"replicate= must be a process group or a 1-D device mesh, and {what}")
         group = replicate.get_group() if hasattr(replicate, "get_group") else replicate
         if not isinstance(group, dist.ProcessGroup):
             raise ValueError(f"replicate= must be a process group or a device mesh, not {type(replicate).__name__}")
@@ -269,7 +269,8 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
 def replicas_of(parts: Sequence[int], copies: Sequence[int]) -> Replicas:
     """The replicas, from the `part_of` of every rank. Raises `ValueError` if these parts do not partition the ranks."""
     for rank, (part, count) in enumerate(zip(parts, copies, strict=True)):
-        if count and list(parts).count(part) != count:
-            msg = f"replicate= must partition the ranks: rank {rank} names {count} ranks; groups begin at {list(parts)}"
-            raise ValueError(msg)
+        alike = list(parts).count(part)
+        if count and alike != count:
+            here = f"rank {rank} passed a group of {count}, but {alike} ranks passed one that begins at {part}"
+            raise ValueError(f"replicate= must put every rank into exactly one group: {here}")
     return Replicas(tuple(parts))

@@ -117,7 +117,7 @@ class Verdicts:
         facts: Mapping[str, object] | None = None,
         effects: Sequence[tuple[Violation, bool]] = (),
     ) -> None:
-        """Count a finding. Report the first of its clause (with "raise" each one), unless it is an effect."""
+        """Count a finding. Report it if it is the first of its clause or `action` is "raise". Effects get one line."""
         action = self.settings.action
         # A clause that was only suspected before is reported once more if it is certain.
         is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))

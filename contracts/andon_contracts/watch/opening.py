@@ -264,7 +264,7 @@ def trained_by(optimizer: torch.optim.Optimizer) -> tuple[nn.Module, list[torch.
 
 
 def outermost(model: nn.Module) -> nn.Module:
-    """The outermost module that holds `model`, and of several modules the one that reduces its gradients.
+    """The outermost module that contains `model`. If there are several, the one that reduces its gradients.
 
     Raises `ValueError` if several remain that cannot be distinguished.
     """
@@ -343,8 +343,8 @@ def _best(roots: Sequence[nn.Module], index: Mapping[int, int]) -> nn.Module:
         least = min(map(shape, first))
         first = [root for root in first if shape(root) == least]
     if len({id(unwrap(root)[0]) for root in first}) > 1:
-        kinds = f"{len(first)} equal modules of type {type(first[0]).__qualname__}"
-        msg = f"{kinds} hold the optimizer's parameters: name the one to watch by andon.watch(model, optimizer)"
+        kinds = f"{len(first)} identical modules of type {type(first[0]).__qualname__}"
+        msg = f"{kinds} hold the optimizer's parameters: pass the one to watch to andon.watch(model, optimizer)"
         raise ValueError(msg)
     return first[0]
 

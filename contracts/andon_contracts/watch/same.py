@@ -125,7 +125,7 @@ def _first_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str
 
 
 def _first_element(leaf: Any, exchange: Exchange) -> str:
-    """The first element in which a tensor differs, or each rank's value; "" if their texts are equal."""
+    """How `leaf` differs: by rank its dtype and shape, or its value; else the first element that differs; else ""."""
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.gather_texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) == 1:

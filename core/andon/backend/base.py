@@ -1,7 +1,7 @@
-"""The verbs that the step needs of a backend.
+"""The verbs that the step needs of a backend, and the backend with all ranks in this process.
 
-All of them take and return lists indexed by *local replica*, unless a docstring says "by rank": in `inline` every rank
-is local, in a process group only one.
+All verbs take and return lists indexed by *local replica*, unless a docstring says "by rank": in `inline` every rank is
+local, in a process group only one.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """Where ranks live."""
+    """Where ranks live. ranks: those that live in this process. devices: of each local replica."""
 
     name: str
     world_size: int
     ranks: tuple[int, ...]
-    """The ranks that live in this process."""
     devices: tuple[torch.device, ...]
-    """The device of each local replica."""
 
     def map(self, work: Callable[[int], T]) -> list[T]:
         """work(local index) for each local replica, in order."""
@@ -42,3 +40,25 @@ class Backend(Protocol):
     def close(self) -> None:
         """Free what the backend holds. It cannot be used afterwards."""
         ...
+
+
+class InlineBackend:
+    """All ranks in this process, one after another: the simplest backend, and the best one for debugging."""
+
+    name = "inline"
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.world_size = len(self.devices)
+        self.ranks = tuple(range(self.world_size))
+
+    def map(self, work: Callable[[int], T]) -> list[T]:
+        return [work(index) for index in self.ranks]
+
+    def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [tensor.to(self.devices[0]) for tensor in local]
+
+    def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
+        return [[sent[index].to(device) for sent in local] for index, device in enumerate(self.devices)]
+
+    def close(self) -> None: ...

@@ -1,28 +1,34 @@
-"""Devices by name, the placement of ranks (F-DP-004), and deterministic kernels."""
+"""Devices by name, the placement of ranks (F-DP-004), deterministic kernels, and whether GPUs can be used.
+
+Each rank reports its own GPU, and pure functions judge all reports alike on every rank.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from andon.console.problems import InputError, Problem, ProblemList
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_CUBLAS_SETTINGS = (":4096:8", ":16:8")
-"""Those with which its results are the same from run to run."""
+_CUBLAS_SETTINGS = (":4096:8", ":16:8")  # with these its results are the same from run to run
 NO_GPU = "use --backend auto to train on the CPU, or --set run.cpu_fallback=true to keep nccl and allow the CPU"
 """What to do if no GPU can be used."""
 _LOG = logging.getLogger(__name__)
-_MOST_GPUS = 127
-"""torch keeps the index of a device in 8 bits, with a sign."""
+_MOST_GPUS = 127  # torch keeps the index of a device in 8 bits, with a sign
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
+_NAME_CHARACTERS, _FAULT_CHARACTERS = 80, 200
+_MESSAGE_BYTES = 2048  # room for a name and a fault of so many characters, each of which JSON may write as six bytes
 
 
 def named_devices(
@@ -35,10 +41,8 @@ def named_devices(
     """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).
 
     where: the name of the list in messages. absent: `cpu` puts the replica of a missing GPU on the CPU and logs a
-    warning (clause cpu-fallback).
-
-    Raises `InputError` with all that is wrong: a name of no device, a missing GPU, a GPU named twice. The CPU may be
-    repeated, because several replicas can use it.
+    warning (clause cpu-fallback). Raises `InputError` with all that is wrong: a name of no device, a missing GPU, a
+    GPU named twice. Several replicas can use the CPU.
     """
     found = ProblemList()
     count = torch.cuda.device_count() if gpus is None else gpus
@@ -97,11 +101,10 @@ def _fallback_is_allowed_and_told(
 def placement(
     backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
 ) -> Placement:
-    """Where `workers` replicas live (F-DP-004).
+    """Where `workers` replicas live (F-DP-004). gpus: how many there are (None: ask torch).
 
     `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
-    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist. gpus: how many
-    there are (None: ask torch).
+    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
     """
     cpu = torch.device("cpu")
     if names:
@@ -140,18 +143,106 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def demand_determinism(devices: Sequence[torch.device]) -> None:
-    """Use deterministic kernels on `devices`; an operation without one raises.
-
-    Must be called before CUDA starts, when cuBLAS reads its setting. torch would also fill new memory of GPUs with NaN,
-    which takes a twentieth of a compiled step; comparing the digests of two runs finds a kernel that reads such memory.
+    """Use deterministic kernels on `devices`; an operation without one raises. To be called before CUDA starts.
 
     Raises `InputError` if the environment gives cuBLAS another setting.
     """
     torch.use_deterministic_algorithms(mode=True)
     if all(device.type != "cuda" for device in devices):
         return
+    # torch would fill new memory of GPUs with NaN, which takes a twentieth of a compiled step. Comparing the digests of
+    # two runs finds a kernel that reads such memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     given = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
     if given not in _CUBLAS_SETTINGS:
         what = f"{given!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
         raise InputError([Problem(_CUBLAS, what)])
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A GPU as its rank finds it: its index on its machine, its model, and bytes (0: it did not answer).
+
+    fault: why it cannot be used, in the words of its driver; "" if it can.
+    """
+
+    index: int
+    name: str
+    total: int
+    free: int
+    fault: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def look_at(index: int) -> Accelerator:
+    """Query GPU `index`, and let it compute something. An error becomes its `fault`. Starts CUDA on it."""
+    try:
+        free, total = torch.cuda.mem_get_info(index)
+        torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+        return Accelerator(index, torch.cuda.get_device_name(index)[:_NAME_CHARACTERS], total, free)
+    except (RuntimeError, AssertionError) as error:
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Accelerator(index, "", 0, 0, line[:_FAULT_CHARACTERS])
+
+
+def gpus_here() -> Sequence[Accelerator]:
+    """All GPUs of this machine. Starts CUDA on each."""
+    return [look_at(index) for index in range(torch.cuda.device_count())]
+
+
+def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
+    """The GPU of every rank that has one, by rank. Collective over the default group.
+
+    Over its CPUs, because a broken GPU cannot send, and in JSON, so that nothing is unpickled.
+    """
+    text = json.dumps(None if mine is None else mine.as_dict()).encode()
+    sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, sent)
+    told = (json.loads(bytes(row.tolist())) for row in rows)
+    return {rank: Accelerator(**fact) for rank, fact in enumerate(told) if fact is not None}
+
+
+def none_works(found: Mapping[int, Accelerator]) -> str:
+    """Why none of these GPUs (by rank) can be used, in the words of the first; "" if any can, or there are none.
+
+    Only then may a run fall back to the CPU (clause cpu-fallback): if some GPUs work, the broken one is an error.
+    """
+    faults = [each.fault for _, each in sorted(found.items())]
+    return faults[0] if faults and all(faults) else ""
+
+
+def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None, remedy: str = "") -> None:
+    """Raise `InputError` with all that keeps ranks from training on these GPUs (rank to GPU). The same on every rank.
+
+    needed: bytes that must be free on each, from the plan; None: not known. remedy: what to do if a GPU is too small.
+    """
+    problems = ProblemList()
+    for rank, each in sorted(found.items()):
+        where = f"run.devices[{rank}]"
+        if each.fault:
+            problems.add(where, f"GPU {each.index} cannot be used: {each.fault}")
+        elif needed is not None and each.free < needed:
+            have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
+            small = f"{have}, too small for the {in_gib(needed)} that the run needs; {remedy}"
+            busy = f"{have} and the run needs {in_gib(needed)}: another process may hold the rest"
+            problems.add(where, small if each.total < needed else busy)
+    working = {rank: each.name for rank, each in sorted(found.items()) if not each.fault}
+    if backend == "nccl" and len(set(working.values())) > 1:
+        held = ", ".join(f"rank {rank} {name}" for rank, name in working.items())
+        problems.add(
+            "run.devices", f"GPUs of different models give different bits ({held}); choose equal ones or mixed"
+        )
+    problems.raise_if_any()
+
+
+def in_gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
+    """Raise `InputError` for `nccl` if torch was built without it. available: None asks torch."""
+    if backend == "nccl" and not (dist.is_nccl_available() if available is None else available):
+        raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])

@@ -18,35 +18,26 @@ T = TypeVar("T")
 # torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SHORT_BYTES = 4096
-"""Messages up to this size take the sockets between ranks of one machine, where there are any, and fill them up to it:
-so that one of another length is seen on all ranks, and waited for on none.
-"""
+"""Messages up to this size take the sockets between ranks of one machine, if there are any, and are padded to it: all
+ranks see a message of another length, and none waits for it."""
 _LENGTH_BYTES = 8
 
 
 def groups_of(backend: str) -> str:
-    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device.
-
-    Beside NCCL there is always one for CPUs, for what a rank must send if its GPU does not work.
-    """
+    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device."""
+    # Beside NCCL there is one for CPUs, for what a rank must send if its GPU does not work.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
 
 
 class GroupBackend:
-    """A rank of an initialised process group, which it does not own.
+    """A rank of an initialised process group, which it does not own. clock: told when this rank waits for the others.
 
     Collectives of `mixed` run on the CPU, because its ranks on CPUs and GPUs share one gloo group. Creating a backend
-    over gloo is collective: ranks of one machine connect for short messages, of which a step has several. clock: told
-    when this rank waits for the others.
+    over gloo is collective: ranks of one machine connect for short messages, of which a step has several.
     """
 
     def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-        *,
-        clock: StepClock | None = None,
+        self, name: str, device: torch.device, group: dist.ProcessGroup | None = None, *, clock: StepClock | None = None
     ) -> None:
         if not dist.is_initialized():
             raise ValueError("the process group is not initialised")
@@ -57,9 +48,7 @@ class GroupBackend:
         self._group = group
         self._clock = clock
         self._carrier = device if name == "nccl" else torch.device("cpu")
-        self._mesh: Mesh | None = None
-        if name != "nccl":
-            self._mesh = GroupGather(group or dist.group.WORLD, 0).sockets()
+        self._mesh = None if name == "nccl" else GroupGather(group or dist.group.WORLD, 0).sockets()
 
     def map(self, work: Callable[[int], T]) -> list[T]:
         return [work(0)]
@@ -105,16 +94,12 @@ class GroupBackend:
         with self._waiting():
             sent = local[0].to(self._carrier).contiguous()
             width = sent.shape[-1]
-            received = sent.new_empty(sum(rows) * width)
+            sizes = [count * width for count in rows]
+            received = sent.new_empty(sum(sizes))
             # Bits are carried and nothing is added: a collective that adds has an order of its own.
-            dist.all_to_all_single(
-                received,
-                sent.view(-1),
-                output_split_sizes=[count * width for count in rows],
-                input_split_sizes=[sent.shape[1] * width] * self.world_size,
-                group=self._group,
-            )
-            parts = torch.split(received.to(self.devices[0]), [count * width for count in rows])
+            own = [sent.shape[1] * width] * self.world_size
+            dist.all_to_all_single(received, sent.view(-1), sizes, own, group=self._group)
+            parts = torch.split(received.to(self.devices[0]), sizes)
             return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
     def close(self) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _CORE = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
-_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-"""Devices of the drivers of NVIDIA, AMD, and NVIDIA under WSL."""
+_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))  # of NVIDIA, AMD, and NVIDIA under WSL
 
 
 def gpus() -> int:
@@ -31,21 +30,16 @@ def physical_cores() -> int:
 
 def free_ram() -> int | None:
     """Bytes of memory that processes can still get here: the machine's, or this container's if less. None: unknown."""
-    kibibytes, left = _named(_MEMINFO, "MemAvailable:"), _left_in_group()
+    kibibytes, left = _named(_MEMINFO, "MemAvailable:"), None
+    try:
+        limit, used = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
+    except OSError:
+        limit = used = ""
+    if limit.isdigit() and used.isdigit():
+        # Files that the group has read: the kernel takes them back when memory is requested.
+        left = max(int(limit) - int(used) + (_named(_CGROUP / "memory.stat", "inactive_file ") or 0), 0)
     found = [None if kibibytes is None else 1024 * kibibytes, left]
     return min((size for size in found if size is not None), default=None)
-
-
-def _left_in_group() -> int | None:
-    try:
-        limit, used = (
-            (_CGROUP / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current")
-        )
-    except OSError:
-        return None
-    # Files that the group has read: the kernel takes them back when memory is asked for.
-    taken_back = _named(_CGROUP / "memory.stat", "inactive_file ") or 0
-    return max(int(limit) - int(used) + taken_back, 0) if limit.isdigit() and used.isdigit() else None
 
 
 def _named(file: Path, name: str) -> int | None:

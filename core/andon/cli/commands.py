@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +25,12 @@ from typer.core import TyperCommand
 from andon.console.exits import Exit
 from andon.console.messages import command_line, module_command, put, say
 from andon.console.problems import InputError, Problem, install_hint
+from andon.launch.orphan import bind_to_parent
+from andon_contracts.liveness.process import exit_text
 
 PLUGINS = "andon.commands"
 """The group of entry points with commands of other packages: a name for a typer app or a function."""
+_MOST_WORKERS = 4096
 _ANYTHING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = Typer(
@@ -194,6 +199,33 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
     put(f"wrote {target}", f"next: {command_line('andon', 'train', target)}")
 
 
+def in_a_child(command: str) -> None:
+    """Fork: the child returns and runs the command; the parent waits and ends as the child does (`Exit`).
+
+    A child that a signal killed is reported with the signal, and with what the kernel says of its memory; the exit
+    code is 71 then. Ctrl-C and the parent's death end the child. A process that runs torch, which must not fork, runs
+    the command itself.
+    """
+    if "torch" in sys.modules:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        bind_to_parent(parent)
+        return
+    try:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    except KeyboardInterrupt:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    if code < 0:
+        say(f"{command} {exit_text(code)}")
+    raise Ended(code if code >= 0 else int(Exit.RANK_LOST))
+
+
 @_listed
 @_configured
 def check(
@@ -202,7 +234,6 @@ def check(
     show_row: Annotated[int | None, Option(help="Show a row of the training data token by token.")] = None,
 ) -> None:
     """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
-    from andon.cli.plan import in_a_child
     from andon.config.load import load_config
     from andon.integrations.trackers import require
 
@@ -260,14 +291,17 @@ def plan(
     as_json: Annotated[bool, Option("--json", help="One JSON object, in bytes.")] = False,
 ) -> None:
     """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
-    from andon.cli.plan import in_a_child, lines_of, numbers
     from andon.config.load import load_config
     from andon.training.choices import placed
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
     loaded = load_config(given.file, given.overrides, given.flags)
-    counts = numbers(workers) if workers is not None else ()
+    parts = [part.strip() for part in workers.split(",")] if workers is not None else []
+    if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
+        what = f"{workers!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4"
+        raise InputError([Problem("--workers", what)])
+    counts = tuple(dict.fromkeys(map(int, parts)))
     in_a_child("plan")
     from andon.training.forecast import forecast, machine_here
 
@@ -278,8 +312,7 @@ def plan(
     if as_json:
         put(*json.dumps(found.as_dict(), indent=2).splitlines())
     else:
-        for line in lines_of(found):
-            put(line)
+        put(*found.lines())
     if not all(world.fits for world in found.worlds):
         raise Ended(int(Exit.USAGE))
 
@@ -345,12 +378,11 @@ def predict(
     A column that has the name of a result, as `label`, is printed as `input_label`.
     """
     from andon.cli.results import check_output, one_file, put_rows, records, texts_of
-    from andon.config.schema import SFT
     from andon.training.existing import require_run, require_task
-    from andon.training.rows import READERS
+    from andon.training.rows import TEXT_TASKS
 
     folder = require_run(run)
-    require_task(folder, READERS.keys() - {SFT}, "generate")
+    require_task(folder, TEXT_TASKS, "generate")
     given = one_file(file, data)
     check_output(output, given)
     found = texts_of(folder, given, text_column)
@@ -444,7 +476,7 @@ def export(
         if value not in known:
             raise InputError([Problem(option, f"{value!r} is not one of {', '.join(known)}")])
     require_place(target)
-    result_of(folder, ())
+    result_of(folder)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     said = export_run(trained, target, chosen if whole else None, check)
     put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)

@@ -18,14 +18,13 @@ from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank
-from andon.launch.portable import chosen
+from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
-from andon.training.choices import placed
-from andon.training.entry import ENTRY, payload_of, train_rank
+from andon.training.choices import placed, portable_demo
 from andon.training.existing import as_begun, go_on_with
 from andon.training.rows import told_of_task, with_task
-from andon.training.start import foreign, start
+from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 
 
 def run_training(
@@ -47,8 +46,7 @@ def run_training(
     if is_rank():
         _be_a_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
-    with chosen(config.run):
-        ended = start(config, started, entry=entry)
+    ended = start(config, started, entry=entry)
     if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
         say(f"{ended.why}; resume with: {go_on_with(ended.folder)}")
     elif ended.why:
@@ -84,13 +82,14 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
                 _tell_of_others(load_config(config_path, overrides, flags), context.world_size)
         folder = Path(config.run.dir)
         config, chosen_places = placed(as_begun(config, RunFolder(folder)))
-        if context.rank == 0 and chosen_places:
-            say(chosen_places)
+        config, not_portable = portable_demo(config)
+        if context.rank == 0:
+            say(*filter(None, (chosen_places, not_portable)))
         if RunFolder(folder).state() is State.FOREIGN:
             raise InputError([foreign(folder)])
         RunFolder(folder).refuse_claimed()  # before a report is written among those of the command that has it
         report_to(folder)
-        with chosen(config.run):
+        with portable_environment(config.run):
             return train_rank(payload_of(config, folder, started))
 
     # Those that come from here on wait until the rank has handlers of its own.

@@ -10,32 +10,14 @@ from typing import Any
 from andon.config.schema import CLASSIFICATION, Config, Run
 
 NAMING = frozenset(
-    {
-        "data.train",
-        "data.eval",
-        "data.text_column",
-        "data.text_pair_column",
-        "data.label_column",
-        "data.label_separator",
-        "model.base",
-        "model.revision",
-    }
-)
-"""Keys that name what a run is made of. Files and folders may move: digests of what is in them are compared instead,
-by whoever reads them."""
-PLACING = frozenset(
-    {
-        *NAMING,
-        "data.cache",
-        "training.keep_checkpoints",
-        "training.checkpoint_every",
-        "training.checkpoint_minutes",
-        "contracts.enabled",
-        "contracts.base_every",
-        "contracts.audit_every",
-        "contracts.audit_coverage",
-        *(f"run.{key}" for key in Run.model_fields if key != "portable"),
-    }
+    f"data.{key}" for key in ("train", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
+) | {"model.base", "model.revision"}
+"""Keys that name what a run is made of. Files and folders may move: the digests of their contents are compared instead.
+"""
+PLACING = NAMING.union(
+    ("data.cache", "training.keep_checkpoints", "training.checkpoint_every", "training.checkpoint_minutes"),
+    ("contracts.enabled", "contracts.base_every", "contracts.audit_every", "contracts.audit_coverage"),
+    (f"run.{key}" for key in Run.model_fields if key != "portable"),
 )
 """Keys that may change between a run and its resume."""
 
@@ -43,9 +25,9 @@ PLACING = frozenset(
 def identity(config: Config) -> dict[str, Any]:
     """JSON values by dotted key, of all that defines the run: every key that is not `PLACING`, and some facts.
 
-    `data.embedded` and `model.embedded` say whether the project's own are used; `data.weights` are those of the files
-    to train on, where they are several or have another weight than 1. `run.device_kind` is cpu, cuda or
-    mixed: results are the same to the bit on any number of devices of one kind, not across kinds.
+    `data.embedded`, `model.embedded`: whether the project's own are used. `data.weights`: of the files to train on, if
+    there are several or the weight of one is not 1. `run.device_kind`: results have the same bits on any number of
+    devices of one kind, not across kinds.
     """
     kept = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
     kept["task"] = config.task or CLASSIFICATION
@@ -71,7 +53,7 @@ def by_dotted_key(config: Config) -> dict[str, Any]:
 
 
 def device_kind(run: Run) -> str:
-    """What kind of device a run is on: cpu, cuda or mixed."""
+    """The kind of a run's devices: cpu, cuda or mixed."""
     if run.devices:
         kinds = {"cpu" if str(name) == "cpu" else "cuda" for name in run.devices}
         return kinds.pop() if len(kinds) == 1 else "mixed"

@@ -1,5 +1,5 @@
-"""A configuration from a YAML file, `--set` overrides and flags, with everything wrong in them at once; and the
-commented configuration that `andon init` writes, made from the schema so that it cannot fall behind it."""
+"""A configuration from a YAML file, `--set` overrides and flags, with all problems at once; and the commented
+configuration that `andon init` writes, generated from the schema."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from andon.config.document import MOST_BYTES, Document, KeyPath, dump, parse
-from andon.config.foreign_names import FOREIGN_NAMES
+from andon.config.document import MOST_BYTES, KeyPath, dump, parse
 from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, Section, TrainFile
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
@@ -21,67 +20,126 @@ _HEAD = """\
 # Train with: andon train config.yaml [--workers N] [--set KEY=VALUE]
 """
 _COMMENT_COLUMN = 36
-FLAGS = {
-    "run.workers": "--workers",
-    "run.backend": "--backend",
-    "run.resume": "--resume",
-    "run.dir": "--run-dir",
-    "task": "--task",
-    "data.train": "--data",
-    "data.eval": "--eval-data",
-    "data.text_column": "--text-column",
-    "data.label_column": "--label-column",
-    "model.base": "--model",
-}
+FLAGS = {"run.workers": "--workers", "run.backend": "--backend", "run.resume": "--resume", "run.dir": "--run-dir"}
+FLAGS |= {"task": "--task", "data.train": "--data", "data.eval": "--eval-data", "model.base": "--model"}
+FLAGS |= {"data.text_column": "--text-column", "data.label_column": "--label-column"}
 """What the command line calls the keys that have a flag of their own."""
 
 _MEANT = {
     ("adapter", "targets"): "must be all-linear, or a list of module names",
     ("run", "devices"): "must be a list of devices, each cpu or the index of a GPU",
 }
-"""Keys that take more than one type; what each type says of them would confuse."""
-_WANTED = {
-    "float_type": "a number",
-    "int_type": "an integer",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "tuple_type": "a list",
-    "model_type": "a section with keys",
-}
-_BOUNDS = {
-    "greater_than": ("more than", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("less than", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
+"""Keys of more than one type; the errors of each type would confuse."""
+_WANTED = {"float_type": "a number", "int_type": "an integer", "bool_type": "true or false"}
+_WANTED |= {"string_type": "a string", "tuple_type": "a list", "model_type": "a section with keys"}
+_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least"}
+_BOUNDS |= {"less_than": "less than", "less_than_equal": "at most"}
 _KINDS = {str: "the string ", bool: "", dict: "the section ", list: "the list ", tuple: "the list "}
+
+_SECTIONS = {name: part for name, part in Config() if isinstance(part, Section)}
+_KEYS: list[KeyPath] = [
+    path for name, _ in Config() for path in ((name,), *((name, key) for key, _ in _SECTIONS.get(name, ())))
+]
+_BATCH = "training.batch_size is the rows of one update over all workers"
+_BY_ANSWER = {
+    "optimizer.lr": "learning_rate",
+    "optimizer.name": "optim optimizer",
+    "optimizer.clip_norm": "max_grad_norm gradient_clipping",
+    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.eps": "adam_epsilon",
+    "schedule.type": "lr_scheduler lr_scheduler_type",
+    "schedule.warmup_fraction": "warmup_ratio",
+    "training.epochs": "num_train_epochs num_epochs",
+    "training.evaluate_every": "eval_steps",
+    "training.checkpoint_every": "save_steps",
+    "training.keep_checkpoints": "save_total_limit",
+    "training.packing": "sample_packing",
+    "training.activation_checkpointing": "gradient_checkpointing",
+    "training.compile": "torch_compile",
+    "training.eval_rows": "max_eval_samples",
+    "run.log_every": "logging_steps",
+    "run.dir": "output_dir",
+    "run.resume": "resume_from_checkpoint",
+    "run.report_to": "use_wandb wandb_project",
+    "model.base": "model_name_or_path model_name base_model",
+    "model.revision": "model_revision",
+    "model.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
+    "model.dtype": "torch_dtype",
+    "adapter.kind": "use_peft",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.alpha": "lora_alpha",
+    "adapter.dropout": "lora_dropout",
+    "adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear",
+    "data.train": "train_file datasets dataset dataset_name",
+    "data.eval": "validation_file eval_dataset test_datasets",
+    "data.text_column": "dataset_text_field",
+    "data.validation_fraction": "val_set_size",
+    "data.limit": "max_samples max_train_samples",
+    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
+    "data.cache": "dataset_prepared_path",
+    f"{_BATCH}; training.micro_batches splits it": "per_device_train_batch_size train_batch_size micro_batch_size",
+    f"{_BATCH}, summed over training.micro_batches": "gradient_accumulation_steps",
+    "evaluation batches follow from training.micro_batches": "per_device_eval_batch_size eval_batch_size",
+    "quantized weights are not supported; model.dtype=bfloat16 halves frozen ones": "load_in_4bit load_in_8bit",
+    "model.dtype=bfloat16 is for the frozen weights; weights that train are float32": "bf16 fp16",
+    "not supported: every worker holds the whole model": "deepspeed fsdp fsdp_config",
+    "set training.evaluate_every; every epoch ends with an evaluation too": "eval_strategy evaluation_strategy",
+    "set training.checkpoint_every; every epoch ends with a checkpoint too": "save_strategy saves_per_epoch",
+    "set training.keep; best is the lowest validation loss": "load_best_model_at_end metric_for_best_model",
+    "attention needs no setting: torch chooses the kernel": "flash_attention flash_attn attn_implementation",
+    "nothing is uploaded; `andon export` writes a folder that you can upload": "push_to_hub hub_model_id",
+    "the tokenizer's own chat template is used; to change it, edit the model's folder": "chat_template",
+    "not supported": "neftune_noise_alpha use_dora use_rslora lora_use_rslora modules_to_save lora_modules_to_save",
+}
+FOREIGN_NAMES: Mapping[str, str] = {name: meant for meant, names in _BY_ANSWER.items() for name in names.split()}
+"""What the settings of the HF Trainer, TRL and Axolotl are called here, or a sentence if no key means the same."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
     """The configuration in `path` (all defaults without one), changed by `overrides`, changed by `flags`.
 
-    `overrides` are KEY=VALUE with a dotted key and a YAML value, a later one before an earlier. `flags` are values by
-    dotted key; None stands for a flag that was not given. A section or file with nothing in it keeps its defaults.
+    `overrides` are KEY=VALUE with a dotted key and a YAML value; later ones win. `flags` are values by dotted key; None
+    stands for a flag that was not given. A section or file with nothing in it keeps its defaults.
 
     Raises `InputError` with every problem found, each at file:line and key, `--set KEY`, or the flag: unreadable or
     malformed YAML, a key twice, unknown keys (with the nearest known one), wrong types, values out of bounds.
     """
     problems = ProblemList()
-    document = _read(Path(path), problems) if path is not None else Document({})
-    # `optimizer:` with nothing below it says nothing.
-    tree = {key: value for key, value in document.value.items() if value is not None or key not in Config.model_fields}
+    values, lines = ({}, {}) if path is None else _read(Path(path), problems)
+    # `optimizer:` with nothing below it keeps the defaults.
+    tree = {key: value for key, value in values.items() if value is not None or key not in Config.model_fields}
     said: dict[KeyPath, str] = {}
+
+    def put(key: str, value: object, where: str) -> None:
+        path, section = tuple(key.split(".")), tree
+        for depth, name in enumerate(path[:-1], start=1):
+            inner = section.setdefault(name, {})
+            if not isinstance(inner, dict):
+                problems.add(where, f"{'.'.join(path[:depth])} is no section, it is {shown(inner)}")
+                return
+            section = inner
+        section[path[-1]] = value
+        said[path] = where
+
     for override in overrides:
-        _override(tree, override, said, problems)
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not all(key.split(".")):
+            problems.add(f"--set {shown(override)}", "must be KEY=VALUE, as in optimizer.lr=1e-3")
+            continue
+        try:
+            put(key, parse(text, f"--set {key}", problems)[0], f"--set {key}")
+        except InputError as error:
+            for problem in error.problems:
+                problems.add(f"--set {key}", problem.what)
     for key, value in (flags or {}).items():
         if value is not None:
-            flag = FLAGS.get(key, f"--set {key}")
-            _put(tree, tuple(key.split(".")), value, flag, said, problems)
+            put(key, value, FLAGS.get(key, f"--set {key}"))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         for key_path, what in _faults(error):
-            problems.add(_where(key_path, path, document, said), what)
+            problems.add(_where(key_path, path, lines, said), what)
         problems.raise_if_any()
         raise
     problems.raise_if_any()
@@ -102,7 +160,7 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _read(path: Path, problems: ProblemList) -> Document:
+def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     require_file(path, empty=True)
     try:
         with path.open("rb") as file:
@@ -114,71 +172,35 @@ def _read(path: Path, problems: ProblemList) -> Document:
         what = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} of the file"
         line = content[: error.start].count(b"\n") + 1
         raise InputError([Problem(f"{path}:{line}", what)]) from error
-    document = parse(text, str(path), problems)
-    if document.value is None:
-        return Document({})
-    if not isinstance(document.value, dict):
-        raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(document.value)}")])
-    return document
+    values, lines = parse(text, str(path), problems)
+    if not isinstance(values, dict | None):
+        raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(values)}")])
+    return values or {}, lines
 
 
-def _override(tree: dict[str, Any], override: str, said: dict[KeyPath, str], problems: ProblemList) -> None:
-    key, equals, text = override.partition("=")
-    key = key.strip()
-    where = f"--set {key}"
-    if not equals or not all(key.split(".")):
-        problems.add(f"--set {shown(override)}", "must be KEY=VALUE, as in optimizer.lr=1e-3")
-        return
-    try:
-        value = parse(text, where, problems).value
-    except InputError as error:
-        for problem in error.problems:
-            problems.add(where, problem.what)
-        return
-    _put(tree, tuple(key.split(".")), value, where, said, problems)
-
-
-def _put(
-    tree: dict[str, Any], path: KeyPath, value: object, where: str, said: dict[KeyPath, str], problems: ProblemList
-) -> None:
-    section = tree
-    for depth, name in enumerate(path[:-1], start=1):
-        inner = section.setdefault(name, {})
-        if not isinstance(inner, dict):
-            problems.add(where, f"{'.'.join(path[:depth])} is no section, it is {shown(inner)}")
-            return
-        section = inner
-    section[path[-1]] = value
-    said[path] = where
-
-
-def _where(key_path: KeyPath, path: Path | None, document: Document, said: Mapping[KeyPath, str]) -> str:
-    """Where a reader corrects the value at `key_path`: what was said last, the line in the file, or the key alone."""
-    for end in range(len(key_path), 0, -1):
-        if key_path[:end] in said:
-            return said[key_path[:end]]
-    line = document.line(key_path)
-    if line is None:
-        below = [where for each, where in said.items() if each[: len(key_path)] == key_path]
-        return below[0] if below else ".".join(key_path)
-    return f"{path}:{line} {'.'.join(key_path)}"
+def _where(key_path: KeyPath, path: Path | None, lines: Mapping[KeyPath, int], said: Mapping[KeyPath, str]) -> str:
+    """Where to correct the value at `key_path`: the last override or flag, the line of the key or of what is around it
+    in the file, or the key alone."""
+    name, around = ".".join(key_path), [key_path[:end] for end in range(len(key_path), 0, -1)]
+    found = [said[each] for each in around if each in said]
+    found += [f"{path}:{lines[each]} {name}" for each in around if each in lines]
+    found += [where for each, where in said.items() if each[: len(key_path)] == key_path]
+    return found[0] if found else name
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
+    """The first fault of each key."""
     seen: set[KeyPath] = set()
     for details in error.errors(include_url=False):
-        key_path = _key_path(details)
+        # Without the type that pydantic tried, which follows the key.
+        key_path = tuple(str(part) for part in details["loc"] if part not in (ONE_FILE, SEVERAL_FILES))
+        if details["type"] == "beside":
+            key_path = (*key_path, *str(details["ctx"]["key"]).split("."))
+        elif key_path[:2] in _MEANT:
+            key_path = key_path[:2]
         if key_path not in seen:
             seen.add(key_path)
             yield key_path, _what(key_path, details)
-
-
-def _key_path(details: ErrorDetails) -> KeyPath:
-    """The key itself: pydantic goes on with the type that it tried."""
-    location = tuple(str(part) for part in details["loc"] if part not in (ONE_FILE, SEVERAL_FILES))
-    if details["type"] == "beside":
-        return (*location, *str(details["ctx"]["key"]).split("."))
-    return location[:2] if location[:2] in _MEANT else location
 
 
 def _what(key_path: KeyPath, details: ErrorDetails) -> str:
@@ -198,9 +220,8 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
         names = choices.replace(" or ", ", ").replace("'", "").split(", ")
         return f"must be {choices} ({shown(value)}){did_you_mean(value, names) if isinstance(value, str) else ''}"
     if kind in _BOUNDS:
-        words, name = _BOUNDS[kind]
-        bound = context[name]
-        return f"must be {words} {f'{bound:g}' if isinstance(bound, float) else bound} ({shown(value)})"
+        (bound,) = context.values()
+        return f"must be {_BOUNDS[kind]} {f'{bound:g}' if isinstance(bound, float) else bound} ({shown(value)})"
     return f"{details['msg'][:1].lower()}{details['msg'][1:]} ({shown(value)})"
 
 
@@ -208,13 +229,10 @@ def _suggestion(path: KeyPath) -> str:
     """The key that was meant: the same name elsewhere, what another trainer's name means, else the nearest name."""
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
-    known = _known_keys()
-    meant = meant_by(path[-1])
-    if meant:
+    if meant := meant_by(path[-1]):
         return f"; did you mean {meant!r}?" if " " not in meant else f"; {meant}"
-    beside = {each[-1]: ".".join(each) for each in known if each[:-1] == path[:-1]}
-    anywhere = {each[-1]: ".".join(each) for each in known}
-    for names in (beside, anywhere):
+    beside = {each[-1]: ".".join(each) for each in _KEYS if each[:-1] == path[:-1]}
+    for names in (beside, {each[-1]: ".".join(each) for each in _KEYS}):
         if near := did_you_mean(path[-1], names):
             name = near.split("'")[1]
             return f"; did you mean {names[name]!r}?"
@@ -224,20 +242,10 @@ def _suggestion(path: KeyPath) -> str:
 def meant_by(name: str) -> str:
     """The dotted key of this name in any section, else what another trainer's setting of this name is called here, or a
     sentence if no key means the same; empty for an unknown name."""
-    sections = {each[0] for each in _known_keys() if len(each) > 1}
-    key = next((".".join(each) for each in _known_keys() if each[-1] == name and each != (name,)), "")
-    if not key and name in Config.model_fields.keys() - sections:
-        return name
-    return key or FOREIGN_NAMES.get(name, "")
-
-
-def _known_keys() -> list[KeyPath]:
-    known: list[KeyPath] = []
-    for name, section in Config.model_fields.items():
-        known.append((name,))
-        if isinstance(section.annotation, type) and issubclass(section.annotation, BaseModel):
-            known += ((name, key) for key in section.annotation.model_fields)
-    return known
+    for path in sorted(_KEYS, key=lambda path: -len(path)):
+        if path[-1] == name and name not in _SECTIONS:
+            return ".".join(path)
+    return FOREIGN_NAMES.get(name, "")
 
 
 def template() -> str:

@@ -1,22 +1,21 @@
 """The configuration of a run: every key with its type, its bounds, its default and what it is for.
 
-Unknown keys are refused, and so are values of another type: the string "1e-3" is no number, 3.0 no integer. Without
-any file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
+Unknown keys are refused, and values of another type too: the string "1e-3" for a number, 3.0 for an integer. Without a
+file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
 Unset settings for which a pretrained base needs other values are chosen by `andon.training.choices`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 
 def _as_tuple(value: object) -> object:
-    """A YAML or JSON list where a tuple is kept, so that a configuration cannot change."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -25,22 +24,25 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=1 << 20)]
-"""Of what takes memory or processes by its number; more is a mistake, or meant to do harm."""
-Layers = Annotated[int, Field(ge=1, le=1000)]
-Workers = Annotated[int, Field(ge=1, le=1 << 14)]
+"""A number that memory or processes grow with; a larger one is a mistake or an attack."""
 Steps = Annotated[int, Field(ge=1, le=1 << 40)]
 Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
 
 
 class Section(BaseModel):
-    """What all parts have in common: frozen, no unknown keys, no conversion between types.
+    """A part of the configuration: frozen, without unknown keys or conversions between types.
 
-    A key of `automatic` that is `auto` counts as not set, so that a value is chosen for it. `default` of a field is
-    then the value of the embedded run.
+    A key in `automatic` whose value is `auto` counts as not set, so that a value is chosen for it; its default is that
+    of the embedded run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
     automatic: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        cls.automatic = frozenset(name for name, field in cls.model_fields.items() if field.json_schema_extra)
 
     @model_validator(mode="before")
     @classmethod
@@ -49,108 +51,86 @@ class Section(BaseModel):
             return given
         return {key: value for key, value in given.items() if not (value == "auto" and key in cls.automatic)}
 
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """Keys whose values do not fit those of other keys, each with the reason."""
+        yield from ()
 
-def _refuse(key: str, what: str) -> PydanticCustomError:
-    """A fault of one key that shows only beside another; `load` puts it at that key."""
-    return PydanticCustomError("beside", "{what}", {"what": what, "key": key})
+    @model_validator(mode="after")
+    def _keys_fit(self) -> Self:
+        for key, what in self._faults():
+            raise PydanticCustomError("beside", "{what}", {"what": what, "key": key})
+        return self
+
+
+def setting(default: Any, description: str) -> Any:
+    """The default of a key, with its line in lists of settings."""
+    return Field(default=default, description=description)
+
+
+def auto(default: Any, description: str) -> Any:
+    """The same for a key in `automatic`."""
+    return Field(default=default, description=description, json_schema_extra={"auto": True})
 
 
 class Model(Section):
     """The base model. The sizes describe the embedded one and are unused when `base` is given."""
 
-    automatic = frozenset({"max_length", "dtype"})
-
-    base: Name | None = Field(
-        default=None, description="folder or hub id of a transformers model; null: the embedded one"
-    )
-    revision: Name | None = Field(
-        default=None, description="branch, tag or commit of a base on the hub; null: its main branch"
-    )
-    architecture: Literal["decoder", "encoder"] = Field(
-        default="decoder", description="of the embedded model: Qwen3 or BERT"
-    )
-    hidden_size: Size = Field(default=64, description="a multiple of num_attention_heads")
-    num_hidden_layers: Layers = 2
+    base: Name | None = setting(None, "folder or hub id of a transformers model; null: the embedded one")
+    revision: Name | None = setting(None, "branch, tag or commit of a base on the hub; null: its main branch")
+    architecture: Literal["decoder", "encoder"] = setting("decoder", "of the embedded model: Qwen3 or BERT")
+    hidden_size: Size = setting(64, "a multiple of num_attention_heads")
+    num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 2
     num_attention_heads: Size = 4
-    num_key_value_heads: Size = Field(default=4, description="divides num_attention_heads (decoder)")
+    num_key_value_heads: Size = setting(4, "divides num_attention_heads (decoder)")
     intermediate_size: Size = 128
-    dropout: Share = Field(default=0.1, description="of attention; of an encoder's hidden states too")
-    max_length: Size = Field(
-        default=128, description="tokens of a row, longer rows are cut; auto, with a base: the longest row"
+    dropout: Share = setting(0.1, "of attention; of an encoder's hidden states too")
+    max_length: Size = auto(128, "tokens of a row, longer rows are cut; auto, with a base: the longest row")
+    dtype: Literal["float32", "bfloat16"] = auto(
+        "float32", "of frozen weights, trained ones are float32; auto: on GPUs as the base was saved"
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32",
-        description="of frozen weights, trained ones are float32; auto: on GPUs as the base was saved",
-    )
-    new_tokens: Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] = Field(
-        default=(), description="sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train"
-    )
+    new_tokens: Names = setting((), "sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train")
 
-    @model_validator(mode="after")
-    def _new_tokens_differ(self) -> Model:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         for token in self.new_tokens:
             if token != token.strip():
-                raise _refuse("new_tokens", f"{token!r} begins or ends with white space, which texts have anyway")
+                yield "new_tokens", f"{token!r} begins or ends with white space, which texts have anyway"
             if self.new_tokens.count(token) > 1:
-                raise _refuse("new_tokens", f"names {token!r} twice ({list(self.new_tokens)})")
-        return self
-
-    @model_validator(mode="after")
-    def _revision_has_a_base(self) -> Model:
+                yield "new_tokens", f"names {token!r} twice ({list(self.new_tokens)})"
         if self.revision is not None and self.base is None:
-            raise _refuse("revision", f"needs model.base, a model on the hub ({self.revision!r})")
-        return self
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> Model:
+            yield "revision", f"needs model.base, a model on the hub ({self.revision!r})"
         if self.base is None:
             heads = self.num_attention_heads
             if self.hidden_size % heads:
-                raise _refuse("hidden_size", f"must be a multiple of num_attention_heads, {heads} ({self.hidden_size})")
+                yield "hidden_size", f"must be a multiple of num_attention_heads, {heads} ({self.hidden_size})"
             if self.architecture == "decoder" and (self.hidden_size // heads) % 2:
-                raise _refuse("hidden_size", f"must give each of {heads} heads an even size ({self.hidden_size})")
+                yield "hidden_size", f"must give each of {heads} heads an even size ({self.hidden_size})"
             if self.architecture == "decoder" and heads % self.num_key_value_heads:
-                raise _refuse(
-                    "num_key_value_heads", f"must divide num_attention_heads, {heads} ({self.num_key_value_heads})"
-                )
-        return self
+                yield "num_key_value_heads", f"must divide num_attention_heads, {heads} ({self.num_key_value_heads})"
 
 
-UNUSED_WITH_BASE = frozenset(
-    f"model.{name}"
-    for name in (
-        "architecture",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "intermediate_size",
-    )
-)
-"""By dotted key, the settings that say how the embedded model is made; a run with `model.base` does not read them."""
+UNUSED_WITH_BASE = frozenset(("model.architecture", "model.hidden_size", "model.intermediate_size")) | {
+    f"model.num_{what}" for what in ("hidden_layers", "attention_heads", "key_value_heads")
+}
+"""By dotted key, the settings of the embedded model; a run with `model.base` does not read them."""
 
 
 class Adapter(Section):
     """What is trained besides the classification head."""
 
-    automatic = frozenset({"dropout"})
-
-    kind: Literal["lora", "none"] = Field(default="lora", description="none trains every weight")
-    r: Size = Field(default=16, description="rank")
-    alpha: Positive = Field(default=32.0, description="the update is scaled by alpha / r")
-    dropout: Share = Field(default=0.1, description="auto: 0.05 with a pretrained base")
-    targets: Literal["all-linear"] | Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)] | None = Field(
-        default="all-linear", description="modules to adapt: all-linear, or a list of names; null is all-linear"
+    kind: Literal["lora", "none"] = setting("lora", "none trains every weight")
+    r: Size = setting(16, "rank")
+    alpha: Positive = setting(32.0, "the update is scaled by alpha / r")
+    dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base")
+    targets: Literal["all-linear"] | Names | None = setting(
+        "all-linear", "modules to adapt: all-linear, or a list of names; null is all-linear"
     )
 
-    @model_validator(mode="after")
-    def _targets_are_some(self) -> Adapter:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         if isinstance(self.targets, tuple):
             if not self.targets:
-                raise _refuse("targets", "names no module; to train without an adapter set adapter.kind=none ([])")
+                yield "targets", "names no module; to train without an adapter set adapter.kind=none ([])"
             if len(set(self.targets)) < len(self.targets):
-                raise _refuse("targets", f"names a module twice ({list(self.targets)})")
-        return self
+                yield "targets", f"names a module twice ({list(self.targets)})"
 
 
 class TrainFile(Section):
@@ -161,7 +141,7 @@ class TrainFile(Section):
 
 
 def _as_files(value: object) -> object:
-    """A list of files, of which each is a path or a section, as a tuple of sections; what is no list as it is."""
+    """A list of files, each a path or a section, as a tuple of sections; any other value unchanged."""
     if not isinstance(value, list | tuple):
         return value
     return tuple({"path": each} if isinstance(each, str) else each for each in value)
@@ -179,54 +159,40 @@ _Train = Annotated[
 class Data(Section):
     """Where rows come from. Files are .jsonl, .json (an object a line, or an array), .csv, .tsv or .parquet."""
 
-    train: _Train | None = Field(
-        default=None, description="a file, or a list of files with path and weight; null: generated rows"
+    train: _Train | None = setting(None, "a file, or a list of files with path and weight; null: generated rows")
+    eval: Name | None = setting(None, "file never trained on; null: held-out rows")
+    text_column: Name | None = setting(None, "null: input or text")
+    label_separator: Name | None = setting(
+        None, "between several labels in one string, as in a;b; null: labels are lists"
     )
-    eval: Name | None = Field(default=None, description="file never trained on; null: held-out rows")
-    text_column: Name | None = Field(default=None, description="null: input or text")
-    label_separator: Name | None = Field(
-        default=None, description="between several labels in one string, as in a;b; null: labels are lists"
+    text_pair_column: Name | None = setting(
+        None, "of a second text, which the tokenizer joins to the first; null: there is none"
     )
-    text_pair_column: Name | None = Field(
-        default=None, description="of a second text, which the tokenizer joins to the first; null: there is none"
+    label_column: Name | None = setting(None, "null: label")
+    bad_rows: Literal["refuse", "skip"] = setting(
+        "refuse", "rows that cannot be used end the run, or are skipped, counted and listed"
     )
-    label_column: Name | None = Field(default=None, description="null: label")
-    bad_rows: Literal["refuse", "skip"] = Field(
-        default="refuse", description="rows that cannot be used end the run, or are skipped, counted and listed"
+    limit: Count | None = setting(None, "read this many training rows, validation rows included; null: all")
+    validation_fraction: Share = setting(0.1, "of the training rows, held back; drawn once from the seed")
+    train_on: Literal["assistant", "all"] = setting("assistant", "sft: tokens of answers alone, or of all messages")
+    cache: Name | None = setting(
+        None, "sft: folder that keeps tokens for later runs too; null: the run's, until it ends"
     )
-    limit: Count | None = Field(
-        default=None, description="read this many training rows, validation rows included; null: all"
-    )
-    validation_fraction: Share = Field(
-        default=0.1, description="of the training rows, held back; drawn once from the seed"
-    )
-    train_on: Literal["assistant", "all"] = Field(
-        default="assistant", description="sft: tokens of answers alone, or of all messages"
-    )
-    cache: Name | None = Field(
-        default=None, description="sft: folder that keeps tokens for later runs too; null: the run's, until it ends"
-    )
-    class_weights: Literal["uniform", "inverse", "sqrt_inverse"] = Field(
-        default="uniform", description="of the loss, with sum K: uniform, inverse (of frequency) or sqrt_inverse"
+    class_weights: Literal["uniform", "inverse", "sqrt_inverse"] = setting(
+        "uniform", "of the loss, with sum K: uniform, inverse (of frequency) or sqrt_inverse"
     )
 
-    @model_validator(mode="after")
-    def _eval_and_limit_beside_train(self) -> Data:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         if self.eval is not None and self.train is None:
-            raise _refuse("eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})")
+            yield "eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})"
         if self.limit is not None and self.train is None:
-            raise _refuse("limit", f"needs data.train; the embedded data is used as it is ({self.limit})")
-        return self
-
-    @model_validator(mode="after")
-    def _files_are_some(self) -> Data:
+            yield "limit", f"needs data.train; the embedded data is used as it is ({self.limit})"
         paths = [file.path for file in self.files]
         if self.train is not None and not paths:
-            raise _refuse("train", "names no file ([])")
+            yield "train", "names no file ([])"
         for path in paths:
             if paths.count(path) > 1:
-                raise _refuse("train", f"names {path!r} twice; to have its rows twice give it the weight 2")
-        return self
+                yield "train", f"names {path!r} twice; to have its rows twice give it the weight 2"
 
     @property
     def files(self) -> tuple[TrainFile, ...]:
@@ -239,106 +205,80 @@ class Data(Section):
 class Optimizer(Section):
     """How weights change."""
 
-    automatic = frozenset({"lr"})
-
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = Field(
-        default=2.5e-3, description="peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5"
-    )
-    betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = Field(default=(0.9, 0.999), description="adamw")
-    eps: Positive = Field(default=1e-8, description="adamw")
+    lr: Positive = auto(2.5e-3, "peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5")
+    betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = setting((0.9, 0.999), "adamw")
+    eps: Positive = setting(1e-8, "adamw")
     weight_decay: NotNegative = 0.01
-    momentum: Share = Field(default=0.0, description="sgd")
-    clip_norm: Positive | None = Field(
-        default=1.0, description="norm of the whole gradient, clipped once; null: not clipped"
-    )
+    momentum: Share = setting(0.0, "sgd")
+    clip_norm: Positive | None = setting(1.0, "norm of the whole gradient, clipped once; null: not clipped")
 
 
 class Schedule(Section):
     """The learning rate of a step: linear warm-up to optimizer.lr, then as `type` says."""
 
-    type: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="after the warm-up: half a cosine or a line down to min_lr, or constant"
+    type: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", "after the warm-up: half a cosine or a line down to min_lr, or constant"
     )
-    warmup_fraction: Annotated[float, Field(ge=0, le=1)] = Field(default=0.1, description="of all steps")
-    warmup_steps: Annotated[int, Field(ge=0)] | None = Field(default=None, description="in place of warmup_fraction")
-    min_lr: NotNegative = Field(
-        default=1e-6, description="reached at the last step unless constant; optimizer.lr if that is lower"
-    )
+    warmup_fraction: Annotated[float, Field(ge=0, le=1)] = setting(0.1, "of all steps")
+    warmup_steps: Annotated[int, Field(ge=0)] | None = setting(None, "in place of warmup_fraction")
+    min_lr: NotNegative = setting(1e-6, "reached at the last step unless constant; optimizer.lr if that is lower")
 
-    @model_validator(mode="after")
-    def _one_warmup(self) -> Schedule:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         if self.warmup_steps is not None and self.warmup_fraction != type(self).model_fields["warmup_fraction"].default:
             what = f"and warmup_fraction ({self.warmup_fraction}) both set the warm-up: remove one"
-            raise _refuse("warmup_steps", f"{what} ({self.warmup_steps})")
-        return self
+            yield "warmup_steps", f"{what} ({self.warmup_steps})"
 
 
 class Training(Section):
     """How long and in which portions."""
 
-    automatic = frozenset(
-        {"epochs", "micro_batches", "packing", "group_by_length", "keep", "checkpoint_minutes"} | {"compile"}
+    epochs: Steps = auto(2, "auto: 3 with a pretrained base")
+    max_steps: Steps | None = setting(None, "end after this many steps; null: after the epochs")
+    batch_size: Steps = setting(32, "rows of one step, over all workers, before they are packed")
+    micro_batches: Size = auto(8, "parts of a batch, on which the result depends; auto: 8, more for long rows")
+    packing: bool = auto(False, "sft: several rows share one sequence of max_length tokens; auto, with a base: on")
+    group_by_length: bool = auto(False, "rows of similar length share a batch, another order; auto, with a base: on")
+    pad_to_multiple_of: Size = setting(
+        8, "padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
     )
+    compile: Literal["off", "kernels", "graphs"] = auto(
+        "off", "on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs"
+    )
+    compile_lengths: Size = setting(4, "padded lengths that are compiled; each takes a minute")
+    activation_checkpointing: bool = setting(
+        False, "recompute activations in the backward pass: less memory, more time"
+    )
+    early_stopping_patience: Count | None = setting(None, "evaluations without a better validation loss; null: never")
+    keep: Literal["best", "last"] = auto(
+        "last", "weights that are the result: of the best validation loss, or last; auto: best"
+    )
+    checkpoint_every: Count | None = setting(None, "steps; at the end of every epoch anyway")
+    eval_rows: Count | None = setting(
+        None, "validate and evaluate on this many rows at most, drawn from the seed; null: all"
+    )
+    checkpoint_minutes: Positive | None = auto(
+        None, "between checkpoints, at most 5 % of the time; null: never; auto: 15 with a base"
+    )
+    evaluate_every: Count | None = setting(None, "steps; at the end of every epoch anyway")
+    keep_checkpoints: Count = setting(3, "newest ones that stay, besides the best")
 
-    epochs: Steps = Field(default=2, description="auto: 3 with a pretrained base")
-    max_steps: Steps | None = Field(default=None, description="end after this many steps; null: after the epochs")
-    batch_size: Steps = Field(default=32, description="rows of one step, over all workers, before they are packed")
-    micro_batches: Size = Field(
-        default=8, description="parts of a batch, on which the result depends; auto: 8, more for long rows"
-    )
-    packing: bool = Field(
-        default=False, description="sft: several rows share one sequence of max_length tokens; auto, with a base: on"
-    )
-    group_by_length: bool = Field(
-        default=False, description="rows of similar length share a batch, another order; auto, with a base: on"
-    )
-    pad_to_multiple_of: Size = Field(
-        default=8, description="padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
-    )
-    compile: Literal["off", "kernels", "graphs"] = Field(
-        default="off",
-        description="on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs",
-    )
-    compile_lengths: Size = Field(default=4, description="padded lengths that are compiled; each takes a minute")
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute activations in the backward pass: less memory, more time"
-    )
-    early_stopping_patience: Count | None = Field(
-        default=None, description="evaluations without a better validation loss; null: never"
-    )
-    keep: Literal["best", "last"] = Field(
-        default="last",
-        description="weights that are the result: of the best validation loss, or last; auto: best",
-    )
-    checkpoint_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
-    eval_rows: Count | None = Field(
-        default=None, description="validate and evaluate on this many rows at most, drawn from the seed; null: all"
-    )
-    checkpoint_minutes: Positive | None = Field(
-        default=None, description="between checkpoints, at most 5 % of the time; null: never; auto: 15 with a base"
-    )
-    evaluate_every: Count | None = Field(default=None, description="steps; at the end of every epoch anyway")
-    keep_checkpoints: Count = Field(default=3, description="newest ones that stay, besides the best")
-
-    @model_validator(mode="after")
-    def _micro_batches_fit(self) -> Training:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         if "micro_batches" in self.model_fields_set and self.micro_batches > self.batch_size:
             what = f"must not be more than training.batch_size, {self.batch_size} ({self.micro_batches})"
-            raise _refuse("micro_batches", what)
-        return self
+            yield "micro_batches", what
 
 
 class Contracts(Section):
     """What is checked while training."""
 
     enabled: bool = True
-    base_every: Count = Field(default=50, description="steps between two checks that the frozen weights are untouched")
-    audit_every: Annotated[int, Field(ge=0)] | None = Field(
-        default=None, description="steps between two audits; 0: none; null: so many that they cost a hundredth"
+    base_every: Count = setting(50, "steps between two checks that the frozen weights are untouched")
+    audit_every: Annotated[int, Field(ge=0)] | None = setting(
+        None, "steps between two audits; 0: none; null: so many that they cost a hundredth"
     )
-    audit_coverage: Size | Literal["all"] = Field(
-        default=1, description="micro-batches of each rank that another one computes again in an audit, or all"
+    audit_coverage: Size | Literal["all"] = setting(
+        1, "micro-batches of each rank that another one computes again in an audit, or all"
     )
 
 
@@ -348,86 +288,66 @@ _DEVICE = re.compile(r"cpu|(cuda:)?\d{1,4}")
 class Run(Section):
     """Where a run lives and what it says; none of this but `portable` changes its result."""
 
-    automatic = frozenset({"workers", "backend"})
-    workers: Workers = Field(
-        default=2, description="ranks on this machine; auto: one a GPU, else with a base up to one a core, or 2"
+    workers: Annotated[int, Field(ge=1, le=1 << 14)] = auto(
+        2, "ranks on this machine; auto: one a GPU, else with a base up to one a core, or 2"
     )
-    backend: Literal["inline", "gloo", "nccl", "mixed"] = Field(
-        default="gloo", description="inline: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
+    backend: Literal["inline", "gloo", "nccl", "mixed"] = auto(
+        "gloo", "inline: in one process; gloo, nccl, mixed; auto: nccl on GPUs, else gloo"
     )
-    cpu_fallback: bool = Field(default=False, description="true: train on the CPU if nccl finds no working GPU")
-    devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = Field(
-        default=None, description="one for each worker, as in [0, 1] or [cuda:0, cpu]; null: the backend's own"
+    cpu_fallback: bool = setting(False, "true: train on the CPU if nccl finds no working GPU")
+    devices: Annotated[tuple[str | int, ...], BeforeValidator(_as_tuple)] | None = setting(
+        None, "one for each worker, as in [0, 1] or [cuda:0, cpu]; null: the backend's own"
     )
-    cuda_graphs: Literal["auto", "always", "never"] = Field(
-        default="auto", description="of eager passes on GPUs, the same bits; auto: up to 8 GiB a micro-batch"
+    cuda_graphs: Literal["auto", "always", "never"] = setting(
+        "auto", "of eager passes on GPUs, the same bits; auto: up to 8 GiB a micro-batch"
     )
-    portable: bool = Field(
-        default=False, description="for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time"
+    portable: bool = setting(False, "for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time")
+    dir: Name | None = setting(None, "folder of the run; null: a new one under runs/")
+    log_every: Count = setting(10, "steps between two lines")
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_as_tuple)] = setting(
+        (), "also give metrics to these, as in [tensorboard, wandb]"
     )
-    dir: Name | None = Field(default=None, description="folder of the run; null: a new one under runs/")
-    log_every: Count = Field(default=10, description="steps between two lines")
-    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_as_tuple)] = Field(
-        default=(), description="also give metrics to these, as in [tensorboard, wandb]"
+    progress: Literal["auto", "always", "never", "quiet", "json"] = setting(
+        "auto", "a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout"
     )
-    progress: Literal["auto", "always", "never", "quiet", "json"] = Field(
-        default="auto", description="a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout"
+    timeout_s: Positive = setting(600.0, "a rank that gives no answer for so long is given up")
+    step_deadline_s: Positive | None = setting(
+        None, "an update that takes longer ends the run; null: it is only said to be slow"
     )
-    timeout_s: Positive = Field(default=600.0, description="a rank that gives no answer for so long is given up")
-    step_deadline_s: Positive | None = Field(
-        default=None, description="an update that takes longer ends the run; null: it is only said to be slow"
+    grace_s: Positive = setting(30.0, "time to reach a step's end and a checkpoint after SIGTERM")
+    max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = setting(
+        0, "how often a failed run restarts from its last checkpoint, on this machine"
     )
-    grace_s: Positive = Field(default=30.0, description="time to reach a step's end and a checkpoint after SIGTERM")
-    max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = Field(
-        default=0, description="how often a failed run restarts from its last checkpoint, on this machine"
-    )
-    resume: Literal["never", "auto"] = Field(
-        default="never", description="auto: go on from the newest valid checkpoint"
-    )
+    resume: Literal["never", "auto"] = setting("never", "auto: go on from the newest valid checkpoint")
 
     @model_validator(mode="before")
     @classmethod
     def _a_worker_for_each_device(cls, given: Any) -> Any:
         """Devices alone say how many workers there are."""
-        if (
-            isinstance(given, Mapping)
-            and isinstance(given.get("devices"), list | tuple)
-            and given.get("workers", "auto") == "auto"
-        ):
-            return {**given, "workers": max(len(given["devices"]), 1)}
+        devices = given.get("devices") if isinstance(given, Mapping) else None
+        if isinstance(devices, list | tuple) and given.get("workers", "auto") == "auto":
+            return {**given, "workers": max(len(devices), 1)}
         return given
 
-    @model_validator(mode="after")
-    def _ranks_are_processes(self) -> Run:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         for key in ("step_deadline_s", "max_restarts"):
-            value = getattr(self, key)
-            if value and self.backend == "inline":
-                what = f"needs ranks of their own, which inline has not: gloo, nccl or mixed ({value})"
-                raise _refuse(key, what)
-        return self
-
-    @model_validator(mode="after")
-    def _portable_is_of_cpus(self) -> Run:
+            if self.backend == "inline" and (value := getattr(self, key)):
+                yield key, f"needs ranks of their own, which inline has not: gloo, nccl or mixed ({value})"
         if self.portable and (self.backend in ("nccl", "mixed") or {*map(str, self.devices or ())} - {"cpu"}):
             where = f"devices {list(self.devices)}" if self.devices else self.backend
-            raise _refuse("portable", f"is of CPUs; with {where} leave it false (true)")
-        return self
-
-    @model_validator(mode="after")
-    def _devices_fit(self) -> Run:
+            yield "portable", f"is of CPUs; with {where} leave it false (true)"
         if self.devices is None:
-            return self
+            return
         names = [str(name) for name in self.devices]
         for name in names:
             if not _DEVICE.fullmatch(name):
-                raise _refuse("devices", f"{name!r} is no device; write cpu, or the index of a GPU as 0 or cuda:0")
+                yield "devices", f"{name!r} is no device; write cpu, or the index of a GPU as 0 or cuda:0"
         gpus = [int(name.removeprefix("cuda:")) for name in names if name != "cpu"]
         for gpu in gpus:
             if gpus.count(gpu) > 1:
-                raise _refuse("devices", f"GPU {gpu} is there {gpus.count(gpu)} times ({list(self.devices)})")
+                yield "devices", f"GPU {gpu} is there {gpus.count(gpu)} times ({list(self.devices)})"
         if len(names) != self.workers:
-            raise _refuse("devices", f"names {len(names)} devices for {self.workers} workers ({list(self.devices)})")
-        return self
+            yield "devices", f"names {len(names)} devices for {self.workers} workers ({list(self.devices)})"
 
 
 _EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
@@ -445,9 +365,9 @@ TOKEN_CLASSIFICATION, SFT = "token-classification", "sft"
 class Config(Section):
     """Everything that a run is told."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="the one seed of a run")
-    task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = Field(
-        default=None, description="what is learned of a row, one of docs/usage.md; null: as the data says"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(42, "the one seed of a run")
+    task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = setting(
+        None, "what is learned of a row, one of docs/usage.md; null: as the data says"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()
@@ -461,7 +381,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _embedded_sft_learns(cls, given: Any) -> Any:
-        """A run of sft that names neither data nor model has defaults of its own, for what is not said."""
+        """An sft run without data and model has other defaults."""
         if not isinstance(given, Mapping):
             return given
         parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
@@ -474,29 +394,19 @@ class Config(Section):
 
     @property
     def rate_fault(self) -> str:
-        """What is wrong with the lowest rate beside the peak; empty if nothing is."""
+        """Why the lowest rate does not fit the peak; empty if it fits."""
         own, default = self.schedule, Schedule.model_fields["min_lr"].default
         if own.type == "constant" or own.min_lr <= self.optimizer.lr or own.min_lr == default:
             return ""
         return f"must not be more than optimizer.lr, {self.optimizer.lr} ({own.min_lr})"
 
-    @model_validator(mode="after")
-    def _rates_fit(self) -> Config:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         known = self.model.base is None or "lr" in self.optimizer.model_fields_set  # else it is chosen later
         if known and self.rate_fault:
-            raise _refuse("schedule.min_lr", self.rate_fault)
-        return self
-
-    @model_validator(mode="after")
-    def _portable_is_of_float32(self) -> Config:
+            yield "schedule.min_lr", self.rate_fault
         if self.run.portable and self.model.dtype != "float32":
-            raise _refuse("run.portable", f"needs model.dtype=float32: CPUs compute {self.model.dtype} each in its way")
-        return self
-
-    @model_validator(mode="after")
-    def _patience_has_a_loss(self) -> Config:
+            yield "run.portable", f"needs model.dtype=float32: CPUs compute {self.model.dtype} each in its way"
         patience = self.training.early_stopping_patience
         if patience is not None and self.data.validation_fraction == 0:
             what = f"needs rows to validate on: a data.validation_fraction above 0 ({patience})"
-            raise _refuse("training.early_stopping_patience", what)
-        return self
+            yield "training.early_stopping_patience", what

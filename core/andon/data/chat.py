@@ -11,9 +11,10 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from andon.console.problems import InputError, Problem, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, Form, Message
@@ -57,17 +58,7 @@ class Encoding:
     skipped: tuple[tuple[int, str, str], ...] = ()
 
 
-class Conversations(Protocol):
-    """Rows of one form; `rows` may be iterable only once."""
-
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def rows(self) -> Iterable[Conversation]: ...
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
     """Rows that were encoded together, each as its tokens or as (id, place, fault).
 
@@ -75,10 +66,10 @@ class _Batch:
     the rows of text that contain special tokens.
     """
 
-    rows: list[EncodedRow | tuple[int, str, str]]
-    stops: set[int]
-    extended: bool
-    spelling: list[str]
+    rows: list[EncodedRow | tuple[int, str, str]] = field(default_factory=list)
+    stops: set[int] = field(default_factory=set)
+    extended: bool = False
+    spelling: list[str] = field(default_factory=list)
 
 
 MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Conversation]]], Iterable[_Batch]]
@@ -87,7 +78,8 @@ MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Con
 
 def encode_each(
     tokenizer: Tokenizer,
-    data: Conversations,
+    form: Form,
+    conversations: Iterable[Conversation],
     max_length: int,
     train_on: TrainOn,
     keep: Callable[[EncodedRow], None],
@@ -96,7 +88,7 @@ def encode_each(
     positions: int | None = None,
     map_batches: MapBatches = map,
 ) -> Encoding:
-    """Encode every row in order, cut at its end to `max_length`, and pass it to `keep`.
+    """Encode every row of one form in order, cut at its end to `max_length`, and pass it to `keep`.
 
     skip_bad: skip a row with a fault. positions: the most tokens that the model can read; None: unknown.
 
@@ -112,22 +104,19 @@ def encode_each(
         raise InputError(
             [Problem("model.max_length", f"must be 2 at least, since the first token of a row is given ({max_length})")]
         )
-    encoder = _Encoder(tokenizer, data.form, train_on)
-    problems = ProblemList(skips=skip_bad)
+    encoder = _Encoder(tokenizer, form, train_on)
+    problems, all_ = ProblemList(skips=skip_bad), _Batch()
     skipped: list[tuple[int, str, str]] = []
-    stops: set[int] = set()
-    spelling: list[str] = []
-    extended = False
     cut = cut_tokens = cut_trained = 0
-    rows = iter(data.rows)
+    rows = iter(conversations)
 
     def encode(together: list[Conversation]) -> _Batch:
         return encoder.batch(together, max_length, positions, skip_bad)
 
     for batch in map_batches(encode, iter(lambda: list(islice(rows, _AT_ONCE)), [])):
-        stops |= batch.stops
-        spelling += batch.spelling
-        extended = extended or batch.extended
+        all_.stops |= batch.stops
+        all_.spelling += batch.spelling
+        all_.extended |= batch.extended
         for row in batch.rows:
             if isinstance(row, EncodedRow):
                 keep(row)
@@ -140,13 +129,14 @@ def encode_each(
     notes = []
     if encoder.dated:
         notes.append("the chat template writes today's date; it is given one day always, so that runs can be repeated")
-    if spelling:
-        first = f"(first: {spelling[0]})"
-        notes.append(f"{len(spelling)} rows of text spell special tokens, which are read as such {first}")
+    if all_.spelling:
+        first = f"(first: {all_.spelling[0]})"
+        notes.append(f"{len(all_.spelling)} rows of text spell special tokens, which are read as such {first}")
     if cut:
         lost = f"{cut_tokens} tokens are dropped, {cut_trained} of them to be trained"
         notes.append(f"{cut} {'row is' if cut == 1 else 'rows are'} cut to {max_length} tokens: {lost}")
-    return Encoding(encoder.mask_source(extended=extended), tuple(sorted(stops)), tuple(notes), tuple(skipped))
+    source = encoder.mask_source(extended=all_.extended)
+    return Encoding(source, tuple(sorted(all_.stops)), tuple(notes), tuple(skipped))
 
 
 def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
@@ -156,10 +146,8 @@ def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message])
     """
     encoder = _Encoder(tokenizer, form, "assistant")
     prompt = Conversation(0, tuple(messages), "the prompt")
-    fault = encoder.special_fault(prompt)
     try:
-        if fault is not None:
-            raise TemplateFault(fault)
+        encoder.require_plain(prompt)
         ids = tokenizer.plain_ids([encoder.text(prompt.messages, asks=True)])[0]
         return [*encoder.opening_of(ids), *ids]
     except TemplateFault as error:
@@ -211,10 +199,6 @@ class _Turn:
     answer: bool
 
 
-Weighed = tuple[list[int], list[float]]
-"""The ids of a row and the weight of each."""
-
-
 class _Encoder:
     """Writes rows of one form for one tokenizer, and determines the weights of their tokens."""
 
@@ -241,10 +225,8 @@ class _Encoder:
         self._splits: bool | None = None if exact and not any(token.single_word for token in added.values()) else False
         self._added = re.compile(f"({_any_of(token.content for token in added.values()).pattern})")
         self._id_of_added = {token.content: id_ for id_, token in added.items()}
-        self._blank: dict[int, bool] = {}
-        self._stops: set[int] = set()
-        self._extended = False
-        self._spelling: list[str] = []
+        self._is_blank = cache(lambda id_: not str(base.decode([id_])).strip())
+        self._batch = _Batch()
         self.opening: list[int] = []
         self._closing: int | None = None
         if not self.templated:
@@ -266,20 +248,17 @@ class _Encoder:
             return "prefixes of the template, verified"
         return "the template's generation marks" + (", and the stop token after each" if extended else "")
 
-    def special_fault(self, row: Conversation) -> str | None:
-        """Why the special tokens that a row spells make it unusable, or None.
-
-        A special token in a message would end its turn or begin another. The author of a row of text writes its turns
-        too, so there special tokens are only noted.
-        """
+    def require_plain(self, row: Conversation) -> None:
+        """Raise `TemplateFault` for a message that spells a special token. In a row of text, whose author writes the
+        turns too, they are only noted."""
         for place, message in enumerate(row.messages):
             found = next(filter(None, map(self._spelled.search, (message.content, message.extra, message.tools))), None)
             if found is not None and self._form == "text":
-                self._spelling.append(row.where)
+                self._batch.spelling.append(row.where)
             elif found is not None:
                 what = f"{self._name(place)} spells the special token {shown(found[0])} at character {found.start()}"
-                return f"{what}, which would be read as one of the template's own; take it out, or write it otherwise"
-        return None
+                remedy = "which would be read as one of the template's own; take it out, or write it otherwise"
+                raise TemplateFault(f"{what}, {remedy}")
 
     def _name(self, place: int) -> str:
         return ("prompt", "completion")[place] if self._form == "prompt and completion" else f"message {place}"
@@ -297,47 +276,35 @@ class _Encoder:
 
     def batch(self, rows: Iterable[Conversation], most: int, positions: int | None, skips: bool) -> _Batch:
         """Encode `rows`. most, positions, skips: as for `encode_each`."""
-        self._stops, self._extended, self._spelling = set(), False, []
-        found: list[EncodedRow | tuple[int, str, str]] = []
-        for row, weighed in self._weighed(rows):
-            fault = weighed if isinstance(weighed, str) else _untrained(weighed[1], most, positions, skips)
-            if isinstance(weighed, tuple) and not fault:
-                ids, weights = weighed
-                lost = weights[most:]
-                row_ids, row_weights = array("i", ids[:most]), array("f", weights[:most])
-                found.append(EncodedRow(row.id, row_ids, row_weights, len(lost), len(lost) - lost.count(0.0)))
-            else:
-                found.append((row.id, row.where, fault))
-        return _Batch(found, self._stops, self._extended, self._spelling)
-
-    def _weighed(self, rows: Iterable[Conversation]) -> Iterator[tuple[Conversation, Weighed | str]]:
-        """Each row with its ids and weights, or its fault."""
-        drafts: list[tuple[Conversation, tuple[str, list[_Turn]] | str]] = []
+        self._batch = _Batch()
+        drafts: list[tuple[Conversation, str, list[_Turn], TemplateFault | None]] = []
         for row in rows:
             try:
-                fault = self.special_fault(row)
-                drafts.append((row, self._draft(row) if fault is None else fault))
+                self.require_plain(row)
+                drafts.append((row, *self._draft(row), None))
             except TemplateFault as error:
-                drafts.append((row, str(error)))
-        written = [draft for _, draft in drafts if not isinstance(draft, str)]
-        texts = {
-            text: None
-            for whole, turns in written
-            for text in (whole, *(t for turn in turns for t in (turn.before, turn.after)))
-        }
-        ids = dict(zip(texts, self._ids_of([*texts]), strict=True))
-        for row, draft in drafts:
+                drafts.append((row, "", [], error))
+        texts: dict[str, None] = {}
+        for _, whole, turns, fault in drafts:
+            if fault is None:
+                texts |= dict.fromkeys((whole, *(text for turn in turns for text in (turn.before, turn.after))))
+        ids_of = dict(zip(texts, self._ids_of([*texts]), strict=True))
+        for row, whole, turns, fault in drafts:
             try:
-                yield row, draft if isinstance(draft, str) else self._weigh(ids, *draft)
+                if fault is not None:
+                    raise fault
+                ids, weights = self._weigh(ids_of, whole, turns)
+                if not any(weights[:most]):
+                    raise TemplateFault(_untrained(weights, most, positions, skips))
+                lost, kept = weights[most:], (array("i", ids[:most]), array("f", weights[:most]))
+                self._batch.rows.append(EncodedRow(row.id, *kept, len(lost), len(lost) - lost.count(0.0)))
             except TemplateFault as error:
-                yield row, str(error)
+                self._batch.rows.append((row.id, row.where, str(error)))
+        return self._batch
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        """`plain_ids` of texts that begin each other. Each part between added tokens is tokenised once.
-
-        Some tokenizers treat the first part otherwise. So the first texts are also tokenised whole, and if any ids
-        differ, all texts are.
-        """
+        """`plain_ids` of texts that begin each other. Each part between added tokens is tokenised once, unless the ids
+        of the first texts, which are also tokenised whole, show that the tokenizer treats a first part otherwise."""
         if self._splits is False:
             return self._tokenizer.plain_ids(texts)
         split = [self._added.split(text) for text in texts]
@@ -374,7 +341,10 @@ class _Encoder:
             before = self.text(messages[:place], asks=answer) if place or self._template is None else ""
             after = whole if place == len(messages) - 1 else self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
-                raise TemplateFault(_no_prefix(self._name(place)))
+                what = f"what the chat template writes up to {self._name(place)} when it asks for it"
+                remedy = "take a template with generation marks, or make a row of each answer"
+                why = "does not begin the whole row, so that nothing says which tokens are the answer"
+                raise TemplateFault(f"{what} {why}; {remedy}")
             if not all(said in after[len(before) :] for said in _required_texts(message)):
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             if message.weight:
@@ -403,11 +373,8 @@ class _Encoder:
             raise TemplateFault(f"{what}, so that it would not be trained; {remedy}")
 
     def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
-        """A row's text, and the spans that the template marks as written by the model.
-
-        The answers are searched in the marked spans in order. Other marked spans, such as an end token after the whole,
-        get the weight of the answers; if the answers have different weights, the row is refused.
-        """
+        """A row's text, and the spans that the template marks as written by the model: the answers in order, and other
+        spans, such as an end token after the whole, which get the weight that all answers must have then."""
         rendered = template.render(messages)
         self._all_there(messages, rendered.text)
         answers = [(place, message) for place, message in enumerate(messages) if message.role == ANSWERS]
@@ -439,7 +406,7 @@ class _Encoder:
         written = self._form == "text" and list(ids[: len(self.opening)]) == self.opening
         return [] if written else self.opening
 
-    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> Weighed:
+    def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> tuple[list[int], list[float]]:
         whole = ids_of[text]
         usual = 1.0 if self._all else 0.0
         weights = [usual] * len(whole)
@@ -448,12 +415,12 @@ class _Encoder:
             start, end = self._span(whole, ids_of[turn.before], ids_of[turn.after], turn)
             weights[start:end] = [turn.weight] * (end - start)
             if self._closing is None and turn.answer:
-                self._stops.add(whole[end - 1])
+                self._batch.stops.add(whole[end - 1])
             elif turn.answer:
                 closings.append((end, turn.weight))
         ids = list(whole)
         if self._closing is not None:
-            self._stops.add(self._closing)
+            self._batch.stops.add(self._closing)
             for end, weight in reversed(closings):
                 ids.insert(end, self._closing)
                 weights.insert(end, weight)
@@ -472,14 +439,12 @@ class _Encoder:
         return ids, weights
 
     def _span(self, whole: list[int], before: list[int], after: list[int], turn: _Turn) -> tuple[int, int]:
-        """The span of one message's tokens in `whole`, up to and with the token that closes it.
-
-        Raises `TemplateFault` unless the tokens before it are the first of the row, and its own tokens are the same as
-        if it were the last message.
-        """
+        """The span of one message's tokens in `whole`, up to and with the token that closes it. The tokens before it
+        must be the first of the row, and its own tokens the same as if it were the last message."""
         start = len(before)
         if whole[:start] != before or after[:start] != before:
-            raise TemplateFault(_no_prefix(self._name(turn.place), merged=True))
+            what = f"the last token before {self._name(turn.place)} and its first one merge into another"
+            raise TemplateFault(f"{what}; let white space between them begin the second, not end the first")
         own = after[start:]
         if not own:
             raise TemplateFault(f"the chat template writes nothing of {self._name(turn.place)}")
@@ -502,16 +467,11 @@ class _Encoder:
         if stop is not None:
             return own[: stop + 1]
         if self._template is not None and self._template.marked and following and following[0] in self._special:
-            self._extended = True
+            self._batch.extended = True
             return own + following
         end = shown(self._tokenizer.base.decode(own[-8:]))
         what = f"the chat template closes {self._name(turn.place)} with no special token (it ends in {end})"
         raise TemplateFault(f"{what}: a model would not learn to stop; close answers with the end token there")
-
-    def _is_blank(self, id_: int) -> bool:
-        if id_ not in self._blank:
-            self._blank[id_] = not str(self._tokenizer.base.decode([id_])).strip()
-        return self._blank[id_]
 
 
 def _required_texts(message: Message) -> tuple[str, ...]:
@@ -527,19 +487,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, written)) or "(?!)")
 
 
-def _no_prefix(name: str, *, merged: bool = False) -> str:
-    if merged:
-        remedy = "let white space between them begin the second, not end the first"
-        return f"the last token before {name} and its first one merge into another; {remedy}"
-    what = f"what the chat template writes up to {name} when it asks for it does not begin the whole row"
-    remedy = "take a template with generation marks, or make a row of each answer"
-    return f"{what}, so that nothing says which tokens are the answer; {remedy}"
-
-
 def _untrained(weights: list[float], most: int, positions: int | None, skips: bool) -> str:
-    """A fault if none of a row's first `most` tokens is trained; else empty."""
-    if any(weights[:most]):
-        return ""
     first = next((place for place, weight in enumerate(weights) if weight), None)
     if first is None:
         return "no token of it would be trained: all its answers have weight 0"

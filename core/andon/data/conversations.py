@@ -76,9 +76,6 @@ class ConversationSet(Examples):
     origins: Origins | None = field(default=None, compare=False, repr=False)
     labels = ()
 
-    def about(self) -> str:
-        return "task sft"
-
     @cached_property
     def digest(self) -> str:
         sha = hashlib.sha256()
@@ -163,16 +160,10 @@ class Reading:
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
         """The usable rows of the files in turn. Raises `InputError` at the end, with all faults."""
-        for path in paths:
-            with closing(open_table(path, self.problems)) as table:
-                for record in self.origins.records(table, self.problems):
-                    row = self._take(table, record)
-                    if row is not None:
-                        self.origins.add(record.line)
-                        yield row
+        yield from self.origins.read(paths, self.problems, self._parsed)
         self.problems.raise_if_any()
 
-    def _take(self, table: Table, record: Record) -> Conversation | None:
+    def _parsed(self, table: Table, record: Record) -> tuple[Conversation, list[str]]:
         where = table.place(record.line)
         faults: list[str] = []
         fields = _as_messages(record.fields, faults)
@@ -183,14 +174,10 @@ class Reading:
         faults += self.origins.repeated(table, record)
         if form == "text" and fields.get("tools"):
             faults.append("column 'tools' is there, and a text is learned as it is; write tools into the text")
-        for fault in faults:
-            self.problems.add_row(where, fault)
-        if faults:
-            return None
-        if self.form is None:  # only a usable row decides the form of its file
+        if not faults and self.form is None:  # only a usable row decides the form of its file
             self.form, self.first = form, where
         source = record.fields.get(SOURCE_COLUMN)
-        return Conversation(len(self.origins), messages, where, "" if source is None else str(source))
+        return Conversation(len(self.origins), messages, where, "" if source is None else str(source)), faults
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
@@ -199,42 +186,38 @@ def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, 
     A string is one message of a user. An answer at the end of a list of messages is dropped. Raises `InputError` with
     every fault found, each as file:line.
     """
-    problems = ProblemList()
-    found: list[tuple[Message, ...]] = []
+    problems, found = ProblemList(), list[tuple[Message, ...]]()
+    names = ("prompt", "messages") if column is None else (column,)
     with closing(open_table(path, problems)) as table:
         for record in table.records:
-            faults: list[str] = []
-            found.append(_prompt(record.fields, column, faults))
+            faults, messages = list[str](), list[Message]()
+            fields = record.fields if column is not None else _as_messages(record.fields, faults)
+            name = next((name for name in names if fields.get(name) is not None), None)
+            given = None if name is None else fields[name]
+            if name is None:
+                hint = next(
+                    filter(None, (did_you_mean(each, fields) for each in names)), "; name it with --prompt-column"
+                )
+                wanted, there = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
+                faults.append(f"has no column {wanted}; there are {there}{hint}")
+            elif isinstance(given, str):
+                faults += filter(None, [column_fault(name, given)])
+                messages = [Message("user", given)]
+            elif isinstance(given, list):
+                messages = _listed(name, given, faults)
+                if messages and messages[-1].role == ANSWERS:
+                    messages.pop()
+                if not messages and not faults:
+                    faults.append(f"{name} asks nothing: all that it holds is an answer")
+            else:
+                faults.append(f"{name} {must_be('a string or a list of messages', given)}")
+            found.append(_with_tools(tuple(messages), fields, faults))
             for fault in faults:
                 problems.add(table.place(record.line), fault)
     if not found and not problems:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()
     return tuple(found)
-
-
-def _prompt(fields: Mapping[str, object], column: str | None, faults: list[str]) -> tuple[Message, ...]:
-    fields = fields if column is not None else _as_messages(fields, faults)
-    names = ("prompt", "messages") if column is None else (column,)
-    name = next((name for name in names if fields.get(name) is not None), None)
-    if name is None:
-        hint = next(filter(None, (did_you_mean(each, fields) for each in names)), "; name it with --prompt-column")
-        wanted, there = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
-        faults.append(f"has no column {wanted}; there are {there}{hint}")
-        return ()
-    given = fields[name]
-    if isinstance(given, str):
-        faults += filter(None, [column_fault(name, given)])
-        return _with_tools((Message("user", given),), fields, faults)
-    if not isinstance(given, list):
-        faults.append(f"{name} {must_be('a string or a list of messages', given)}")
-        return ()
-    messages = _listed(name, given, faults)
-    if messages and messages[-1].role == ANSWERS:
-        messages.pop()
-    if not messages and not faults:
-        faults.append(f"{name} asks nothing: all that it holds is an answer")
-    return _with_tools(tuple(messages), fields, faults)
 
 
 def conversations_in(fields: Mapping[str, object]) -> str:
@@ -251,31 +234,27 @@ def conversations_in(fields: Mapping[str, object]) -> str:
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
     source = conversations_in(fields)
     if "ShareGPT" in source:
-        given = [_of_sharegpt(each) for each in fields["conversations"]]  # type: ignore[attr-defined]
+        given: list[Any] = []
+        for each in fields["conversations"]:  # type: ignore[attr-defined]
+            if isinstance(each, dict) and "from" in each:
+                role = _SHAREGPT_ROLES.get(str(each["from"]), each["from"])
+                more = {key: value for key, value in each.items() if key not in ("from", "value")}
+                given.append(more | {"role": role, "content": each.get("value")})
+            else:
+                given.append(each)
     elif "Alpaca" in source:
-        given = _of_alpaca(fields, faults)
+        texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
+        faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
+        if fields.get("history"):
+            faults.append("column 'history' is there, and is not read: write such rows as messages")
+        question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
+        given = [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
     else:
         return fields
     system = fields.get("system")
     if system and not any(isinstance(each, dict) and each.get("role") == "system" for each in given):
         given.insert(0, {"role": "system", "content": system})
     return {name: value for name, value in fields.items() if name != "text"} | {"messages": given}
-
-
-def _of_sharegpt(given: object) -> object:
-    if not isinstance(given, dict) or "from" not in given:
-        return given
-    more = {key: value for key, value in given.items() if key not in ("from", "value")}
-    return more | {"role": _SHAREGPT_ROLES.get(str(given["from"]), given["from"]), "content": given.get("value")}
-
-
-def _of_alpaca(fields: Mapping[str, object], faults: list[str]) -> list[object]:
-    texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
-    faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
-    if fields.get("history"):
-        faults.append("column 'history' is there, and is not read: write such rows as messages")
-    question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
-    return [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
 
 
 def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
@@ -326,17 +305,6 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
             faults += filter(None, [column_fault(key, given[key])])
     faults += filter(None, [column_fault("tool_calls", _json(found))])
     return _json(found) if found else ""
-
-
-def _text_of(content: object, faults: list[str]) -> object:
-    if not isinstance(content, list) or not content:
-        return content
-    texts = [each.get("text") if isinstance(each, dict) else each for each in content]
-    for place, (part, text) in enumerate(zip(content, texts, strict=True)):
-        kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        if kind != "text" or not isinstance(text, str):
-            faults.append(f"content[{place}] is of the type {shown(kind)}; only text is read ({shown(part)})")
-    return "".join(map(str, texts))
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
@@ -414,7 +382,14 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
     if not isinstance(given, dict):
         return None, [must_be("an object with a role and a content", given)]
     faults: list[str] = []
-    role, content = given.get("role"), _text_of(given.get("content"), faults)
+    role, content = given.get("role"), given.get("content")
+    if isinstance(content, list) and content:
+        texts = [each.get("text") if isinstance(each, dict) else each for each in content]
+        for place, (part, text) in enumerate(zip(content, texts, strict=True)):
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text" or not isinstance(text, str):
+                faults.append(f"content[{place}] is of the type {shown(kind)}; only text is read ({shown(part)})")
+        content = "".join(map(str, texts))
     extra = _extra(given, role, faults)
     content = "" if content is None and "tool_calls" in extra else content
     if role is None:
@@ -428,38 +403,24 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
         faults += filter(None, [column_fault("content", content)])
     for key, value in given.items():
         if key not in _KEYS and value is not None and value != []:
-            faults.append(
-                f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{did_you_mean(str(key), _KEYS)}"
-            )
-    weight = _weight(given, role, faults)
-    return (None, faults) if faults else (Message(str(role), str(content), weight, extra), [])
-
-
-def _weight(given: Mapping[str, object], role: object, faults: list[str]) -> float:
-    """The message's weight by its `weight` or `train`; 1 without both."""
-    weight, train = given.get("weight"), given.get("train")
+            hint = did_you_mean(str(key), _KEYS)
+            faults.append(f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{hint}")
+    # Its weight: by `weight` or `train`, else 1.
+    weight, train, number = given.get("weight"), given.get("train"), 1.0
     if train is not None and not isinstance(train, bool):
         faults.append(f"train {must_be('true or false', train)}")
-        return 0.0
-    if weight is None:
-        number = 1.0 if train is None else float(train)
-    elif isinstance(weight, bool) or not isinstance(weight, int | float):
+    elif weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
         faults.append(f"weight {must_be('a number of 0 or more', weight)}")
-        return 0.0
     else:
-        number = _single(weight)
+        try:
+            (number,) = struct.unpack("<f", struct.pack("<f", (train is not False) if weight is None else weight))
+        except (OverflowError, struct.error):  # struct.error: an integer too large for a double
+            number = math.inf
         if not 0.0 <= number < math.inf:
             faults.append(f"weight must be a number from 0 to 3.4e38, is {shown(weight)}")
-        if train is not None and train != (number > 0):
+        if weight is not None and train is not None and train != (number > 0):
             faults.append(f"has train {str(train).lower()} and weight {shown(weight)}; keep one of them")
-    if role != ANSWERS and number > 0 and (weight is not None or train is not None):
-        faults.append(f"is from {shown(role)} and is to be trained; by themselves only messages from {ANSWERS!r} are")
-    return number
-
-
-def _single(weight: float) -> float:
-    try:
-        (number,) = struct.unpack("<f", struct.pack("<f", weight))
-    except (OverflowError, struct.error):  # struct.error: an integer too large for a double
-        return math.inf
-    return float(number)
+        if role != ANSWERS and number > 0 and (weight is not None or train is not None):
+            own = f"by themselves only messages from {ANSWERS!r} are"
+            faults.append(f"is from {shown(role)} and is to be trained; {own}")
+    return (None, faults) if faults else (Message(str(role), str(content), number, extra), [])

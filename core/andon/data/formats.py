@@ -25,7 +25,6 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 
 LONGEST_LINE = 64 * 2**20
 """The longest line that is read, in bytes."""
-_LONGEST_INTEGER = 400
 _RECORDS_AT_ONCE = 1024
 _LINES = (".jsonl", ".json")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -96,13 +95,13 @@ def _opened(path: Path, problems: ProblemList) -> tuple[Table, BinaryIO]:
         raise InputError([Problem(str(path), what)])
     require_file(path)
     assert kind is not None
-    file = None
     with _readable(path):
-        if _held:
-            before, file = _held.pop()
-            if before != path or _identity(os.fstat(file.fileno())) != _identity(path.stat()):
-                file.close()
-                file = None
+        before, file = _held.pop() if _held else (None, None)
+        if file is not None and not (
+            before == path and identity_of(os.fstat(file.fileno())) == identity_of(path.stat())
+        ):
+            file.close()
+            file = None
         file = path.open("rb") if file is None else file
     try:
         return kind(path, file, problems), file
@@ -111,7 +110,8 @@ def _opened(path: Path, problems: ProblemList) -> tuple[Table, BinaryIO]:
         raise
 
 
-def _identity(found: os.stat_result) -> tuple[int, ...]:
+def identity_of(found: os.stat_result) -> tuple[int, ...]:
+    """What changes if the file is another one or is written."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
@@ -139,9 +139,8 @@ def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int
         file.seek(offset)
         while line := file.readline(LONGEST_LINE):
             number += 1
-            nul = line.find(0)
-            if nul >= 0:
-                what = f"a NUL byte at byte {offset + nul} of the file; the file must be text in UTF-8"
+            if 0 in line:
+                what = f"a NUL byte at byte {offset + line.index(0)} of the file; the file must be text in UTF-8"
                 note(f"{path}:{number}", what)
             else:
                 try:
@@ -157,30 +156,9 @@ def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int
                 raise InputError([Problem(f"{path}:{number}", what)])
 
 
-Lines = Callable[[Note], Iterator[tuple[int, str]]]
-"""The numbered lines of a file, once; faults of lines go to the argument."""
-
-
-def _peeked(path: Path, file: BinaryIO) -> tuple[str, Lines]:
-    """The first line that is not blank, and all lines from the first on."""
-    early: list[tuple[str, str]] = []
-    sink: list[Note] = [lambda where, what: early.append((where, what))]
-    numbered = numbered_lines(path, file, lambda where, what: sink[0](where, what))
-    head: list[tuple[int, str]] = []
-    while not head or not head[-1][1].strip():
-        line = next(numbered, None)
-        if line is None:
-            break
-        head.append(line)
-
-    def lines(note: Note) -> Iterator[tuple[int, str]]:
-        sink[0] = note
-        for where, what in early:
-            note(where, what)
-        yield from head
-        yield from numbered
-
-    return head[-1][1] if head else "", lines
+def _first_line(path: Path, file: BinaryIO) -> str:
+    """The first line that is not blank, or an empty string."""
+    return next((text for _, text in numbered_lines(path, file, lambda *_: None) if text.strip()), "")
 
 
 # JSON
@@ -188,17 +166,16 @@ def _peeked(path: Path, file: BinaryIO) -> tuple[str, Lines]:
 
 def json_records(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
     """One JSON object a line, blank lines aside, or one array of objects, which is held whole."""
-    first, lines = _peeked(path, file)
 
     def of_lines() -> Iterator[Record]:
-        for number, line in lines(problems.add_row):
+        for number, line in numbered_lines(path, file, problems.add_row):
             if line.strip():
                 where = f"{path}:{number}"
                 for value in _values(line.rstrip("\r\n"), where, problems.add_row):
                     yield from record(number, value, where)
 
     def of_array() -> Iterator[Record]:
-        text = "".join(line for _, line in lines(problems.add))
+        text = "".join(line for _, line in numbered_lines(path, file, problems.add))
         for array in _values(text, str(path), problems.add):
             for number, value in enumerate(array, start=1):
                 yield from record(number, value, f"{path} row {number}")
@@ -209,9 +186,8 @@ def json_records(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
         else:
             problems.add_row(where, f"must be a JSON object, is {shown(value)}")
 
-    if first.lstrip().startswith("["):
-        return Table(path, None, True, of_array(), " row ")
-    return Table(path, None, True, of_lines())
+    array = _first_line(path, file).lstrip().startswith("[")
+    return Table(path, None, True, of_array(), " row ") if array else Table(path, None, True, of_lines())
 
 
 def _values(text: str, where: str, note: Note) -> list[Any]:
@@ -238,7 +214,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _LONGEST_INTEGER:
+    if len(digits) > 400:
         raise ValueError(f"an integer of {len(digits)} digits")
     return int(digits)
 
@@ -255,10 +231,9 @@ def comma_separated(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
 
     The delimiter is a semicolon if the header has semicolons and no comma, as in spreadsheets of many countries.
     """
-    header, lines = _peeked(path, file)
-    plain = re.sub(r'"[^"]*"', "", header)
+    plain = re.sub(r'"[^"]*"', "", _first_line(path, file))
     delimiter = ";" if ";" in plain and "," not in plain else ","
-    table = _with_header(path, _delimited_records(path, lines, delimiter, problems), problems)
+    table = _with_header(path, _delimited_records(path, file, delimiter, problems), problems)
     return replace(table, note="its fields are separated by ';'") if delimiter == ";" else table
 
 
@@ -271,20 +246,19 @@ def tabbed(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
     lines is refused if each of these lines looks like a record.
     """
 
-    def lines(note: Note) -> Iterator[tuple[int, str]]:
-        return numbered_lines(path, file, note)
-
     def unquoted() -> Cells:
-        for number, text in lines(problems.add_row):
+        for number, text in numbered_lines(path, file, problems.add_row):
             if text.strip(" \r\n"):
                 yield number, [_unquoted(cell) for cell in text.rstrip("\r\n").split("\t")]
 
-    every = (text.rstrip("\r\n").split("\t") for _, text in lines(ProblemList().add) if text.strip(" \r\n"))
+    lines = numbered_lines(path, file, lambda *_: None)
+    every = (text.rstrip("\r\n").split("\t") for _, text in lines if text.strip(" \r\n"))
     header = next(every, [])
     quoted = header[:1] != [] and header[0].startswith('"')
     if not quoted and len(header) > 1 and all(len(cells) == len(header) for cells in every):
         return _with_header(path, unquoted(), problems)
-    return _with_header(path, _delimited_records(path, lines, "\t", problems, 0 if quoted else len(header)), problems)
+    fields = 0 if quoted else len(header)
+    return _with_header(path, _delimited_records(path, file, "\t", problems, fields), problems)
 
 
 def _unquoted(cell: str) -> str:
@@ -317,14 +291,14 @@ def _with_header(path: Path, rows: Cells, problems: ProblemList) -> Table:
     return Table(path, columns, False, records())
 
 
-def _delimited_records(path: Path, source: Lines, delimiter: str, problems: ProblemList, fields: int = 0) -> Cells:
+def _delimited_records(path: Path, file: BinaryIO, delimiter: str, problems: ProblemList, fields: int = 0) -> Cells:
     """The records that are not blank. fields: refuse a record of several lines if each line has so many fields by
     itself; 0: never."""
     last = whole = 0
 
     def lines() -> Iterator[str]:
         nonlocal last, whole
-        for number, text in source(problems.add_row):
+        for number, text in numbered_lines(path, file, problems.add_row):
             last = number
             whole += text.count(delimiter) + 1 == fields
             yield text

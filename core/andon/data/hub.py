@@ -37,42 +37,27 @@ def require_on_hub(name: str, revision: str | None = None) -> None:
 
     A model whose configuration is in the hub's cache passes without a request.
     """
+    from huggingface_hub import HfApi, errors, try_to_load_from_cache
+
     if Path(name).exists():
         raise InputError([Problem("model.base", f"{name!r} is a file; give the model's folder")])
-    why = _refusal(name, revision)
-    if why is not None:
-        raise InputError([Problem("model.base", f"there is no folder {name!r} here, and {why}")])
-
-
-def _refusal(name: str, revision: str | None) -> str | None:
-    from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
     at = "" if revision is None else f" at revision {revision!r}"
-
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
-            return None
-        HfApi().model_info(name, revision=revision, timeout=_ANSWER_S)
-    except HFValidationError:
-        return "the name can be no hub id, which is NAME or OWNER/NAME"
-    except OfflineModeIsEnabled:
-        return f"no model of that name{at} in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
-    except GatedRepoError:
-        return None  # it is there; loading it says what access it needs
-    except RepositoryNotFoundError:
-        return "the hub has no model of that name that you may see"
-    except RevisionNotFoundError:
-        return f"the hub has the model of that name, but not{at}"
-    except HfHubHTTPError:
-        return None  # the hub answers otherwise; loading tries again where that may help
+        if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            HfApi().model_info(name, revision=revision, timeout=_ANSWER_S)
+        return
+    except errors.HFValidationError:
+        why = "the name can be no hub id, which is NAME or OWNER/NAME"
+    except errors.OfflineModeIsEnabled:
+        why = f"no model of that name{at} in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
+    except errors.GatedRepoError:
+        return  # it is there; loading it says what access it needs
+    except errors.RepositoryNotFoundError:
+        why = "the hub has no model of that name that you may see"
+    except errors.RevisionNotFoundError:
+        why = f"the hub has the model of that name, but not{at}"
+    except errors.HfHubHTTPError:
+        return  # the hub answers otherwise; loading tries again where that may help
     except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client uses
-        return f"the hub could not be reached ({type(error).__name__}: {error})"
-    return None
+        why = f"the hub could not be reached ({type(error).__name__}: {error})"
+    raise InputError([Problem("model.base", f"there is no folder {name!r} here, and {why}")])

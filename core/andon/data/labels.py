@@ -14,14 +14,10 @@ ClassWeights = Literal["uniform", "inverse", "sqrt_inverse"]
 
 _FRACTION = re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?")
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|infinity|nan)", re.IGNORECASE | re.ASCII)
-_NEGATIVE = re.compile(r"-\d+")
 _AS_SETS = "; to learn several labels a row: --task multi-label"
 _AS_NUMBERS = "; to learn the numbers themselves: --task regression"
-_SEPARATOR = "--set data.label_separator=';'"
 LARGEST_TARGET = 3e38
 """The largest target; a model's fp32 numbers end a little above it."""
-_LONGEST_INTEGER = 18
-"""A label of a table with more digits is a name."""
 
 
 def text_fault(text: str) -> str | None:
@@ -47,45 +43,48 @@ def must_be(wanted: str, value: object) -> str:
     return f"must be {wanted}, is {'null' if value is None else shown(value)}"
 
 
-def label_fault(label: object, typed: bool) -> str | None:
-    """Why a class label is unusable, or None. `typed`: numbers and strings differ (JSON); else all is text."""
+def class_of(label: object, typed: bool) -> tuple[object, str | None]:
+    """The label of a class, and why it is unusable, or None. `typed`: numbers and strings differ; else all is text."""
+    fault = None
+    negative = f"label {label} is negative; labels are integers from 0, or strings"
     if label is None:
-        return "label is null"
-    if isinstance(label, str):
+        fault = "label is null"
+    elif isinstance(label, str):
         fault = text_fault(label)
         if fault is not None:
-            return f"label {fault}"
-        if not typed and _FRACTION.fullmatch(label):
-            return f"label {label} is a number with a fraction; labels are integers from 0, or strings{_AS_NUMBERS}"
-        if not typed and _NEGATIVE.fullmatch(label):
-            return f"label {label} is negative; labels are integers from 0, or strings"
-        return None
-    if isinstance(label, int) and not isinstance(label, bool):
-        return None if label >= 0 else f"label {label} is negative; labels are integers from 0, or strings"
-    hint = _AS_NUMBERS if isinstance(label, float) else _AS_SETS if isinstance(label, list) else ""
-    return f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings{hint}"
+            fault = f"label {fault}"
+        elif not typed and _FRACTION.fullmatch(label):
+            fault = f"label {label} is a number with a fraction; labels are integers from 0, or strings{_AS_NUMBERS}"
+        elif not typed and re.fullmatch(r"-\d+", label):
+            fault = negative
+    elif isinstance(label, int) and not isinstance(label, bool):
+        fault = None if label >= 0 else negative
+    else:
+        hint = _AS_NUMBERS if isinstance(label, float) else _AS_SETS if isinstance(label, list) else ""
+        fault = f"label {shown(label)} is a {type(label).__name__}; labels are integers from 0, or strings{hint}"
+    return label, fault
 
 
-def target_of(label: object, typed: bool) -> float | str:
-    """The target number, or why it is unusable. `typed`: numbers and strings differ (JSON); else all is text."""
+def target_of(label: object, typed: bool) -> tuple[float, str | None]:
+    """The target number, and why it is unusable, or None. `typed`: numbers and strings differ; else all is text."""
     if label is None:
-        return "label is null"
+        return 0.0, "label is null"
     if isinstance(label, bool) or not isinstance(label, int | float if typed else str):
-        return f"label {shown(label)} is a {type(label).__name__}, and a number is learned"
+        return 0.0, f"label {shown(label)} is a {type(label).__name__}, and a number is learned"
     if isinstance(label, str) and not _NUMBER.fullmatch(label.strip()):
-        return f"label {shown(label)} is no number"
+        return 0.0, f"label {shown(label)} is no number"
     try:
         number = float(label)
     except OverflowError:  # an integer of JSON has any number of digits
         number = math.inf
     if math.isnan(number):
-        return f"label {shown(label)} is not finite"
+        return 0.0, f"label {shown(label)} is not finite"
     if abs(number) > LARGEST_TARGET:
-        return f"label {shown(label)} is beyond {LARGEST_TARGET:g}, and a model gives numbers of fp32"
-    return number
+        return 0.0, f"label {shown(label)} is beyond {LARGEST_TARGET:g}, and a model gives numbers of fp32"
+    return number, None
 
 
-def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...], str | None]:
+def label_set_of(separator: str | None, label: object, typed: bool) -> tuple[tuple[str, ...], str | None]:
     """The labels of a row, and why they are unusable, or None.
 
     A list of strings, or a string with `separator` between labels; an empty string has no label.
@@ -93,7 +92,8 @@ def label_set_of(label: object, separator: str | None) -> tuple[tuple[str, ...],
     if isinstance(label, str) and separator is not None:
         label = [part.strip() for part in label.split(separator)] if label.strip() else []
     if isinstance(label, str):
-        return (), f"label {shown(label)} is one string; write a list, or say what is between labels: {_SEPARATOR}"
+        remedy = "--set data.label_separator=';'"
+        return (), f"label {shown(label)} is one string; write a list, or say what is between labels: {remedy}"
     if not isinstance(label, list):
         return (), f"label {shown(label)} is a {type(label).__name__}, and a list of labels is learned"
     for name in label:
@@ -114,11 +114,13 @@ def likely_separator(labels: Sequence[str]) -> str:
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:
-    """The labels as integers or strings, and (position, fault) for each whose type differs from the majority.
+    """The labels as integers or strings, and (position, fault) for each label whose type differs from the majority.
 
     Text from a table counts as integers if every label is one and none has leading zeros.
     """
-    integer = [isinstance(label, int) if typed else _is_integer(str(label)) for label in labels]
+    # A label of a table with more than 18 digits is a name.
+    number = re.compile(r"[0-9]{1,18}")
+    integer = [isinstance(label, int) if typed else number.fullmatch(str(label)) is not None for label in labels]
     integers = sum(integer)
     if integers == len(labels) and not typed:
         plain = all(str(int(label)) == label for label in labels)
@@ -126,13 +128,12 @@ def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | 
     if integers in (0, len(labels)):
         return labels, []
     usual = 2 * integers >= len(labels)
-    others = (
-        f"{integers} others, which are integers" if usual else f"{len(labels) - integers} others, which are strings"
-    )
+    strings = len(labels) - integers
+    others = f"{integers} others, which are integers" if usual else f"{strings} others, which are strings"
     return labels, [
         (place, f"label {shown(label)} is of another type than {others}")
-        for place, (label, number) in enumerate(zip(labels, integer, strict=True))
-        if number != usual
+        for place, (label, is_integer) in enumerate(zip(labels, integer, strict=True))
+        if is_integer != usual
     ]
 
 
@@ -142,15 +143,6 @@ def alike(names: Sequence[str]) -> list[list[str]]:
     for name in names:
         groups.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
     return [group for group in groups.values() if len(group) > 1]
-
-
-def _is_integer(label: str) -> bool:
-    return label.isascii() and label.isdigit() and len(label) <= _LONGEST_INTEGER
-
-
-def label_names(labels: Sequence[int | str]) -> tuple[str, ...]:
-    """The class names in the order of their numbers: integers by value, strings by code point."""
-    return tuple(str(label) for label in sorted(set(labels)))
 
 
 def class_weights(kind: ClassWeights, counts: Sequence[int], names: Sequence[str] = ()) -> tuple[float, ...]:

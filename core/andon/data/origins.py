@@ -5,15 +5,18 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, shown
-from andon.data.formats import Record, Table
+from andon.data.formats import Record, Table, identity_of, open_table
+
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,7 @@ def stamps(paths: Sequence[Path]) -> list[Stamp]:
     found: list[Stamp] = []
     for path in paths:
         require_file(path)
-        now = path.stat()
-        found.append((str(path.absolute()), now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns))
+        found.append((str(path.absolute()), *identity_of(path.stat())))
     return found
 
 
@@ -78,50 +80,66 @@ class Origins:
         self._ids: dict[str, int] = {}
 
     @classmethod
-    def of(
-        cls,
-        paths: Sequence[Path],
-        units: Sequence[str],
-        sizes: Sequence[int],
-        lines: array[int],
-        limit: int | None = None,
-    ) -> Self:
-        """The origins of rows that were read before. units, sizes: of each file; lines: of each row."""
-        found = cls(limit)
-        found._files = list(zip(paths, units, strict=True))
-        found._starts = [0, *accumulate(sizes)][: len(sizes)]
-        found.lines = lines
+    def of(cls, paths: Sequence[Path], said: Mapping[str, Any], lines: array[int]) -> Self:
+        """The origins that were `described`. lines: of each row."""
+        found = cls()
+        found._files = list(zip(paths, said["units"], strict=True))
+        found._starts = [0, *accumulate(said["sizes"])][: len(paths)]
+        found.lines, found.notes = lines, list(said["notes"])
+        found.skipped = [Problem(where, what) for where, what in said["skipped"]]
         return found
 
-    def records(self, table: Table, problems: ProblemList) -> Iterator[Record]:
-        """Begin with a file and give its records in order, up to the limit of rows. If no record becomes a row, that is
-        a problem. Raises `InputError` for a file that was read before."""
-        if any(path.resolve() == table.path.resolve() for path, _ in self._files):
-            raise InputError([Problem(str(table.path), "is named twice; to have its rows twice give it the weight 2")])
-        self._files.append((table.path, table.unit))
-        self.stamps += stamps([table.path])
-        self.notes += [f"note: {table.path}: {table.note}"] if table.note else []
-        self._starts.append(len(self))
-        self._ids = {}
-        before, skipped = len(self), len(problems.skipped)
-        records = iter(table.records)
-        while self._limit is None or len(self) < self._limit:
-            record = next(records, None)
-            if record is None:
-                break
-            yield record
-        self.skipped = problems.skipped
-        if len(self) == before != self._limit and not problems:
-            bad = problems.skipped[skipped:]
-            why = f"none of its {len(bad)} rows can be used; {bad[0].where}: {bad[0].what}" if bad else "has no rows"
-            problems.add(str(table.path), why)
+    def described(self) -> dict[str, object]:
+        """All but the lines, for JSON."""
+        return {
+            "units": [unit for _, unit in self._files],
+            "sizes": list(self.sizes),
+            "notes": self.notes,
+            "skipped": [[problem.where, problem.what] for problem in self.skipped],
+        }
+
+    def read(
+        self,
+        paths: Iterable[Path],
+        problems: ProblemList,
+        parse: Callable[[Table, Record], tuple[Parsed, list[str]]],
+        begin: Callable[[Table], None] = lambda table: None,
+    ) -> Iterator[Parsed]:
+        """The usable rows of files in order, up to the limit of rows. A file without usable rows is a problem.
+
+        parse: a record as a row, and its faults; a row without faults is added. begin: called with each open file.
+        Raises `InputError` for a file that is named twice.
+        """
+        for path in paths:
+            with closing(open_table(path, problems)) as table:
+                begin(table)
+                if any(path.resolve() == other.resolve() for other, _ in self._files):
+                    what = "is named twice; to have its rows twice give it the weight 2"
+                    raise InputError([Problem(str(path), what)])
+                self._files.append((path, table.unit))
+                self.stamps += stamps([path])
+                self.notes += [f"note: {path}: {table.note}"] if table.note else []
+                self._starts.append(len(self))
+                self._ids = {}
+                before, skipped = len(self), len(problems.skipped)
+                while self._limit is None or len(self) < self._limit:
+                    record = next(table.records, None)
+                    if record is None:
+                        break
+                    row, faults = parse(table, record)
+                    for fault in faults:
+                        problems.add_row(table.place(record.line), fault)
+                    if not faults:
+                        self.lines.append(record.line)
+                        yield row
+                self.skipped = problems.skipped
+                if len(self) == before != self._limit and not problems:
+                    bad = problems.skipped[skipped:]
+                    what = f"none of its {len(bad)} rows can be used; {bad[0]}" if bad else "has no rows"
+                    problems.add(str(path), what)
 
     def __len__(self) -> int:
         return self._before + len(self.lines)
-
-    def add(self, line: int) -> None:
-        """Add a row that begins at this line of the current file."""
-        self.lines.append(line)
 
     def repeated(self, table: Table, record: Record) -> list[str]:
         """A fault if an earlier record of the file has the same value in the column `id`."""
@@ -142,11 +160,6 @@ class Origins:
         self._before += len(lines)
         self.lines = array("q")
         return lines
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """What stands between a file's path and a line in it, for each file."""
-        return tuple(unit for _, unit in self._files)
 
     @property
     def sizes(self) -> tuple[int, ...]:

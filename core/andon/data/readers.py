@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from andon.config.load import FLAGS
 from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import column_fault, label_fault, label_names, label_set_of, same_kind, target_of, text_fault
+from andon.data.labels import class_of, column_fault, label_set_of, same_kind, target_of, text_fault
 from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
 from andon.data.rows import DataSet, LabelSets, Row, Tagged, Targets, TextRows
 
@@ -26,8 +26,8 @@ TOKENS, TAGS = "tokens", "tags"
 """The columns of words and tags if the user names none."""
 Columns = Mapping[str, tuple[str, ...]]
 """The names that the column of each part may have: `text`, `label` and, for pairs, `text_pair`, in this order."""
-Parsed = tuple[tuple[str, ...], Any, list[str]]
-"""A row's texts, its label before it has a number, and what is wrong with it."""
+Parsed = tuple[tuple[tuple[str, ...], Any], list[str]]
+"""A row's texts and its label before it has a number, and what is wrong with it."""
 
 
 def read(
@@ -56,10 +56,8 @@ def read(
     named twice, empty, a folder or not UTF-8; NUL bytes; malformed records; missing columns; empty texts; labels that
     are unusable or unknown; ids that a file repeats; too few classes; no rows.
     """
-    found = _Found(ProblemList(skips=selection.skip_bad), Origins(selection.limit))
+    problems, origins, typed = ProblemList(skips=selection.skip_bad), Origins(selection.limit), True
     columns: dict[str, tuple[str, ...]] = {}
-    names: tuple[str, ...]
-    numbered: Sequence[Any]
     parse: Callable[[Table, Record], Parsed]
     if kind is Tagged:
         parse = partial(_tagged_words, text_column or TOKENS, label_column or TAGS, labels)
@@ -70,67 +68,82 @@ def read(
         usual = (*LABEL_COLUMNS, "labels") if kind is LabelSets else LABEL_COLUMNS
         columns = {"text": _candidates(text_column, TEXT_COLUMNS), "label": _candidates(label_column, usual)}
         columns |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
-        value_of = {DataSet: _class_of, Targets: _target_of}.get(kind, partial(_label_set_of, label_separator))
-        parse = partial(_labelled_text, columns, value_of, found.origins)
-    found.read(map(Path, paths), columns, parse)
-    if kind is DataSet:
-        names, numbered = _number_classes(found, labels)
-    elif kind is Targets:
-        found.problems.raise_if_any()
-        names, numbered = ("value",), found.labels
-    else:
-        names, numbered = _number_sets(found, labels)
-        if kind is LabelSets:
-            numbered = [tuple(sorted(each)) for each in numbered]
-    rows = (
-        Row(place, texts[0], label, texts[1] if len(texts) > 1 else None)
-        for place, (texts, label) in enumerate(zip(found.texts, numbered, strict=True))
-    )
-    return kind(tuple(rows), names, found.origins.source, found.origins)
+        value_of = {DataSet: class_of, Targets: target_of}.get(kind, partial(label_set_of, label_separator))
+        parse = partial(_labelled_text, columns, value_of, origins)
 
+    def begin(table: Table) -> None:
+        nonlocal typed
+        _require_columns(columns, table, problems)
+        typed = typed and table.typed
 
-@dataclass
-class _Found:
-    """The rows read so far. typed: numbers and strings differ in all files (not so in CSV and TSV)."""
+    found = list(origins.read(map(Path, paths), problems, parse, begin))
 
-    problems: ProblemList
-    origins: Origins
-    typed: bool = True
-    texts: list[tuple[str, ...]] = field(default_factory=list)
-    labels: list[Any] = field(default_factory=list)
-
-    def read(self, paths: Iterable[Path], columns: Columns, parse: Callable[[Table, Record], Parsed]) -> None:
-        for path in paths:
-            with closing(open_table(path, self.problems)) as table:
-                if table.columns is not None:
-                    for fault in _chosen(columns, table.columns)[1]:
-                        self.problems.add(f"{path}:1", fault)
-                    self.problems.raise_if_any()
-                self.typed = self.typed and table.typed
-                for record in self.origins.records(table, self.problems):
-                    texts, label, faults = parse(table, record)
-                    for fault in faults:
-                        self.problems.add_row(table.place(record.line), fault)
-                    if not faults:
-                        self.origins.add(record.line)
-                        self.texts.append(texts)
-                        self.labels.append(label)
-
-    def refuse(self, faults: Iterable[tuple[int, str]]) -> None:
+    def refuse(faults: Iterable[tuple[int, str]]) -> None:
         """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or no row is left."""
         places: set[int] = set()
         for place, fault in faults:
-            self.problems.add_row(self.origins.where(place), fault)
+            problems.add_row(origins.where(place), fault)
             places.add(place)
-        self.problems.raise_if_any()
-        if not places:
-            return
-        kept = [place for place in range(len(self.texts)) if place not in places]
-        if not kept:
-            self.problems.add(self.origins.source, f"no row can be used; {self.problems.skipped[-1]}")
-            self.problems.raise_if_any()
-        self.texts, self.labels = [self.texts[place] for place in kept], [self.labels[place] for place in kept]
-        self.origins.keep(kept)
+        problems.raise_if_any()
+        if places:
+            kept = [place for place in range(len(found)) if place not in places]
+            if not kept:
+                problems.add(origins.source, f"no row can be used; {problems.skipped[-1]}")
+                problems.raise_if_any()
+            found[:] = [found[place] for place in kept]
+            origins.keep(kept)
+
+    # The names of the labels, and each row's labels by name.
+    named: Sequence[Any] = [label for _, label in found]
+    names: tuple[str, ...] = ("value",)
+    if kind is DataSet:
+        if not typed:  # a table has only text, so the labels of the files beside it are text too
+            named = [str(label) for label in named]
+        named, odd = same_kind(named, typed)
+        refuse(odd)
+        if odd:
+            places = {place for place, _ in odd}
+            named, _ = same_kind([label for place, label in enumerate(named) if place not in places], typed)
+        names = tuple(map(str, sorted(set(named)))) if labels is None else tuple(labels)  # integers by value
+        if labels is None and len(names) < 2:
+            what = f"all {len(named)} rows have the label {names[0]!r}; a classifier needs two classes at least"
+            problems.add(origins.source, what)
+        named = [(str(label),) for label in named]
+    elif kind is Targets:
+        problems.raise_if_any()
+    else:
+        problems.raise_if_any()
+        names = tuple(sorted({name for each in named for name in each})) if labels is None else tuple(labels)
+        if not names:
+            problems.add(origins.source, "no row has a label")
+
+    # Their numbers, after rows with unknown labels are refused.
+    if kind is not Targets:
+        numbers = {name: number for number, name in enumerate(names)}
+        hint = cache(lambda name: did_you_mean(name, names))
+        unknown = [(place, name) for place, each in enumerate(named) for name in each if name not in numbers]
+        refuse(
+            (place, f"label {shown(name)} is unknown; there are {shown_names(names)}{hint(name)}")
+            for place, name in unknown
+        )
+        places = {place for place, _ in unknown}
+        named = [[numbers[name] for name in each] for place, each in enumerate(named) if place not in places]
+    if kind is DataSet:
+        named = [number for (number,) in named]
+    elif kind is not Targets:
+        named = [tuple(sorted(each) if kind is LabelSets else each) for each in named]
+    rows = (
+        Row(place, texts[0], label, texts[1] if len(texts) > 1 else None)
+        for place, ((texts, _), label) in enumerate(zip(found, named, strict=True))
+    )
+    return kind(tuple(rows), names, origins.source, origins)
+
+
+def _require_columns(columns: Columns, table: Table, problems: ProblemList) -> None:
+    if table.columns is not None:
+        for fault in _chosen(columns, table.columns)[1]:
+            problems.add(f"{table.path}:1", fault)
+        problems.raise_if_any()
 
 
 def _labelled_text(
@@ -142,36 +155,36 @@ def _labelled_text(
 ) -> Parsed:
     chosen, faults = _chosen(columns, record.fields)
     if faults:
-        return (), None, faults
+        return ((), None), faults
     texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
     label, wrong = value_of(record.fields[chosen[1]], table.typed)
     faults = [
         *filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong)),
         *(origins.repeated(table, record) if ID_COLUMN not in chosen else ()),
     ]
-    return tuple(map(str, texts.values())), label, faults
-
-
-def _class_of(label: object, typed: bool) -> tuple[object, str | None]:
-    return label, label_fault(label, typed)
-
-
-def _target_of(label: object, typed: bool) -> tuple[object, str | None]:
-    number = target_of(label, typed)
-    return number, number if isinstance(number, str) else None
-
-
-def _label_set_of(separator: str | None, label: object, typed: bool) -> tuple[object, str | None]:
-    return label_set_of(label, separator)
+    return (tuple(map(str, texts.values())), label), faults
 
 
 def _tagged_words(
     token_column: str, tag_column: str, known: Sequence[str] | None, table: Table, record: Record
 ) -> Parsed:
-    fields = record.fields
-    faults = [*filter(None, (_list_fault(name, fields) for name in (token_column, tag_column)))]
+    fields, faults = record.fields, list[str]()
+    for name in (token_column, tag_column):
+        values = fields.get(name)
+        if name not in fields:
+            faults.append(f"has no column {name!r}; there are {', '.join(map(shown, fields)) or 'none'}")
+        elif not isinstance(values, list):
+            faults.append(f"{name} must be a list of strings, is {shown(values)}")
+        elif not values:
+            faults.append(f"{name} is an empty list")
+        else:
+            for value in values:
+                fault = text_fault(value) if isinstance(value, str) else f"is a {type(value).__name__}, and no string"
+                if fault is not None:
+                    faults.append(f"{name}: {shown(value)} {fault}")
+                    break
     if faults:
-        return (), None, faults
+        return ((), None), faults
     words: Any = fields[token_column]
     tags: Any = fields[tag_column]
     odd = next((word for word in words if len(word.split()) != 1), None)
@@ -181,58 +194,7 @@ def _tagged_words(
         faults.append(f"{len(words)} {token_column} and {len(tags)} {tag_column}; each word has one tag")
     if known is not None:
         faults += [f"tag {shown(tag)} is unknown{did_you_mean(tag, known)}" for tag in tags if tag not in known]
-    return (" ".join(words),), tuple(tags), faults
-
-
-def _list_fault(name: str, fields: Mapping[str, object]) -> str | None:
-    if name not in fields:
-        return f"has no column {name!r}; there are {', '.join(map(shown, fields)) or 'none'}"
-    values = fields[name]
-    if not isinstance(values, list):
-        return f"{name} must be a list of strings, is {shown(values)}"
-    if not values:
-        return f"{name} is an empty list"
-    for value in values:
-        fault = text_fault(value) if isinstance(value, str) else f"is a {type(value).__name__}, and no string"
-        if fault is not None:
-            return f"{name}: {shown(value)} {fault}"
-    return None
-
-
-def _number_classes(found: _Found, labels: Sequence[str] | None) -> tuple[tuple[str, ...], list[int]]:
-    if not found.typed:  # a table has only text, so the labels of the files beside it are text too
-        found.labels = [str(label) for label in found.labels]
-    meant, odd = same_kind(found.labels, found.typed)
-    found.refuse(odd)
-    if odd:
-        meant, _ = same_kind(found.labels, found.typed)
-    names = label_names(meant) if labels is None else tuple(labels)
-    if labels is None and len(names) < 2:
-        what = f"all {len(meant)} rows have the label {names[0]!r}; a classifier needs two classes at least"
-        found.problems.add(found.origins.source, what)
-    found.labels = [(str(label),) for label in meant]
-    return names, [label for (label,) in _numbered(found, names)]
-
-
-def _number_sets(found: _Found, labels: Sequence[str] | None) -> tuple[tuple[str, ...], list[tuple[int, ...]]]:
-    found.problems.raise_if_any()
-    names = tuple(sorted({name for each in found.labels for name in each})) if labels is None else tuple(labels)
-    if not names:
-        found.problems.add(found.origins.source, "no row has a label")
-    return names, _numbered(found, names)
-
-
-def _numbered(found: _Found, names: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The number of each label of each row, in the row's order, after rows with unknown labels are refused."""
-    numbers = {name: number for number, name in enumerate(names)}
-    hint = cache(lambda name: did_you_mean(name, names))
-    found.refuse(
-        (place, f"label {shown(name)} is unknown; there are {shown_names(names)}{hint(name)}")
-        for place, each in enumerate(found.labels)
-        for name in each
-        if name not in numbers
-    )
-    return [tuple(numbers[name] for name in each) for each in found.labels]
+    return ((" ".join(words),), tuple(tags)), faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +239,7 @@ def read_texts(
     def rows() -> Iterator[TextRow]:
         problems = ProblemList()
         with closing(open_table(path, problems)) as table:
-            if table.columns is not None:
-                for fault in _chosen(wanted, table.columns)[1]:
-                    problems.add(f"{path}:1", fault)
-                problems.raise_if_any()
+            _require_columns(wanted, table, problems)
             for record in table.records:
                 chosen, faults = _chosen(wanted, record.fields)
                 texts = [joined(record.fields[name]) for name in chosen]

@@ -1,16 +1,14 @@
-"""Data sets of texts with a class, a number, a set of labels or tags; and the split into training and validation."""
+"""Data sets of texts with a class, a number, a set of labels or tags."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from andon.console.problems import InputError
 from andon.data.origins import Origins
 
 Label = TypeVar("Label", covariant=True)
@@ -54,7 +52,7 @@ class Examples:
 
     def about(self) -> str:
         """The content in a few words, for example `5 classes`."""
-        raise NotImplementedError
+        return "task sft"
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """What is learned of a row, and its input text; None for an unknown id or a row without its text."""
@@ -188,23 +186,3 @@ class Targets(TextRows[float]):
 
     def about(self) -> str:
         return f"numbers from {min(row.label for row in self.rows):g} to {max(row.label for row in self.rows):g}"
-
-
-def frozen_split(count: int, fraction: float, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split positions 0 to `count` - 1 into (train, validation), both ascending; a function of the arguments alone.
-
-    Validation gets round(count * fraction) positions, at least 1 and at most count - 1; none if `fraction` is 0.
-    Only `Random.random` is used, whose sequence Python keeps between versions.
-    Raises `InputError` for a fraction outside [0, 1), or if no row would remain to train on.
-    """
-    if not 0.0 <= fraction < 1.0:
-        raise InputError(f"the validation fraction must be at least 0 and less than 1 ({fraction})")
-    if fraction == 0.0:
-        return tuple(range(count)), ()
-    if count < 2:
-        raise InputError(f"a validation split needs at least 2 rows, there are {count}; set data.validation_fraction=0")
-    draw = random.Random(f"andon validation split {seed}").random
-    order = sorted((draw(), place) for place in range(count))
-    held = min(max(round(count * fraction), 1), count - 1)
-    validation = {place for _, place in order[:held]}
-    return tuple(place for place in range(count) if place not in validation), tuple(sorted(validation))

@@ -26,29 +26,32 @@ _LONGEST_REASON = 300
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CLOCK = "strftime_now"
 _UNKNOWN_CODE = "a part of the date is not known here: "
-_DATE = {
-    "%-d": "26",
-    "%-m": "7",
-    "%-H": "0",
-    "%-I": "12",
-    "%e": "26",
-    "%A": "Friday",
-    "%a": "Fri",
-    "%j": "208",
-    "%I": "12",
-    "%p": "AM",
-    "%F": "2024-07-26",
-    "%T": "00:00:00",
-    "%d": "26",
-    "%b": "Jul",
-    "%B": "July",
-    "%m": "07",
-    "%Y": "2024",
-    "%y": "24",
-    "%H": "00",
-    "%M": "00",
-    "%S": "00",
-}
+_DATE = dict(
+    each.split("=")
+    for each in [
+        "%-d=26",
+        "%-m=7",
+        "%-H=0",
+        "%-I=12",
+        "%e=26",
+        "%A=Friday",
+        "%a=Fri",
+        "%j=208",
+        "%I=12",
+        "%p=AM",
+        "%F=2024-07-26",
+        "%T=00:00:00",
+        "%d=26",
+        "%b=Jul",
+        "%B=July",
+        "%m=07",
+        "%Y=2024",
+        "%y=24",
+        "%H=00",
+        "%M=00",
+        "%S=00",
+    ]
+)
 """The date that a template gets as today, so that a run that is repeated or resumed later has the same rows."""
 
 

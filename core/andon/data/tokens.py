@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,28 @@ _WHOLE, _WHOLE_OF_A_TOKEN = 1 << 16, 16
 """A text is tokenised whole up to this many characters, or up to this many for each token that it may have."""
 _AT_ONCE = 1024
 """Texts that are tokenised together: uncut, their tokens take a hundred bytes each meanwhile."""
-_NOT_CONTENT = (
-    "name_or_path",
-    "local_files_only",
-    "_commit_hash",
-    "is_local",
-    "transformers_version",
-    "tokenizer_file",
-)
+_OF_ORIGIN = re.compile("name_or_path|local_files_only|_commit_hash|is_local|transformers_version|tokenizer_file")
 """Keys of tokenizer_config.json that name a tokenizer's origin and do not change its tokens."""
+
+
+@dataclass(frozen=True)
+class EncodedTexts:
+    """Texts, or pairs of texts, as token ids.
+
+    types: the token type of each id, such as which text of a pair it is of; empty if all are 0. cut: the positions of
+    the texts whose end was cut off. firsts: of each text, the position of each word's first token, or -1; empty unless
+    words were asked for.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    types: Sequence[Sequence[int]] = ()
+    cut: Sequence[int] = ()
+    firsts: Sequence[Sequence[int]] = ()
+
+    @property
+    def columns(self) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
+        """The columns of a batch besides the tokens, each with its padding value."""
+        return {"token_type_ids": (self.types, 0)} if self.types else {}
 
 
 class Tokenizer:
@@ -43,19 +57,14 @@ class Tokenizer:
     ids at the end of an encoding (a text that ends in the literal padding token, an end token that is also the
     padding token) are dropped, and an encoding that is then empty becomes one unknown or end token.
 
-    truncated: how many texts were cut so far. last_cut: the positions of those of the last call.
+    truncated: how many texts were cut so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
-        if pad_id == empty_id:
-            msg = f"an empty text cannot be encoded as the padding id {pad_id}"
-            raise ValueError(msg)
-        self.base = tokenizer
-        self._empty_id = empty_id
-        self.pad_id = pad_id
+        assert pad_id != empty_id, "an empty text must not become padding"
+        self.base, self.pad_id, self._empty_id = tokenizer, pad_id, empty_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
         self.truncated = 0
-        self.last_cut: tuple[int, ...] = ()
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder))
             self.digest = _files_digest(Path(folder))
@@ -70,71 +79,36 @@ class Tokenizer:
             f"{type(self.base).__name__} of transformers, which may give other tokens"
         )
 
-    def encode(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """One list of 1 to `max_length` ids for each text, cut at its end (a closing special token stays).
+    def encode(
+        self, texts: Sequence[str], max_length: int, pairs: Sequence[str] | None = None, *, words: bool = False
+    ) -> EncodedTexts:
+        """Encode each text, or each text with its pair, as 1 to `max_length` ids.
 
-        Raises `InputError` if `max_length` leaves no room for a token of the text, and for a lone surrogate.
+        A text is cut at its end; a closing special token stays. A pair loses tokens of its longer text first.
+        words: also find the first token of each word of a text, words being separated by white space. It is the first
+        token that covers a character of the word, by the tokenizer's offsets.
+
+        Raises `InputError` if `max_length` leaves no room for a token of the text, for a text that the tokenizer cannot
+        encode, and with `words` for a tokenizer without offsets.
         """
-        return self._encoded(texts, None, max_length)["input_ids"]
-
-    def types_of(self, texts: Sequence[str], max_length: int) -> list[list[int]]:
-        """The token type of each id of `encode`; empty for a tokenizer without types, or with type 0 only.
-
-        XLNet's closing token has a type of its own, and the model was trained with it.
-        """
-        if not texts or not any(self.base("a", verbose=False).get("token_type_ids") or ()):
-            return []
-        cut, last = self.truncated, self.last_cut
-        found = self._encoded(texts, None, max_length)["token_type_ids"]
-        self.truncated, self.last_cut = cut, last  # counted by `encode`
-        return found
-
-    def encode_pairs(
-        self, texts: Sequence[str], pairs: Sequence[str], max_length: int
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """The ids of each pair, joined as the tokenizer joins two texts, and their types; 0 for a tokenizer without.
-
-        A pair longer than max_length loses tokens of its longer text first. Raises as `encode` does.
-        """
-        found = self._encoded(texts, pairs, max_length)
-        return found["input_ids"], found["token_type_ids"]
-
-    def encode_words(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Encode words joined by spaces. Also returns for each word the position of its first token; -1 for a word
-        without a token, for example after a cut.
-
-        A word's first token is the first that covers a character of it, by the tokenizer's offsets. Raises as `encode`
-        does, and for a tokenizer without offsets.
-        """
-        if not self.base.is_fast:
+        if words and not self.base.is_fast:
             raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
-        found = self._encoded(texts, None, max_length, return_offsets_mapping=True)
-        firsts = []
-        for text, ids, offsets in zip(texts, found["input_ids"], found["offset_mapping"], strict=True):
-            place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
-            for place, (start, end) in reversed([*enumerate(offsets[: len(ids)])]):
-                place_of[start:end] = [place] * (end - start)
-            words = re.finditer(r"\S+", text)
-            covers = ([place for place in place_of[word.start() : word.end()] if place >= 0] for word in words)
-            firsts.append([min(places, default=-1) for places in covers])
-        return found["input_ids"], firsts
-
-    def _encoded(
-        self, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int, **how: Any
-    ) -> dict[str, list[Any]]:
-        """The tokenizer's lists for each text or pair: ids without padding at their end, types for as many ids."""
+        how = {"return_offsets_mapping": True} if words else {}
         least = self.base.num_special_tokens_to_add(pair=pairs is not None) + (pairs is not None)
         if max_length <= least:
             kind = "this tokenizer" if pairs is None else "pairs of texts and this tokenizer"
             raise InputError([Problem("model.max_length", f"must be more than {least} for {kind} ({max_length})")])
-        rows: dict[str, list[Any]] = {"input_ids": [], "token_type_ids": [], "offset_mapping": []}
+        tokens: list[list[int]] = []
+        types: list[list[int]] = []
+        firsts: list[list[int]] = []
         cut_off: list[int] = []
         for first in range(0, len(texts), _AT_ONCE):
-            here = slice(first, first + _AT_ONCE)
-            begun = [self._beginning(text, max_length, place) for place, text in enumerate(texts[here], first)]
-            columns = (
-                [begun] if pairs is None else self._beginnings_of_pairs(texts[here], pairs[here], max_length, first)
-            )
+            here = range(first, min(first + _AT_ONCE, len(texts)))
+            if pairs is None:
+                columns = [[self._beginning(texts[place], max_length, place) for place in here]]
+            else:
+                both = [self._beginnings_of_pair((texts[place], pairs[place]), max_length, place) for place in here]
+                columns = [[pair[side] for pair in both] for side in (0, 1)]
             whole = self._called(*columns, first=first, truncation=False, **how)
             ids: list[list[int]] = whole["input_ids"]
             long = [place for place, each in enumerate(ids) if len(each) > max_length]
@@ -142,18 +116,21 @@ class Tokenizer:
                 side = True if pairs is None else "longest_first"
                 texts_of_long = [[column[place] for place in long] for column in columns]
                 cut = self._called(*texts_of_long, truncation=side, max_length=max_length, **how)
-                for name in rows.keys() & whole.keys():
+                for name in whole.keys() & {"input_ids", "token_type_ids", "offset_mapping"}:
                     for place, values in zip(long, cut[name], strict=True):
                         whole[name][place] = values
             cut_off += [first + place for place in long]
-            ended = [*map(self._ended, ids)]
-            types = whole.get("token_type_ids") or [[0] * len(each) for each in ended]
-            rows["input_ids"] += ended
-            rows["token_type_ids"] += [of_row[: len(each)] or [0] for each, of_row in zip(ended, types, strict=True)]
-            rows["offset_mapping"] += whole.get("offset_mapping", ())
-        self.last_cut = tuple(cut_off)
+            for place, each in enumerate(ids):
+                end = len(each)
+                while end and each[end - 1] == self.pad_id:
+                    end -= 1
+                tokens.append(each[:end] or [self._empty_id])
+                if "token_type_ids" in whole:
+                    types.append(whole["token_type_ids"][place][:end] or [0])
+                if words:
+                    firsts.append(_firsts(texts[first + place], whole["offset_mapping"][place][: len(tokens[-1])]))
         self.truncated += len(cut_off)
-        return rows
+        return EncodedTexts(tokens, types if any(map(any, types)) else (), cut_off, firsts)
 
     def with_tokens(self, tokens: Sequence[str]) -> Tokenizer:
         """A copy of this tokenizer with `tokens` added after all other ids, in order.
@@ -188,11 +165,14 @@ class Tokenizer:
 
     def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
         """The id of each of these tokens. Raises `InputError` for an unknown token."""
-        found, known = ProblemList(), self.base.get_vocab() if tokens else {}
-        for token in tokens:
-            if token not in known:
-                found.add("model.new_tokens", f"{token!r} is no token of this tokenizer")
-        found.raise_if_any()
+        known = self.base.get_vocab() if tokens else {}
+        unknown = [
+            Problem("model.new_tokens", f"{each!r} is no token of this tokenizer")
+            for each in tokens
+            if each not in known
+        ]
+        if unknown:
+            raise InputError(unknown)
         return tuple(known[token] for token in tokens)
 
     def shown(self, id_: int) -> str:
@@ -202,7 +182,7 @@ class Tokenizer:
 
     def plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
         """One list of ids for each text: uncut, and with no special tokens but those that the text spells."""
-        return self._ids(list(texts), truncation=False, add_special_tokens=False) if texts else []
+        return self._ids(list(texts)) if texts else []
 
     def _beginning(self, text: str, most: int, before: int) -> str:
         """`text`, or a prefix of it that has the same first `most` tokens. before: earlier texts, for messages.
@@ -214,36 +194,28 @@ class Tokenizer:
         """
         size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
         while size < len(text) and self.base.truncation_side == "right":
-            (ids,) = self._ids([text[:size]], before, truncation=False, add_special_tokens=False)
+            (ids,) = self._ids([text[:size]], before)
             if first is not None and ids[:most] == first:
                 return text[: size // 2]
             first = ids[:most] if len(ids) > most else None
             size *= 2
         return text
 
-    def _beginnings_of_pairs(
-        self, texts: Sequence[str], pairs: Sequence[str], most: int, first: int
-    ) -> list[list[str]]:
-        """Pairs whose long text is replaced by its `_beginning`.
-
-        Truncation takes tokens from the text that has more of them. So the beginning must have more tokens than the
-        other text, as the whole has. If both texts are long, it is unknown which has more, and both stay whole.
-        """
-        both = [
-            [self._beginning(text, most, place) for place, text in enumerate(each, first)] for each in (texts, pairs)
-        ]
-        for place, pair in enumerate(zip(texts, pairs, strict=True)):
-            cut = [len(column[place]) < len(text) for column, text in zip(both, pair, strict=True)]
-            if all(cut):
-                both[0][place], both[1][place] = pair
-            elif any(cut):
-                long = cut.index(True)
-                (other,) = self._ids([pair[1 - long]], first + place, truncation=False, add_special_tokens=False)
-                both[long][place] = self._beginning(pair[long], max(most, len(other)), first + place)
+    def _beginnings_of_pair(self, pair: tuple[str, str], most: int, before: int) -> list[str]:
+        """A pair whose long text is replaced by its `_beginning`. Truncation takes tokens from the text that has more
+        of them, so the beginning must have more tokens than the other text. If both are long, both stay whole."""
+        both = [self._beginning(text, most, before) for text in pair]
+        cut = [len(begun) < len(text) for begun, text in zip(both, pair, strict=True)]
+        if all(cut):
+            return [*pair]
+        if any(cut):
+            long = cut.index(True)
+            (other,) = self._ids([pair[1 - long]], before)
+            both[long] = self._beginning(pair[long], max(most, len(other)), before)
         return both
 
-    def _ids(self, texts: list[str], first: int = 0, **how: Any) -> list[list[int]]:
-        ids: list[list[int]] = self._called(texts, first=first, **how)["input_ids"]
+    def _ids(self, texts: list[str], first: int = 0) -> list[list[int]]:
+        ids: list[list[int]] = self._called(texts, first=first, truncation=False, add_special_tokens=False)["input_ids"]
         return ids
 
     def _called(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
@@ -251,10 +223,11 @@ class Tokenizer:
 
         first: how many texts came before these, for the message.
         """
+        numbered = (pair for column in texts for pair in enumerate(column, start=first + 1))
         try:
             return self.base(*texts, verbose=False, **how)
         except TypeError as error:
-            faults = ((place, text_fault(text)) for place, text in _numbered(first, *texts) if text.strip())
+            faults = ((place, text_fault(text)) for place, text in numbered if text.strip())
             problems = [Problem(f"text {place}", fault) for place, fault in faults if fault is not None]
             if problems:
                 raise InputError(problems) from error
@@ -262,24 +235,19 @@ class Tokenizer:
         except BaseException as error:
             if not _of_native_code(error):
                 raise
-            raise InputError([self._refusal(error, first, *texts)]) from error
-
-    def _refusal(self, error: BaseException, first: int, *texts: list[str]) -> Problem:
-        why = f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer"
-        for place, text in _numbered(first, *texts):
-            try:
-                self.base([text], verbose=False)
-            except BaseException as again:
-                if not _of_native_code(again):
-                    raise
-                return Problem(f"text {place}", f"{why}: {shown(text)}")
-        return Problem("model.base", why)
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        end = len(ids)
-        while end and ids[end - 1] == self.pad_id:
-            end -= 1
-        return ids[:end] or [self._empty_id]
+            why, where = (
+                f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer",
+                "model.base",
+            )
+            for place, text in numbered:
+                try:
+                    self.base([text], verbose=False)
+                except BaseException as again:
+                    if not _of_native_code(again):
+                        raise
+                    where, why = f"text {place}", f"{why}: {shown(text)}"
+                    break
+            raise InputError([Problem(where, why)]) from error
 
     def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
         """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
@@ -305,15 +273,18 @@ class Tokenizer:
         self.base.save_pretrained(str(folder))
 
 
+def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """The position of the first token of each word of `text`, or -1."""
+    place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
+    for place, (start, end) in reversed([*enumerate(offsets)]):
+        place_of[start:end] = [place] * (end - start)
+    spans = (place_of[word.start() : word.end()] for word in re.finditer(r"\S+", text))
+    return [min((place for place in span if place >= 0), default=-1) for span in spans]
+
+
 def _of_native_code(error: BaseException) -> bool:
     """Whether the library tokenizers raised it: a panic, or a bare `Exception`."""
     return is_panic(error) or type(error) is Exception
-
-
-def _numbered(first: int, *texts: list[str]) -> Iterator[tuple[int, str]]:
-    """All texts with their row number, from `first` + 1."""
-    for column in texts:
-        yield from enumerate(column, start=first + 1)
 
 
 def _files_digest(folder: Path) -> str:
@@ -323,7 +294,7 @@ def _files_digest(folder: Path) -> str:
             continue
         content = path.read_bytes()
         if path.name == "tokenizer_config.json":
-            settings = {key: value for key, value in json.loads(content).items() if key not in _NOT_CONTENT}
+            settings = {key: value for key, value in json.loads(content).items() if not _OF_ORIGIN.fullmatch(key)}
             content = json.dumps(settings, sort_keys=True).encode()
         for part in (path.relative_to(folder).as_posix().encode(), content):
             sha.update(len(part).to_bytes(8, "little"))
@@ -386,13 +357,12 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
             raise InputError([Problem("model.base", what)])
-        ids = [tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
-        pad_id = next((id_ for id_ in ids if id_ is not None), None)
+        special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "unk", "bos", "sep")}
+        pad_id = next((special[name] for name in ("pad", "eos", "unk", "bos") if special[name] is not None), None)
         if pad_id is None:
             what = f"the tokenizer of {path_or_hub_id!r} has no padding token and no end token to pad with"
             raise InputError([Problem("model.base", what)])
-        others = [tokenizer.unk_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id, tokenizer.bos_token_id]
-        empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), None)
-        if empty_id is None:
-            empty_id = min(set(tokenizer.get_vocab().values()) - {pad_id})
+        others = [special[name] for name in ("unk", "eos", "sep", "bos")]
+        least = min(set(tokenizer.get_vocab().values()) - {pad_id})
+        empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), least)
     return Tokenizer(tokenizer, pad_id, empty_id)

@@ -16,15 +16,10 @@ _OLDEST = (8, 0)
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `causal_attention` accepts these shapes and precision: half precision, heads of 32, 64 or 128 values, as
     many keys as queries, and a number of key and value heads that divides that of query heads."""
-    if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)):
+    if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)) or k.shape != v.shape:
         return False
-    return (
-        q.dtype in _HALVES
-        and q.shape[3] in _SIZES
-        and k.shape == v.shape
-        and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
-        and q.shape[1] % k.shape[1] == 0
-    )
+    alike = (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    return alike and q.dtype in _HALVES and q.shape[3] in _SIZES
 
 
 def runs_on(device: torch.device) -> bool:
@@ -34,7 +29,7 @@ def runs_on(device: torch.device) -> bool:
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `causal_attention` accepts these, and all are on one GPU that it runs on."""
-    return fits(q, k, v) and all(x.device == q.device for x in (k, v)) and runs_on(q.device)
+    return fits(q, k, v) and q.device == k.device == v.device and runs_on(q.device)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None = None) -> Tensor:
@@ -48,12 +43,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tenso
     return out
 
 
-@library.custom_op(
-    "andon::causal_attention",
-    mutates_args=(),
-    device_types="cuda",
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? spans, float scale) -> (Tensor, Tensor)",
-)
+@library.custom_op("andon::causal_attention", mutates_args=(), device_types="cuda")
 def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     from andon.fast.attention_cuda import forward
 
@@ -62,19 +52,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: flo
     return out, lse
 
 
-@library.custom_op(
-    "andon::causal_attention_backward",
-    mutates_args=(),
-    device_types="cuda",
-    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? spans, Tensor out, Tensor lse, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
-)
+@library.custom_op("andon::causal_attention_backward", mutates_args=(), device_types="cuda")
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     from andon.fast.attention_cuda import backward
 
-    dq, dk, dv = _gradient_shapes(grad, q, k, v, spans, out, lse, scale)
+    dq, dk, dv = _gradient_shapes(grad, q, k, v)
     backward(grad, q, k, v, spans, out, lse, dq, dk, dv, scale)
     return dq, dk, dv
 
@@ -91,9 +75,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, scale: float)
 
 
 @_attention_backward.register_fake
-def _gradient_shapes(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, spans: Tensor | None, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _gradient_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_bshd(q), _empty_bshd(k), _empty_bshd(v)
 
 

@@ -3,33 +3,19 @@
 For short rows, of text classification or in packs, for which torch's deterministic kernels spend most of their time
 outside of the products. Keys and values of fewer heads are read as they are, and no gradient is summed atomically or
 through memory. The method is FlashAttention-2 (Dao, 2023): the backward pass computes the probabilities again from the
-logarithms of their sums; one kernel for the gradients of queries, one for those of keys and values, each program for
-its own rows, in the order of the other rows.
+logarithms of their sums, with one kernel for the gradients of queries and one for those of keys and values.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-
-class Tiles(NamedTuple):
-    """A kernel computes M rows of one side and reads N of the other at a time, in so many warps and pipeline stages."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-FORWARD = Tiles(64, 64, 4, 3)
-QUERIES = Tiles(64, 64, 4, 2)
-KEYS = Tiles(64, 64, 4, 2)
-"""Fixed, not tuned by timing: they decide the order in which a row's terms are added."""
-
+FORWARD = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
+BACKWARD = FORWARD | {"num_stages": 2}
+"""A program computes BLOCK_M rows of one side and reads BLOCK_N of the other at a time. Fixed, not tuned by timing: the
+blocks decide the order in which a row's terms are added."""
 _LOG2_E = 1.4426950408889634
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
 """Below every score, but finite."""
@@ -201,10 +187,10 @@ def forward(
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
     rows, heads, length, size = q.shape
     with torch.cuda.device_of(q):  # Triton launches on the current GPU
-        _forward[(rows * heads, triton.cdiv(length, FORWARD.block_m))](
+        _forward[(rows * heads, triton.cdiv(length, FORWARD["BLOCK_M"]))](
             q, k, v, out, lse, scale * _LOG2_E, *_strides(q, k, v, out),
             q if spans is None else spans, heads, heads // k.shape[1], length,
-            SIZE=size, PACKED=spans is not None, **_launch(FORWARD),
+            SIZE=size, PACKED=spans is not None, **FORWARD,
         )  # fmt: skip
 
 
@@ -215,17 +201,17 @@ def backward(
     """Write dq, dk and dv, the gradients of q, k and v for `grad`, that of `out`; out, lse: what `forward` wrote."""
     grad, q, k, v, out = _addressable(grad), _addressable(q), _addressable(k), _addressable(v), _addressable(out)
     rows, heads, length, size = q.shape
-    kv_heads = k.shape[1]
-    how = {"SIZE": size, "PACKED": spans is not None}
-    delta = torch.empty_like(lse)
+    kv_heads, blocks, delta = k.shape[1], triton.cdiv(length, BACKWARD["BLOCK_M"]), torch.empty_like(lse)
+    packs = q if spans is None else spans
+    how = {"SIZE": size, "PACKED": spans is not None, **BACKWARD}
     with torch.cuda.device_of(q):  # Triton launches on the current GPU
-        _backward_queries[(rows * heads, triton.cdiv(length, QUERIES.block_m))](
+        _backward_queries[(rows * heads, blocks)](
             q, k, v, out, grad, dq, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, out, grad, dq),
-            q if spans is None else spans, heads, heads // kv_heads, length, **how, **_launch(QUERIES),
+            packs, heads, heads // kv_heads, length, **how,
         )  # fmt: skip
-        _backward_keys[(rows * kv_heads, triton.cdiv(length, KEYS.block_m))](
+        _backward_keys[(rows * kv_heads, blocks)](
             q, k, v, grad, dk, dv, lse, delta, scale * _LOG2_E, scale, *_strides(q, k, v, grad, dk, dv),
-            q if spans is None else spans, kv_heads, heads // kv_heads, length, **how, **_launch(KEYS),
+            packs, kv_heads, heads // kv_heads, length, **how,
         )  # fmt: skip
 
 
@@ -236,7 +222,3 @@ def _addressable(x: torch.Tensor) -> torch.Tensor:
 
 def _strides(*tensors: torch.Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
-
-
-def _launch(tiles: Tiles) -> dict[str, Any]:
-    return {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "num_warps": tiles.warps, "num_stages": tiles.stages}

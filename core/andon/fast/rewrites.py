@@ -22,22 +22,11 @@ _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal
 _LINEAR: Any = nn.functional.linear
 _MOST_VALUES = 2**31
 """Numbers of 32 bits."""
-_BY_TOKEN: tuple[Any, ...] = (
-    nn.functional.linear,
-    nn.functional.dropout,
-    nn.functional.silu,
-    nn.functional.gelu,
-    nn.functional.relu,
-    nn.functional.rms_norm,
-    nn.functional.layer_norm,
-    operator.add,
-    operator.mul,
-    torch.add,
-    torch.mul,
-    torch.rsqrt,
-)
-_BY_TOKEN_METHODS = ("to", "float", "pow", "mean", "add", "mul", "rsqrt")
-_NORMS = (nn.functional.rms_norm, nn.functional.layer_norm)
+_NORMS: tuple[Any, ...] = (nn.functional.rms_norm, nn.functional.layer_norm)
+_BY_TOKEN: tuple[Any, ...] = (*_NORMS, _LINEAR, nn.functional.dropout, nn.functional.silu, nn.functional.gelu)
+_BY_TOKEN += (nn.functional.relu, operator.add, operator.mul, torch.add, torch.mul, torch.rsqrt)
+_BY_TOKEN += ("to", "float", "pow", "mean", "add", "mul", "rsqrt")
+"""Functions, and methods by name, that take each token by itself."""
 _SWITCHES = ("_set_grad_enabled", "_enter_inference_mode")
 """Functions of torch, by name since they are private, that switch gradients on or off in a graph."""
 _SCORING: tuple[type, ...] = (nn.Linear, nn.Dropout, nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sequential)
@@ -46,10 +35,8 @@ _SCORING += (nn.ModuleDict, nn.ParameterDict)
 
 
 def rewrite(module: GraphModule) -> None:
-    """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again.
-
-    The latter keep their dropout, which they draw again in the backward pass.
-    """
+    """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again. The latter
+    keep their dropout, which they draw again in the backward pass."""
     leave_out(module.graph)
     drop_by_hash(module.graph)
     for each in module.modules():
@@ -61,23 +48,20 @@ def rewrite(module: GraphModule) -> None:
             each.recompile()
 
 
-# A decoder's classification head reads the last real token of each row. What is computed of the other tokens after the
-# last layer's attention is never used; it is a thirtieth of a model of 36 layers.
-
-
 def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callable[..., Any]:
-    """`forward` of the backbone of `head`, with zeros for every token that the head does not read, so that `leave_out`
-    finds what is computed for them. Returns `forward` itself if it is not known which tokens the head reads.
+    """`forward` of the backbone of `head`, with zeros for every token that the head does not read.
+
+    A decoder's classification head reads the last real token of each row. `leave_out` finds by the zeros what need not
+    be computed, a thirtieth of a model of 36 layers. Returns `forward` if it is not known which tokens the head reads.
     """
     from transformers.modeling_layers import GenericForSequenceClassification as Known
 
     model: Any = head
     if not isinstance(head, Known) or type(head).forward is not Known.forward or "forward" in vars(head):
         return forward
-    scores: nn.Module = model.score
     by_token = all(
         (type(each) in _SCORING or type(each).__module__.partition(".")[0] == "peft") and "forward" not in vars(each)
-        for each in scores.modules()
+        for each in model.score.modules()
     )
     pad_id: int | None = model.config.get_text_config().pad_token_id
     if not by_token or pad_id is None:
@@ -117,11 +101,8 @@ def picked(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def leave_out(graph: Graph) -> None:
-    """Have what leads to `only_at` alone computed for the chosen tokens alone.
-
-    A token is picked once, before its first use, so nothing changes if a value is written in place, or gradients are
-    switched on or off on the way.
-    """
+    """Have what leads to `only_at` alone computed for the chosen tokens alone. A token is picked once, before its first
+    use. So nothing changes if a value is written in place, or gradients are switched on or off on the way."""
     for end in calls_of(graph, only_at):
         order = list(graph.nodes)
         hidden, chosen = end.args
@@ -146,8 +127,7 @@ def leave_out(graph: Graph) -> None:
 
 
 def _by_token(node: Node) -> bool:
-    target = node.target in (_BY_TOKEN if node.op == "call_function" else _BY_TOKEN_METHODS)
-    if not target or node.op not in ("call_function", "call_method"):
+    if node.op not in ("call_function", "call_method") or node.target not in _BY_TOKEN:
         return False
     if not known(node) or value_of(node).dim() != 3:
         return False
@@ -156,11 +136,9 @@ def _by_token(node: Node) -> bool:
     return node.target not in _NORMS or len(given_to(node, "input", "normalized_shape")["normalized_shape"]) == 1
 
 
-# Dropout by a hash: a dozen integer operations a value instead of Philox's hundred, and no mask in memory.
-
-
 def drop_by_hash(graph: Graph) -> None:
-    """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use."""
+    """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use. A hash
+    is a dozen integer operations a value instead of Philox's hundred, and no mask in memory."""
     found = []
     for node in calls_of(graph, nn.functional.dropout):
         given = {"p": 0.5, "training": True, "inplace": False, **given_to(node, "input", "p", "training", "inplace")}
@@ -196,12 +174,7 @@ def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     return x * kept * (1 / (1 - rate))
 
 
-@library.custom_op(
-    "andon::drawn_keys",
-    mutates_args=(),
-    schema="(int count, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
+@library.custom_op("andon::drawn_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _drawn_keys(count: int, device: torch.device) -> Tensor:
     """int32 [count, 2] from the device's generator. A custom operation, since a fused kernel would draw a key for each
     of its values."""
@@ -213,49 +186,39 @@ def _keys_shape(count: int, device: torch.device) -> Tensor:
     return torch.empty((count, 2), dtype=torch.int32, device=device)
 
 
-# A frozen product with what an adapter adds to it, as one operation that adds in place. Apart, the adapter's product is
-# written, read and added, and the backward pass makes a scaled copy of the gradient.
-
-
 def add_in_place(graph: Graph) -> None:
     """Replace each `linear(x, weight) + scale * linear(narrow, low)` by `adapted_product`, if nothing else uses the
-    first product, its weight is frozen, and both products have one shape and the type of the weight."""
-    for total in calls_of(graph, operator.add):
-        found = _adapted(total)
-        if found is not None:
-            replace_node(total, adapted_product, *found)
+    first product, its weight is frozen, and both products have one shape and the type of the weight.
 
-
-def _adapted(total: Node) -> tuple[Any, ...] | None:
-    """The arguments of `adapted_product` for `total`; None for another sum."""
+    Apart, the adapter's product is written, read and added, and the backward pass makes a scaled copy of the gradient.
+    """
     base: Any
     scaled: Any
-    base, scaled = total.args
-    if not known(base, scaled) or scaled.target is not operator.mul:
-        return None
-    product, scale = scaled.args
-    if not known(product) or not isinstance(scale, float) or len(base.users) > 1:
-        return None
-    first, second = _operands(base), _operands(product)
-    if first is None or second is None or value_of(first[1]).requires_grad:
-        return None
-    types = {value_of(node).dtype for node in (base, scaled, product, total, first[1])}
-    alike = value_of(base).shape == value_of(product).shape and len(types) == 1 and types.pop().is_floating_point
-    same = alike and unwritten(base, scaled, product, first[0], second[0])
-    return (*first, *second, scale) if same else None
+    for total in calls_of(graph, operator.add):
+        base, scaled = total.args
+        if not known(base, scaled) or scaled.target is not operator.mul or len(base.users) > 1:
+            continue
+        product, scale = scaled.args
+        first, second = _operands(base), _operands(product)
+        if not first or not second or not isinstance(scale, float) or value_of(first[1]).requires_grad:
+            continue
+        types = {value_of(node).dtype for node in (base, scaled, product, total, first[1])}
+        alike = value_of(base).shape == value_of(product).shape and len(types) == 1 and types.pop().is_floating_point
+        if alike and unwritten(base, scaled, product, first[0], second[0]):
+            replace_node(total, adapted_product, *first, *second, scale)
 
 
-def _operands(node: Any) -> tuple[Node, Node] | None:
-    """(input, weight) of a product without a bias that has a gradient if they have; None for another node."""
-    if node.target is not _LINEAR:
-        return None
+def _operands(node: Any) -> tuple[Node, ...]:
+    """(input, weight) of a product without a bias that has a gradient if they have; empty for another node."""
+    if not known(node) or node.target is not _LINEAR:
+        return ()
     given = given_to(node, "input", "weight", "bias")
     x, weight = given["input"], given["weight"]
     if given.get("bias") is not None or not known(x, weight):
-        return None
+        return ()
     learns = value_of(x).requires_grad or value_of(weight).requires_grad
     plain = value_of(x).dim() > 1 and value_of(weight).dim() == 2 and value_of(node).numel() > 0
-    return (x, weight) if plain and learns == value_of(node).requires_grad else None
+    return (x, weight) if plain and learns == value_of(node).requires_grad else ()
 
 
 def adapted_product(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
@@ -266,11 +229,7 @@ def adapted_product(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scal
     return product
 
 
-@library.custom_op(
-    "andon::adapted_product",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor narrow, Tensor low, float scale) -> Tensor",
-)
+@library.custom_op("andon::adapted_product", mutates_args=())
 def _add_into(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
     product = nn.functional.linear(x.flatten(0, -2), weight)
     product.addmm_(narrow.flatten(0, -2), low.t(), alpha=scale)
@@ -297,16 +256,33 @@ def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _add_into.register_autograd(_product_gradient, setup_context=_keep_factors)
 
 
-# Rotary positions in a form that compiles to good kernels.
-
-
 def exchange_halves(graph: Graph) -> None:
     """Replace `cat((-b, a))` of a tensor's halves a and b by `exchanged_halves`: one load instead of masked loads,
     forward and backward."""
     for node in calls_of(graph, torch.cat):
-        turned = _turned(node)
-        if turned is not None:
+        given = given_to(node, "tensors", "dim")
+        parts = given.get("tensors")
+        if given.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
+            continue
+        upper = _half_of(parts[0].args[0]) if parts[0].target is operator.neg else None
+        lower = _half_of(parts[1])
+        if upper is None or lower is None or upper[0] is not lower[0]:
+            continue
+        turned, size = upper[0], value_of(upper[0]).shape[-1]
+        halves = (upper[1], lower[1]) == (slice(size // 2, None, None), slice(None, size // 2, None))
+        learn = {value_of(each).requires_grad for each in (turned, *parts)}
+        if halves and size % 2 == 0 and len(learn) == 1 and unwritten(turned, *parts):
             replace_node(node, exchanged_halves, turned)
+
+
+def _half_of(node: Any) -> tuple[Node, slice] | None:
+    """(tensor, slice) if `node` is `tensor[..., slice]`."""
+    if not known(node) or node.target is not operator.getitem:
+        return None
+    whole, index = node.args
+    if not known(whole) or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
+        return None
+    return (whole, index[1]) if isinstance(index[1], slice) else None
 
 
 def exchanged_halves(x: Tensor) -> Tensor:
@@ -330,7 +306,7 @@ def keep_waves(graph: Graph) -> None:
                 user.replace_input_with(node, kept)
 
 
-@library.custom_op("andon::kept", mutates_args=(), schema="(Tensor x) -> Tensor")
+@library.custom_op("andon::kept", mutates_args=())
 def _kept(x: Tensor) -> Tensor:
     """`x` in its own memory; a compiler does not look into this operation."""
     return x.clone()
@@ -339,33 +315,6 @@ def _kept(x: Tensor) -> Tensor:
 @_kept.register_fake
 def _kept_shape(x: Tensor) -> Tensor:
     return torch.empty_like(x)
-
-
-def _turned(node: Node) -> Node | None:
-    """The tensor whose halves `node`, a concatenation, exchanges; None for another concatenation."""
-    given = given_to(node, "tensors", "dim")
-    parts = given.get("tensors")
-    if given.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
-        return None
-    if parts[0].target is not operator.neg:
-        return None
-    upper, lower = _half_of(parts[0].args[0]), _half_of(parts[1])
-    if upper is None or lower is None or upper[0] is not lower[0]:
-        return None
-    turned, size = upper[0], value_of(upper[0]).shape[-1]
-    halves = (upper[1], lower[1]) == (slice(size // 2, None, None), slice(None, size // 2, None))
-    learn = {value_of(each).requires_grad for each in (turned, *parts)}
-    return turned if halves and size % 2 == 0 and len(learn) == 1 and unwritten(turned, *parts) else None
-
-
-def _half_of(node: Any) -> tuple[Node, slice] | None:
-    """(tensor, slice) if `node` is `tensor[..., slice]`."""
-    if not known(node) or node.target is not operator.getitem:
-        return None
-    whole, index = node.args
-    if not known(whole) or not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
-        return None
-    return (whole, index[1]) if isinstance(index[1], slice) else None
 
 
 def replace_causal_attention(graph: Graph) -> None:

@@ -228,8 +228,7 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
     """Lines on the tensors that differ between two checkpoints. Raises `InputError` for one that is damaged."""
     import torch
 
-    from andon.run.checkpoint import load_checkpoint
-    from andon.run.sealed import CheckpointError
+    from andon.run.checkpoint import CheckpointError, load_checkpoint
 
     def bits(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous().view(-1).view(torch.uint8)

@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from andon.config.identity import differences
 from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
 from andon.inspection.difference import OTHER_MACHINE, Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.launch.launcher import launch
-from andon.launch.portable import chosen
+from andon.launch.portable import portable_environment
 from andon.run.folder import RunFolder
 from andon.run.repeats import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
@@ -52,9 +51,9 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     first, last = read_range(steps, found)
     config = settings(found.folder, workers, backend)
     if config.run.backend == "inline":
-        with chosen(config.run):
+        with portable_environment(config.run):
             return replay(config, path, first, last)
-    with chosen(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
+    with portable_environment(config.run), tempfile.TemporaryDirectory(prefix="andon-replay-") as out:
         payload: dict[str, Any] = {"config": config.model_dump(mode="json"), "path": str(path.absolute()), "out": out}
         result = launch(
             "andon.inspection.replay:replay_rank",
@@ -113,7 +112,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     from andon.run.checkpoint import newest_valid
     from andon.run.provenance import differences as other_machine
     from andon.run.provenance import fingerprint
-    from andon.training.resume import identity_at_start, identity_of, run_identity
+    from andon.training.run import identity_changes
     from andon.training.session import assembled
 
     found, report = open_recorded(path), Differences()
@@ -121,10 +120,9 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     with assembled(config, found.folder, writing=False) as session:
         # If the latest is damaged, an older one, or the initial weights, serve as well.
         checkpoint = newest_valid(found.folder.checkpoints, before=first)[0]
-        was = identity_of(checkpoint) if checkpoint is not None else identity_at_start(session)
         problems = [
             Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
-            for key, before, now in ([] if was is None else differences(was, run_identity(session)))
+            for key, before, now in identity_changes(session, checkpoint)
             if key != "run.device_kind"  # another machine: its bits are not comparable, which the fingerprint says
         ]
         if problems:

@@ -1,7 +1,7 @@
 """Starts ranks on this machine, watches them, and turns how they ended into one `Exit`.
 
     warm_up()                                # as early as possible: imports run beside what the command does
-    result = launch("andon.training.entry:train_rank", payload, workers=4, run_folder=folder, timeout_s=30)
+    result = launch("andon.training.start:train_rank", payload, workers=4, run_folder=folder, timeout_s=30)
 
 Ranks are forked from a forkserver that has imported the heavy packages once and computed nothing: forking a process
 that ran torch code hangs, and spawning pays the imports once per rank. The launcher itself imports no torch, and waits

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from andon.metrics.scores import ClassScores, WithoutMatrix, class_scores
+from andon.metrics.scores import ClassScores, Scores, class_scores
 
 Span = tuple[str, int, int]
 """Type, first word, last word."""
@@ -27,7 +27,7 @@ Parts = Callable[[str], tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class SpanScores(WithoutMatrix):
+class SpanScores(Scores):
     """Scores of spans over `rows` rows.
 
     f1, precision, recall: of all spans together; 0.0 if a denominator is zero. types: the scores of each type by name;

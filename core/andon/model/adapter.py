@@ -11,6 +11,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.build import facts_of, head_names, seeded, vocabulary_head, without_adapter
-from andon.model.stored import Stored, require_finite, write_sharded, write_tensors
+from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
+from andon.run.checkpoint import bytes_of, safetensors_parts
 from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
@@ -31,6 +32,8 @@ _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Parts of names under which peft keeps what it wraps."""
 _AT_ONCE = 4096
 """Rows that are added at a time."""
+LARGEST_FILE = 5 * 10**9
+"""Bytes of tensors in one file of a model, as transformers splits it."""
 
 
 def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
@@ -109,35 +112,30 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
         if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
     ]
     suffixes = sorted({name.rpartition(".")[2] for name in linear})
-    found = ProblemList()
+    found, causal = ProblemList(), vocabulary_head(model) is not None
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in linear):
             continue
-        if target in heads and vocabulary_head(model) is not None:
-            what = f"{target!r} gives the logits of the vocabulary, which no adapter changes here; leave it out"
+        near = difflib.get_close_matches(target, suffixes, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
+        what = f"matches no Linear module; {remedy}"
+        if target in heads and causal:
+            what = "gives the logits of the vocabulary, which no adapter changes here; leave it out"
         elif target in heads:
-            what = f"{target!r} is the classification head, which is trained whole; leave it out"
+            what = "is the classification head, which is trained whole; leave it out"
         elif target == ALL_LINEAR:
-            what = f"{ALL_LINEAR!r} already names every module; leave the others out"
-        else:
-            near = difflib.get_close_matches(target, suffixes, n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(suffixes)}"
-            what = f"{target!r} matches no Linear module; {remedy}"
-        found.add("adapter.targets", what)
+            what = "already names every module; leave the others out"
+        found.add("adapter.targets", f"{target!r} {what}")
     found.raise_if_any()
 
 
-# New tokens of a causal language model have rows in its embedding and in its head, tied or not. The rows are parameters
-# of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the rows before them: nothing is
-# drawn, and no new token starts likelier than another.
-
-
 def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
-    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, in place.
+    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, tied or not, in place.
 
-    All other rows keep their bits. Rows that exist already, as in a vocabulary larger than its tokenizer, start as new
-    rows do. kind: of the adapter. Raises `InputError` unless `model` is a causal language model, and for an adapter and
-    logits with a bias, which peft would leave out.
+    The rows are parameters of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the
+    rows before them, those too that a vocabulary larger than its tokenizer has already: nothing is drawn, and no new
+    token starts likelier than another. All other rows keep their bits. Raises `InputError` unless `model` is a causal
+    language model, and for an adapter and logits with a bias, which peft would leave out.
     """
     built: Any = model
     head: Any = vocabulary_head(model)
@@ -168,9 +166,7 @@ def mean_row(rows: Tensor) -> Tensor:
 
 def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
     """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's.
-
-    peft's own layers copy all weights, and compute a gradient as large, at each pass.
-    """
+    peft's own layers copy all weights, and compute a gradient as large, at each pass."""
     base = layer.base_layer
     found: Tensor = base(given)
     if layer.merged or layer.disable_adapters:
@@ -225,10 +221,10 @@ def export_adapter(
 ) -> None:
     """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
 
-    folder: made if absent. base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path
-    relative to the loader's working folder. labels: names in the order of their ids, written to `classifier.json`,
-    which `AutoConfig` reads; empty for a causal language model. with_base: write the base's weights and `config.json`
-    too, so that transformers needs no other folder.
+    base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path relative to the loader's
+    working folder. labels: names in the order of their ids, written to `classifier.json`, which `AutoConfig` reads;
+    empty for a causal language model. with_base: write the base's weights and `config.json` too, so that transformers
+    needs no other folder.
     """
     from peft import PeftModel
 
@@ -250,7 +246,8 @@ def export_adapter(
     _write_json(folder / "adapter_config.json", plain)
     if labels and not with_base:
         _write_json(folder / "classifier.json", _model_config(model.get_base_model(), labels))
-    _write_labels(folder, labels)
+    if labels:
+        _write_json(folder / "labels.json", {"labels": list(labels)})
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -293,8 +290,7 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     """Write the base model (config.json, model.safetensors, labels.json) as transformers loads it, without its adapter.
 
     Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
-    this dtype. Each sum is computed in fp32 as its weight is written: memory holds one at a time. One of several tied
-    weights is written. `model` does not change.
+    this dtype, computed in fp32 one weight at a time. Of tied weights one is written. `model` does not change.
     """
     base: Any = without_adapter(model)
     changes = {} if merged is None else _changes(base)
@@ -309,7 +305,8 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     write_sharded(folder, tensors)
     dtype = str(merged or base.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _model_config(base, labels) | {"dtype": dtype})
-    _write_labels(folder, labels)
+    if labels:
+        _write_json(folder / "labels.json", {"labels": list(labels)})
 
 
 def _plain(name: str) -> str:
@@ -330,18 +327,74 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
+        plain = _plain(name)
         if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
-            found[f"{_plain(name)}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
+            found[f"{plain}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):
-            found[f"{_plain(name)}.weight"] = partial(with_rows, layer)
+            found[f"{plain}.weight"] = partial(with_rows, layer)
     return found
 
 
-def read_labels(folder: Path) -> tuple[str, ...]:
-    """The label names of an exported folder, in the order of their ids.
+@dataclass(frozen=True)
+class Stored:
+    """A tensor to write. dtype: to store it in, None: its own. change: from `tensor` in fp32 to what is stored."""
 
-    Raises `InputError` if they are absent, and for a folder that `require_model_folder` refuses.
-    """
+    tensor: Tensor
+    dtype: torch.dtype | None = None
+    change: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def kind(self) -> torch.dtype:
+        return self.dtype or self.tensor.dtype
+
+    @property
+    def size(self) -> int:
+        return self.tensor.numel() * self.kind.itemsize
+
+    def data(self) -> memoryview:
+        """The bytes to write. Raises `ValueError` if a changed tensor is not finite."""
+        value = self.tensor.detach()
+        if self.change is not None:
+            with torch.no_grad():
+                value = self.change(value.float())
+            if not value.isfinite().all():
+                raise ValueError("a merged weight is not finite")
+        return bytes_of(value.to("cpu", self.kind))
+
+
+def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write `tensors` as one file of safetensors."""
+    kinds = {name: (each.kind, each.tensor.shape) for name, each in tensors.items()}
+    with file.open("wb") as out:
+        out.writelines(safetensors_parts(kinds, lambda name: tensors[name].data(), {"format": "pt"}))
+
+
+def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
+    """Write `tensors` as `model.safetensors`, or as several files with an index if they exceed `LARGEST_FILE`."""
+    shards: list[dict[str, Stored]] = [{}]
+    room = LARGEST_FILE
+    for name, each in tensors.items():
+        if each.size > room and shards[-1]:
+            shards.append({})
+            room = LARGEST_FILE
+        shards[-1][name] = each
+        room -= each.size
+    if len(shards) == 1:
+        write_tensors(folder / "model.safetensors", tensors)
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensors(folder / file, shard)
+        places |= dict.fromkeys(shard, file)
+    total = sum(each.size for each in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def read_labels(folder: Path) -> tuple[str, ...]:
+    """The label names of an exported folder, in the order of their ids. Raises `InputError` if they are absent, and for
+    a folder that `require_model_folder` refuses."""
     if is_folder(folder):
         require_model_folder(folder, str(folder))
     file = folder / "labels.json"
@@ -370,8 +423,3 @@ def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_labels(folder: Path, labels: Sequence[str]) -> None:
-    if labels:
-        _write_json(folder / "labels.json", {"labels": list(labels)})

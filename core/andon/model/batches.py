@@ -44,10 +44,8 @@ def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
 
 
 def collate(rows: Sequence[Tensor], pad_id: int, multiple: int, limit: int | None = None) -> dict[str, Tensor]:
-    """Rows (int64 vectors, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length].
-
-    length: that of the longest row, rounded up to `multiple` but not beyond `limit`.
-    """
+    """Rows (int64 vectors, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length]. length:
+    that of the longest row, rounded up to `multiple` but not beyond `limit`."""
     length = padded_length(max(row.numel() for row in rows), multiple, limit)
     ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -9,44 +9,30 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
 from andon.console.problems import InputError, Problem, ProblemList
-from andon.model.stored import require_finite_model
 from andon_contracts.legible import legible_line
 
 T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-LOADERS = {
-    "classification": "AutoModelForSequenceClassification",
-    "regression": "AutoModelForSequenceClassification",
-    "multi-label": "AutoModelForSequenceClassification",
-    "tokens": "AutoModelForTokenClassification",
-    "causal": "AutoModelForCausalLM",
-}
+LOADERS = dict.fromkeys(("classification", "regression", "multi-label"), "AutoModelForSequenceClassification")
+LOADERS |= {"tokens": "AutoModelForTokenClassification", "causal": "AutoModelForCausalLM"}
 """The class of transformers that loads a folder's or the hub's model, by head."""
-_EMBEDDED = {
-    ("decoder", "AutoModelForSequenceClassification"): "Qwen3ForSequenceClassification",
-    ("decoder", "AutoModelForTokenClassification"): "Qwen3ForTokenClassification",
-    ("decoder", "AutoModelForCausalLM"): "Qwen3ForCausalLM",
-    ("encoder", "AutoModelForSequenceClassification"): "BertForSequenceClassification",
-    ("encoder", "AutoModelForTokenClassification"): "BertForTokenClassification",
-}
-"""The embedded models, by architecture and the class that would load them."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
 """What transformers calls the problem: its pipelines make probabilities of logits by this name."""
-_MOST_NAMES = 8
+_MOST_NAMES, _MOST_TENSORS = 8, 5
 _SEEDING = threading.Lock()
 
 
@@ -79,61 +65,44 @@ class BaseFacts:
     own_code: str = ""
 
 
-def build_base(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
+def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights: bool = True) -> nn.Module:
     """The model on the CPU, in training mode, with no adapter and no new tokens; identical on every call.
 
-    seed: of every weight that is not loaded. A folder is read without the network and without running code from it.
+    seed: of every weight that is not loaded. weights: False for the model on the meta device, for which nothing is
+    allocated and of a folder only config.json is read. A folder needs no network, and its code is not run.
+
     Raises `InputError` for embedded weights that this machine's memory cannot hold, a folder or hub id that cannot be
     loaded or lacks weights of its backbone (or a causal model's head), weights that are not finite, a tokenizer with
     more ids than the vocabulary, rows longer than the model has positions, and an encoder that is to write.
     """
-    _check(settings, interface)
+    found, head, embedded = ProblemList(), interface.head, settings.base is None
+    if head == "classification" and len(interface.labels) < 2:
+        found.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
+    if not 0 <= interface.pad_id < interface.vocab_size:
+        what = f"padding id {interface.pad_id} is outside of the {interface.vocab_size} ids of the vocabulary"
+        found.add("pad_id", what)
+    if embedded and head == "causal" and settings.architecture == "encoder":
+        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
+    found.raise_if_any()
     products = 4 * settings.hidden_size**2 + 3 * settings.hidden_size * settings.intermediate_size
     embeddings = (interface.vocab_size + settings.max_length) * settings.hidden_size
     needed = 4 * (settings.num_hidden_layers * products + embeddings)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if settings.base is None and needed > there:
+    if embedded and weights and needed > there:
         what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
         raise InputError([Problem("model", what)])
-    with seeded(seed), torch.device("cpu"):
-        embedded = settings.base is None
-        model: Any = _embedded(settings, interface) if embedded else _pretrained(settings, interface, seed)
-    return _fitted(model, settings, interface)
-
-
-def build_shape(settings: Model, interface: ModelInterface, seed: int) -> nn.Module:
-    """As `build_base`, without weights: on the meta device, nothing is allocated or read.
-
-    A folder needs its config.json only. Raises `InputError` as `build_base` does, but for weights.
-    """
-    _check(settings, interface)
-    with seeded(seed), torch.device("meta"):
-        if settings.base is None:
+    with seeded(seed), torch.device("cpu" if weights else "meta"):
+        if embedded:
             model: Any = _embedded(settings, interface)
+        elif weights:
+            model = _pretrained(settings, interface, seed)
         else:
-            auto = _auto_class(interface.head)
-            config = _configuration(settings, interface, *_source(settings.base, settings.revision))
-            with loading(settings.base, "model.base"):
-                model = auto.from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=False)
-    return _fitted(model, settings, interface)
-
-
-def _check(settings: Model, interface: ModelInterface) -> None:
-    found, (pad, size) = ProblemList(), (interface.pad_id, interface.vocab_size)
-    if interface.head == "classification" and len(interface.labels) < 2:
-        found.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
-    if not 0 <= pad < size:
-        found.add("pad_id", f"padding id {pad} is outside of the {size} ids of the vocabulary")
-    if settings.base is None and interface.head == "causal" and settings.architecture == "encoder":
-        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
-    found.raise_if_any()
-
-
-def _fitted(model: Any, settings: Model, interface: ModelInterface) -> nn.Module:
-    """`model` in training mode. Raises `InputError` if the tokenizer or the rows do not fit it."""
-    found, vocabulary = ProblemList(), model.config.vocab_size
-    if interface.vocab_size > vocabulary:
-        found.add("model.base", f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {vocabulary}")
+            config = _configuration(settings, interface)
+            with loading(str(settings.base), "model.base"):
+                model = _auto_class(head).from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=False)
+    if interface.vocab_size > model.config.vocab_size:
+        what = f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {model.config.vocab_size}"
+        found.add("model.base", what)
     positions, length = positions_of(model), settings.max_length
     if positions is not None and length > positions and not _takes(model, length, interface, positions):
         what = f"{length} tokens are more than the model's {positions} positions"
@@ -143,8 +112,8 @@ def _fitted(model: Any, settings: Model, interface: ModelInterface) -> nn.Module
         # The padding id of a causal model is an id like any other, and may be that of a stop token: `padding_idx` would
         # drop the gradient of its embedding.
         model.get_input_embeddings().padding_idx = None
-    fitted: nn.Module = model.train()
-    return fitted
+    built: nn.Module = model.train()
+    return built
 
 
 @contextmanager
@@ -169,32 +138,24 @@ def _label_names(interface: ModelInterface) -> dict[str, Any]:
 def _embedded(settings: Model, interface: ModelInterface) -> Any:
     import transformers
 
-    shared: dict[str, Any] = {
-        "vocab_size": interface.vocab_size,
-        "hidden_size": settings.hidden_size,
-        "num_hidden_layers": settings.num_hidden_layers,
-        "num_attention_heads": settings.num_attention_heads,
-        "intermediate_size": settings.intermediate_size,
-        "max_position_embeddings": settings.max_length,
-        "pad_token_id": interface.pad_id,
-        "use_cache": False,
-        **_label_names(interface),
-    }
-    if settings.architecture == "encoder":
-        config: Any = transformers.BertConfig(
-            **shared, hidden_dropout_prob=settings.dropout, attention_probs_dropout_prob=settings.dropout
-        )
+    sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"}
+    shared = settings.model_dump(include=sizes) | _label_names(interface)
+    shared |= {"vocab_size": interface.vocab_size, "pad_token_id": interface.pad_id, "use_cache": False}
+    shared |= {"max_position_embeddings": settings.max_length}
+    kind = "Bert" if settings.architecture == "encoder" else "Qwen3"
+    if kind == "Bert":
+        shared |= {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout}
     else:
-        config = transformers.Qwen3Config(
-            **shared,
-            head_dim=settings.hidden_size // settings.num_attention_heads,
-            num_key_value_heads=settings.num_key_value_heads,
-            attention_dropout=settings.dropout,
-            bos_token_id=None,
-            eos_token_id=None,
-            tie_word_embeddings=interface.head == "causal",
-        )
-    model: Any = getattr(transformers, _EMBEDDED[settings.architecture, LOADERS[interface.head]])(config)
+        shared |= {
+            "head_dim": settings.hidden_size // settings.num_attention_heads,
+            "num_key_value_heads": settings.num_key_value_heads,
+            "attention_dropout": settings.dropout,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "tie_word_embeddings": interface.head == "causal",
+        }
+    loaded_as = LOADERS[interface.head].removeprefix("AutoModel")
+    model: Any = getattr(transformers, kind + loaded_as)(getattr(transformers, f"{kind}Config")(**shared))
     model.config.dtype = _DTYPES[settings.dtype]
     return model.to(_DTYPES[settings.dtype])
 
@@ -206,35 +167,98 @@ def _auto_class(head: str) -> Any:
 
 
 def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
-    auto, (source, local) = _auto_class(interface.head), _source(str(settings.base), settings.revision)
+    base, causal = str(settings.base), interface.head == "causal"
     # Its values are not given to the model, which refuses those that it lacks.
-    config = _configuration(settings, interface, source, local)
-    stored = _stored_config(str(settings.base), settings.revision)
-    with loading(str(settings.base), "model.base"):
-        model, report = auto.from_pretrained(
-            source,
-            config=config,
-            dtype=_DTYPES[settings.dtype],
-            revision=settings.revision,
-            local_files_only=local,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
+    config, stored = _configuration(settings, interface), _config(base, settings.revision)
+    source, local = _source(base, settings.revision)
+    how: dict[str, Any] = {"revision": settings.revision, "local_files_only": local, "trust_remote_code": False}
+    how |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": _DTYPES[settings.dtype]}
+    with loading(base, "model.base"):
+        model, report = _auto_class(interface.head).from_pretrained(source, config=config, **how)
     missing = set(map(str, report["missing_keys"]))
     # transformers reports a tensor of another shape with or without both shapes.
     mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
-    drawn = _drawn_modules(model, missing | mismatched, str(settings.base), interface.head)
+    # Of the backbone a checkpoint may lack a pooler, which is drawn.
+    heads = () if causal else tuple(f"{name}." for name in head_names(model))
+    inside = sorted(name for name in missing | mismatched if not name.startswith(heads))
+    backbone = [name for name in inside if ".pooler." not in name]
+    if backbone:
+        shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
+        whose = "that a causal language model needs" if causal else "of its own backbone"
+        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
     cached = source
     if not local:
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
         cached = str(Path(file).parent) if isinstance(file, str) else ""
-    require_finite_model(model, Path(cached) if cached else None, str(settings.base))
-    note = "" if interface.head == "causal" else _settle_head(model, stored, missing, mismatched, interface, seed)
-    model.andon_facts = BaseFacts(drawn, (note,) if note else (), _own_code_note(stored, model))
+    _require_finite_model(model, Path(cached) if cached else None, base)
+    note = "" if causal else _settle_head(model, stored, missing, mismatched, interface, seed)
+    named, own_code = getattr(stored, "auto_map", None) or {}, ""
+    codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
+    if codes:
+        own_code = (
+            f"the base's config.json names code of its own ({_shown(sorted(codes))}), which Andon does not run: this "
+            f"is the {type(model).__name__} of transformers with the same weights, which may compute something else "
+            "(if it does not, remove auto_map from config.json)"
+        )
+    drawn = tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
+    model.andon_facts = BaseFacts(drawn, (note,) if note else (), own_code)
     return model
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether `tensor` (any dtype but complex) holds no NaN and no infinity."""
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    plain = tensor.detach().float() if tensor.dtype.itemsize == 1 else tensor.detach()  # no kernel reads float8
+    return bool(torch.stack(torch.aminmax(plain)).isfinite().all())
+
+
+def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Raise `InputError` that names `file` and each of the `tensors` read from it that is not finite."""
+    odd = {name: tensor for name, tensor in sorted(tensors.items()) if not is_finite(tensor)}
+    if odd:
+        raise InputError(_not_finite(file, odd))
+
+
+def _require_finite_model(model: nn.Module, folder: Path | None, name: str) -> None:
+    """Raise `InputError` unless all parameters of the loaded `model` are finite and its saved buffers hold no NaN.
+
+    A buffer may hold infinities: attention masks do. folder: where the model was loaded from; None: not on this disk.
+    The error names the file in `folder` and the tensor as it is called there, or `name` and the parameter.
+    """
+    odd = {
+        key: value
+        for key, value in model.state_dict(keep_vars=True).items()
+        if not is_finite(value) and (isinstance(value, nn.Parameter) or bool(value.isnan().any()))
+    }
+    if not odd:
+        return
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
+    found: list[Problem] = []
+    for file in files:
+        with suppress(OSError, SafetensorError):  # another file of the folder, which is not the model's
+            found += _not_finite(file, {key: value for key, value in load_file(file).items() if not is_finite(value)})
+    pickled = [] if folder is None or files else sorted(folder.glob("*.bin"))  # not read: that would unpickle them
+    raise InputError(found or _not_finite(pickled[0] if len(pickled) == 1 else Path(name), odd))
+
+
+def _not_finite(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
+    problems = []
+    for name, tensor in [*odd.items()][:_MOST_TENSORS]:
+        plain = tensor.detach().float()
+        bad = ~plain.isfinite()
+        first = tuple(torch.nonzero(bad)[0].tolist())
+        what = f"the tensor {name!r} is not finite: {int(bad.sum())} of its {tensor.numel()} values are NaN or infinite"
+        where = f"(the first, {plain[first].item()}, is at {list(first)}); get an undamaged copy"
+        problems.append(Problem(str(file), f"{what} {where}"))
+    if len(odd) > _MOST_TENSORS:
+        problems.append(Problem(str(file), f"and {len(odd) - _MOST_TENSORS} more tensors that are not finite"))
+    return problems
 
 
 def _own_classes(config: Any) -> tuple[str, ...]:
@@ -262,7 +286,7 @@ def _settle_head(
     heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
     if heads <= missing:
         return ""
-    auto, other = _auto_class(interface.head), copy.deepcopy(model.config)
+    auto, other, absent = _auto_class(interface.head), copy.deepcopy(model.config), missing | mismatched
     other.num_labels = model.config.num_labels + 1
     with torch.device("meta"):
         configs = (model.config, other)
@@ -277,7 +301,6 @@ def _settle_head(
         folded = [name.casefold() for name in own]
         same = len(set(folded)) == len(folded) and folded == [name.casefold() for name in interface.labels]
         same = same or own == tuple(interface.labels)
-    absent = missing | mismatched
     if is_own and same and not outputs & absent:
         if regression:
             return "head: the base's own is kept; it gives one number too"
@@ -303,73 +326,51 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(map(legible_line, names[:_MOST_NAMES])) + more
 
 
-def _own_code_note(stored: Any, model: nn.Module) -> str:
-    """A sentence that says that the model's own code was not run, if its configuration names any; else empty."""
-    named = getattr(stored, "auto_map", None) or {}
-    codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
-    if not codes:
-        return ""
-    return (
-        f"the base's config.json names code of its own ({_shown(sorted(codes))}), which Andon does not run: this is "
-        f"the {type(model).__name__} of transformers with the same weights, which may compute something else (if it "
-        "does not, remove auto_map from config.json)"
-    )
-
-
 def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: str | None = None) -> tuple[str, ...]:
     """`labels` in the order of the outputs of the model at `base` if that names the same classes, ignoring case; else
     unchanged. Raises `InputError` for a base whose configuration cannot be loaded."""
-    stored = _stored_config(base, revision)
+    stored = _config(base, revision)
     own = [name.casefold() for name in _own_classes(stored)]
     named = {name.casefold(): name for name in labels}
     same = len(named) == len(labels) == len(own) and set(own) == set(named)
     return tuple(named[name] for name in own) if same and _has_own_head(stored, _auto_class(head)) else tuple(labels)
 
 
-def _stored_config(base: str, revision: str | None) -> Any:
+def _config(base: str, revision: str | None, **values: Any) -> Any:
+    """The configuration at `base`, with these values instead of its own."""
     from transformers import AutoConfig
 
     source, local = _source(base, revision)
+    values |= {"revision": revision, "local_files_only": local}
     with loading(base, "model.base"):
-        return AutoConfig.from_pretrained(source, revision=revision, local_files_only=local, trust_remote_code=False)
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **values)
 
 
-def _configuration(settings: Model, interface: ModelInterface, source: str, local: bool) -> Any:
-    """The configuration at `source`, with a head as `interface` requires it."""
-    from transformers import AutoConfig
-
+def _configuration(settings: Model, interface: ModelInterface) -> Any:
+    """The base's configuration, with a head as `interface` requires it. Raises `InputError` if it cannot have one."""
     base, given = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
-    with loading(base, "model.base"):
-        config = AutoConfig.from_pretrained(
-            source, revision=settings.revision, local_files_only=local, trust_remote_code=False, **given
-        )
-    found = ProblemList()
+    config, found = _config(base, settings.revision, **given), ProblemList()
     for fault in setting_faults(config.to_dict()):  # a folder's were found before it was loaded
         found.add("model.base", f"{base!r} {fault}")
     found.raise_if_any()
     if config.get_text_config() is not config:
-        found.add(
-            "model.base", f"{base!r} is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
-        )
-    elif interface.head == "causal":
-        _refuse_encoder(config, base)
+        what = f"is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
+        raise InputError([Problem("model.base", f"{base!r} {what}")])
+    if interface.head == "causal":
+        require_decoder(base, config=config)
     elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         what = f"{base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
         what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
-        found.add("model.base", what)
-    found.raise_if_any()
+        raise InputError([Problem("model.base", what)])
     return config
 
 
-def require_decoder(base: str, revision: str | None = None) -> None:
-    """Raise `InputError` for a base that cannot write the next token, by its configuration alone."""
-    _refuse_encoder(_stored_config(base, revision), base)
-
-
-def _refuse_encoder(config: Any, base: str) -> None:
-    """transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both."""
+def require_decoder(base: str, revision: str | None = None, config: Any = None) -> None:
+    """Raise `InputError` for a base that cannot write the next token, by its configuration alone; None: to be read.
+    transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+    config = config or _config(base, revision)
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
         what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
@@ -378,82 +379,57 @@ def _refuse_encoder(config: Any, base: str) -> None:
 
 def _source(base: str, revision: str | None) -> tuple[str, bool]:
     """Where to load from, and whether that is a folder. revision: of a hub id; a folder has none."""
-    folder = Path(base).expanduser()
+    folder, where = Path(base).expanduser(), "model.base"
     if is_folder(folder):
         if revision is not None:
+            where = "model.revision"
             what = f"is of a base on the hub, and {base!r} is a folder; leave it out ({revision!r})"
-            raise InputError([Problem("model.revision", what)])
-        if (folder / "adapter_config.json").is_file():  # also beside a model: transformers would load both
+        elif (folder / "adapter_config.json").is_file():  # also beside a model: transformers would load both
             what = f"{base!r} holds an adapter: give its base model, or merge it (andon export RUN DIR --merge)"
-            raise InputError([Problem("model.base", what)])
-        if not (folder / "config.json").is_file():
-            raise InputError([Problem("model.base", f"{base!r} has no config.json, so it is no model")])
-        return str(folder), True
-    if folder.exists():
-        raise InputError([Problem("model.base", f"{base!r} is a file; give the model's folder")])
-    if base.startswith((".", "/", "~")) or base.count("/") > 1:
-        raise InputError([Problem("model.base", f"there is no folder {base!r}")])
-    return base, False
-
-
-def _drawn_modules(model: Any, absent: Set[str], base: str, head: str) -> tuple[str, ...]:
-    """The modules of the backbone that transformers drew at random because the checkpoint lacks them: a pooler at most.
-
-    absent: the tensors that it lacks. Raises `InputError` for any other part of the backbone.
-    """
-    heads = () if head == "causal" else tuple(f"{name}." for name in head_names(model))
-    inside = sorted(name for name in absent if not name.startswith(heads))
-    backbone = [name for name in inside if ".pooler." not in name]
-    if backbone:
-        shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        whose = "that a causal language model needs" if head == "causal" else "of its own backbone"
-        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
-    return tuple(dict.fromkeys(name.rpartition(".")[0] for name in inside))
+        elif not (folder / "config.json").is_file():
+            what = f"{base!r} has no config.json, so it is no model"
+        else:
+            return str(folder), True
+    elif folder.exists():
+        what = f"{base!r} is a file; give the model's folder"
+    elif base.startswith((".", "/", "~")) or base.count("/") > 1:
+        what = f"there is no folder {base!r}"
+    else:
+        return base, False
+    raise InputError([Problem(where, what)])
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
     """The head: the model's children with parameters, other than its backbone, as `score` or `classifier`."""
-    backbone = getattr(model, "base_model_prefix", None)
-    return tuple(
-        name
-        for name, child in model.named_children()
-        if name != backbone and next(child.parameters(), None) is not None
-    )
+    backbone, children = getattr(model, "base_model_prefix", None), model.named_children()
+    return tuple(name for name, child in children if name != backbone and any(True for _ in child.parameters()))
 
 
 def vocabulary_head(model: nn.Module) -> nn.Module | None:
     """The layer that gives a causal language model's logits of the next token; None for any other model."""
-    base: Any = without_adapter(model)
-    found: nn.Module | None = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    found: nn.Module | None = getattr(without_adapter(model), "get_output_embeddings", lambda: None)()
     return found
 
 
 def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | None, int, str]:
     """From the configuration of a base: most tokens of a row (None: no limit), number of weights, and the dtype
     that it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
-    model: Any = build_shape(settings.model_copy(update={"max_length": 1}), interface, 0)
-    saved = str(getattr(_stored_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
+    model: Any = build_base(settings.model_copy(update={"max_length": 1}), interface, 0, weights=False)
+    saved = str(getattr(_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
     return positions_of(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
 
 
 def positions_of(model: Any) -> int | None:
-    """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit.
-
-    A table of positions with a row for padding, as RoBERTa has it, counts from the next row on.
-    """
+    """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit. A table of
+    positions with a row for padding, as RoBERTa has it, counts from the next row on."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
     if positions is None or positions < 1:  # XLNet says -1 for no limit
         return None
-    after_padding = [
-        table.num_embeddings - table.padding_idx - 1
-        for table in model.modules()
-        if isinstance(table, nn.Embedding)
-        and table is not model.get_input_embeddings()
-        and table.padding_idx is not None
-        and table.num_embeddings >= positions
-    ]
-    return min([positions, *after_padding])
+    words = model.get_input_embeddings()
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    sizes = [(each.num_embeddings, each.padding_idx) for each in tables]
+    return min([positions, *(rows - pad - 1 for rows, pad in sizes if pad is not None and rows >= positions)])
 
 
 def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
@@ -464,9 +440,9 @@ def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -
     """
     beyond: list[int] = []
 
-    def note(table: nn.Module, given: tuple[Any, ...]) -> None:
-        rows = int(getattr(table, "num_embeddings", 0))
-        beyond.extend([rows] if table is not model.get_input_embeddings() and rows >= positions else [])
+    def note(table: Any, _: object) -> None:
+        if table is not model.get_input_embeddings() and table.num_embeddings >= positions:
+            beyond.append(table.num_embeddings)
 
     if any("inv_freq" in name for name, _ in model.named_buffers()):
         return False
@@ -478,6 +454,12 @@ def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -
     for hook in hooks:
         hook.remove()
     return not isinstance(output, Exception) and not beyond
+
+
+def without_adapter(model: nn.Module) -> nn.Module:
+    """The model of transformers inside peft's wrapper; its layers stay adapted."""
+    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return found
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
@@ -493,13 +475,6 @@ def facts_of(model: nn.Module) -> BaseFacts:
     return found
 
 
-def without_adapter(model: nn.Module) -> nn.Module:
-    """The model of transformers inside peft's wrapper; its layers stay adapted."""
-    adapted: Any = model
-    found: nn.Module = adapted.get_base_model() if hasattr(adapted, "get_base_model") else model
-    return found
-
-
 def half_of(model: nn.Module) -> torch.dtype | None:
     """The half precision in which its weights are stored and its matrix products computed; None: fp32."""
     stored = getattr(getattr(model, "config", None), "dtype", None)
@@ -512,18 +487,12 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
-MASK_REJECTIONS = (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError)
-"""What models raise that need the mask of tokens, and accept neither a mask by pairs nor none."""
-
-
 def tried(call: Callable[[], T]) -> T | Exception:
-    """What `call`, a pass of a model, returns, or the error of `MASK_REJECTIONS` by which the model refuses its input.
-
-    An error of the device is raised: it says nothing of the model, and on another rank the call would succeed.
-    """
+    """What `call`, a pass of a model, returns, or the error with which the model refuses its input, as a mask. An error
+    of the device is raised: it says nothing of the model, and on another rank the call would succeed."""
     try:
         return call()
-    except MASK_REJECTIONS as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
         if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError) or "CUDA error" in str(error):
             raise
         return error
@@ -575,9 +544,9 @@ def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManag
         return nullcontext(), as_before(config._attn_implementation, again())
 
     def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # both passes are traced at once
-            return checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return checkpoint(function, *args, use_reentrant=False, context_fn=both_passes, **kwargs)
+        if not torch.compiler.is_compiling():  # a compiler traces both passes at once
+            kwargs["context_fn"] = both_passes
+        return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     # `gradient_checkpointing_enable` would have the embeddings require gradients.
     for module in able:

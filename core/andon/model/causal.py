@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
 from andon.model.build import backbone_of, computing, evaluating, half_of, tried, vocabulary_head, without_adapter
-from andon.model.masks import NOISE, WINDOWS, Masking, masking_of, packed_mask
+from andon.model.masks import NOISE, WINDOWS, masking_of, packed_inputs
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
@@ -84,29 +83,12 @@ def content(batch: Batch) -> Tensor:
 
 
 def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself.
-
-    Packed or not there is one path, so that the bits of a batch are a function of the batch alone.
-    """
+    """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself. Packed or not
+    there is one path, so that the bits of a batch are a function of the batch alone."""
     with packed_inputs(model, masking_of(model, batch["rows"].device), batch) as given:
         output: Any = backbone_of(model)(**given)
     hidden: Tensor = output.last_hidden_state
     return hidden
-
-
-@contextmanager
-def packed_inputs(model: nn.Module, masking: Masking, batch: Batch) -> Iterator[dict[str, Any]]:
-    """Inside, the arguments of the backbone of `model` for `batch`, in its precision. masking: one for packs."""
-    with (
-        computing(model, batch["rows"].device),
-        packed_mask(model, masking, batch["rows"], batch["positions"]) as mask,
-    ):
-        yield {
-            "input_ids": batch["input_ids"],
-            "attention_mask": mask,
-            "position_ids": batch["positions"],
-            "use_cache": False,
-        }
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
@@ -121,8 +103,7 @@ def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | N
     Logits are computed at trained tokens alone, in chunks, and their gradient with them: nothing of the size of the
     vocabulary is kept for the backward pass. The order is the batch's.
     """
-    head = _head(model)
-    hidden, targets, weights, parts = _predictions(head, hidden, batch, kind)
+    head, parts, hidden, targets, weights = _predictions(model, hidden, batch, kind)
     learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with computing(model, hidden.device):
         if torch.is_grad_enabled():
@@ -137,8 +118,7 @@ def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | N
 def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
     """fp64 [packs, 3], in evaluation mode: each pack's loss sum, trained tokens predicted right, and trained tokens."""
     with evaluating(model, batch["input_ids"].device):
-        head = _head(model)
-        hidden, targets, weights, parts = _predictions(head, hidden_of(model, batch), batch)
+        head, parts, hidden, targets, weights = _predictions(model, hidden_of(model, batch), batch)
         losses, right = _token_losses(head, parts, hidden, targets, weights)
     values = torch.stack([losses.double(), right.double(), (weights != 0).double()], dim=1)
     packs, length = batch["input_ids"].shape
@@ -148,33 +128,19 @@ def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
     return table.view(packs, length, 3).sum(dim=1)
 
 
-def _head(model: nn.Module) -> nn.Module:
-    head = vocabulary_head(model)
-    if head is None:
-        msg = f"{type(without_adapter(model)).__name__} is no causal language model"
-        raise TypeError(msg)
-    return head
-
-
 def _predictions(
-    head: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None
-) -> tuple[Tensor, Tensor, Tensor, list[slice]]:
-    """For the trained tokens: the hidden states that predict them, [n, hidden], their ids, their weights (0 for a
-    filler), and chunks of them that are a function of sizes and kind of device alone."""
+    model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None
+) -> tuple[nn.Module, list[slice], Tensor, Tensor, Tensor]:
+    """The head, and for the trained tokens: chunks, a function of sizes and kind of device alone, the hidden states
+    that predict them [n, hidden], their ids, and their weights (0 for a filler)."""
+    head: Any = vocabulary_head(model)
     places = batch["trained"].flatten()
     before = hidden.flatten(0, 1).index_select(0, (places - 1).clamp(min=0))
     weights = batch["weights"].flatten()[places].to(torch.int32).view(torch.float32)
     vocabulary = next(head.parameters()).shape[0]  # `head.weight` of a head with new tokens would be assembled for this
     step = max(1, _LOGITS.get(kind or hidden.device.type, _LOGITS["cpu"]) // vocabulary)
     parts = [slice(first, min(first + step, len(places))) for first in range(0, len(places), step)]
-    return before, batch["input_ids"].flatten()[places], weights, parts
-
-
-def _chunk_losses(head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 [n] weight * cross entropy, and bool [n] whether the target has the largest logit and a weight."""
-    logits = head(hidden).float()
-    losses = nn.functional.cross_entropy(logits, targets, reduction="none") * weights
-    return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
+    return head, parts, before, batch["input_ids"].flatten()[places], weights
 
 
 def _token_losses(
@@ -188,18 +154,19 @@ def _token_losses(
     return losses, right
 
 
+def _chunk_losses(head: nn.Module, hidden: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 [n] weight * cross entropy, and bool [n] whether the target has the largest logit and a weight."""
+    logits = head(hidden).float()
+    losses = nn.functional.cross_entropy(logits, targets, reduction="none") * weights
+    return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
+
+
 class _LossInChunks(torch.autograd.Function):
     """The loss sum and its correct tokens; the gradient is computed with each chunk's logits."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        head: nn.Module,
-        parts: Sequence[slice],
-        hidden: Tensor,
-        targets: Tensor,
-        weights: Tensor,
-        *learning: nn.Parameter,
+        ctx: Any, head: nn.Module, parts: Any, hidden: Tensor, targets: Tensor, weights: Tensor, *learning: Tensor
     ) -> tuple[Tensor, Tensor]:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
@@ -231,7 +198,6 @@ class _LossInChunks(torch.autograd.Function):
 def check_packing_isolation(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
     """Raise `InputError` unless `model` on `device` gives packed rows the logits that it gives each of them alone.
 
-    Alone is the model's own pass without our mask. Two packs are tried, one of several rows and one with padding.
     Refused too: a model that changes its logits after its head, and a limit to how far a token sees below `longest`,
     the tokens of the longest row (None: not known).
     """
@@ -247,12 +213,13 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
     room = min(limit for limit in (*_TRIED_LENGTHS[:1], longest, positions) if limit)
     counts = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
     size = base.get_input_embeddings().weight.shape[0]
-    head, rows = _head(model), (torch.arange(1, sum(counts) + 1) % size).split(counts)
+    rows = (torch.arange(1, sum(counts) + 1) % size).split(counts)
     weights = [torch.ones(row.numel()) for row in rows]
     packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
     batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}
 
     def logits_of() -> tuple[Tensor, list[Tensor], Tensor]:
+        head: Any = vocabulary_head(model)
         packed = head(hidden_of(model, batch)).float()
         alone = [base(input_ids=row[None].to(device), use_cache=False).logits[0] for row in rows]
         output: Any = backbone_of(model)(input_ids=rows[0][None].to(device), use_cache=False)
@@ -283,8 +250,7 @@ def generate(
     """The ids that `model` writes after each of `prompts`: greedily, by `generate` of transformers, on its own device.
 
     An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or at the model's
-    last position. A batch holds prompts of similar lengths, padded on the left. The model's own generation settings
-    are not used. Raises `ValueError` for a prompt without ids.
+    last position. The model's own generation settings are not used. Raises `ValueError` for a prompt without ids.
     """
     from transformers import GenerationConfig
 

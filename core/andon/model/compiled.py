@@ -54,21 +54,15 @@ class CompiledPasses:
 
 
 def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> CompiledPasses:
-    """Have `model`'s backbone compiled for `shapes` at the first pass; `mode` is one of `MODES` but off.
-
-    Raises `InputError` for environment variables that make torch run a compiled model eagerly without a warning.
-    """
+    """Have `model`'s backbone compiled for `shapes` at the first pass; `mode` is one of `MODES` but off. Raises
+    `InputError` for environment variables that make torch run a compiled model eagerly without a warning."""
     silent = [name for name in _SILENCING if os.environ.get(name, "0") not in ("", "0")]
     if silent:
-        raise InputError(
-            Problem(name, "would have a model that is to be compiled run eagerly; unset it") for name in silent
-        )
-    backbone = backbone_of(model)
-    eagerly = backbone.forward
-    compiled = traced(
-        model, rewriting_backend(torch._inductor.list_mode_options(MODES[mode])), **_room_for(len(shapes))
-    )
-    passes = CompiledPasses(eagerly, compiled, frozenset(shapes), graphs=mode == "graphs")
+        what = "would have a model that is to be compiled run eagerly; unset it"
+        raise InputError(Problem(name, what) for name in silent)
+    backbone, backend = backbone_of(model), rewriting_backend(torch._inductor.list_mode_options(MODES[mode]))
+    compiled = traced(model, backend, **_room_for(len(shapes)))
+    passes = CompiledPasses(backbone.forward, compiled, frozenset(shapes), graphs=mode == "graphs")
     backbone.forward = passes
     return passes
 

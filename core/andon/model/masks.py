@@ -14,7 +14,7 @@ import copy
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -29,6 +29,7 @@ from andon.fast.attention import causal_attention, fits, runs_on
 from andon.model.build import (
     attending_as,
     backbone_of,
+    computing,
     evaluating,
     half_of,
     tried,
@@ -48,9 +49,7 @@ that is wrongly seen moves them more."""
 
 class Masking(Enum):
     """How a model is told which tokens see which. A causal language model, which gets packs, takes one of the last two.
-
-    Each number of workers must choose the same, so the choice depends on the model and its device alone.
-    """
+    Each number of workers must choose the same, so the choice depends on the model and its device alone."""
 
     UNMASKED = "no mask in its attention, which is causal"
     CAUSAL_PAIRS = "a mask by pairs of tokens, of those before"
@@ -64,10 +63,8 @@ _tried: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionar
 
 
 def masking_of(model: nn.Module, device: torch.device) -> Masking:
-    """The masking of `model` on `device`: on a GPU the first of `possible_maskings` that gives what the last gives.
-
-    A trial with other weights may end otherwise, so a run asks before it restores weights.
-    """
+    """The masking of `model` on `device`: on a GPU the first of `possible_maskings` that gives what the last gives. A
+    trial with other weights may end otherwise, so a run asks before it restores weights."""
     if device.type != "cuda":
         return Masking.TOKENS if vocabulary_head(model) is None else Masking.ROW_PAIRS
     if model not in _tried:
@@ -94,7 +91,6 @@ def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
 
 
 def _has_windows(config: Any) -> bool:
-    """Whether some layer has another attention than the full one, or a limit to how far a token sees."""
     parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ()]
     kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
     limited = kinds != {"full_attention"} or any(getattr(config, name, None) for name in WINDOWS)
@@ -104,42 +100,40 @@ def _has_windows(config: Any) -> bool:
 def tried_masking(model: nn.Module, device: torch.device) -> Masking:
     """The first of `possible_maskings` with which `model` on `device` gives what it gives with the last."""
     *cheaper, last = possible_maskings(model)
-    holds = _spans_hold if last is Masking.ROW_PAIRS else _holds
-    return next((each for each in cheaper if holds(model, each, device)), last)
+    packs = last is Masking.ROW_PAIRS
+    if not cheaper or (packs and not runs_on(device)):
+        return last
+    outputs_with, order = (_outputs_of_pack, 2) if packs else (_outputs_of_rows, float("inf"))
+    noise, size = NOISE[half_of(model)], partial(torch.linalg.vector_norm, ord=order)
+    with evaluating(model, device):
+        wanted = outputs_with(model, last, device)
+        for masking in cheaper if wanted else ():
+            found = outputs_with(model, masking, device)
+            pairs = zip(found, wanted, strict=False)
+            if len(found) == len(wanted) and all(
+                bool(size(one - other) <= noise * size(other)) for one, other in pairs
+            ):
+                return masking
+    return last
 
 
-def _holds(model: Any, masking: Masking, device: torch.device) -> bool:
-    """Compare logits and the backbone's output (a head of zeros would hide a wrong mask) of three rows."""
+def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list[Tensor]:
+    """The backbone's output (a head of zeros would hide a wrong mask) and logits of three rows; none if refused."""
     ids, mask = _tokens(model, device)
-    outputs: list[list[Tensor]] = []
-
-    def logits_with(given: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, attention_mask=given).logits
-        return found.float()
+    outputs: list[Tensor] = []
 
     def note(_: nn.Module, __: object, output: Any) -> None:
         hidden = getattr(output, "last_hidden_state", None)
         if isinstance(hidden, Tensor) and hidden.shape[:2] == mask.shape:
-            outputs[-1].append(hidden.float() * mask[..., None])
+            outputs.append(hidden.float() * mask[..., None])
 
-    with evaluating(model, device):
-        for each in (Masking.TOKENS, masking):
-            outputs.append([])
-            with masked(model, each, mask) as given, backbone_of(model).register_forward_hook(note):
-                logits = tried(partial(logits_with, given))
-            if isinstance(logits, Exception):
-                return False
-            outputs[-1].append(logits)
-    noise, (wanted, found) = NOISE[half_of(model)], outputs
-    return len(wanted) == len(found) and all(
-        bool((one - other).abs().max() <= noise * other.abs().max()) for one, other in zip(found, wanted, strict=True)
-    )
+    with masked(model, masking, mask) as given, backbone_of(model).register_forward_hook(note):
+        logits = tried(lambda: model(input_ids=ids, attention_mask=given).logits.float())
+    return [] if isinstance(logits, Exception) else [*outputs, logits]
 
 
-def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> bool:
-    """Compare the backbone's output of a pack of three rows and padding."""
-    if not runs_on(device):
-        return False
+def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -> list[Tensor]:
+    """The backbone's output of a pack of three rows and padding; none if refused."""
     base: Any = without_adapter(model)
     room = getattr(base.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
     lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
@@ -147,22 +141,9 @@ def _spans_hold(model: nn.Module, masking: Masking, device: torch.device) -> boo
     positions = torch.tensor([[place for length in (*lengths, 1, 1, 1, 1) for place in range(length)]])
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
-
-    def hidden_with(mask: Tensor) -> Tensor:
-        given = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": False}
-        found: Tensor = backbone_of(model)(**given).last_hidden_state
-        return found[rows > 0].float()
-
-    outputs = []
-    with evaluating(model, device):
-        for each in (Masking.ROW_PAIRS, masking):
-            with packed_mask(model, each, rows, positions) as mask:
-                output = tried(partial(hidden_with, mask))
-            if isinstance(output, Exception):
-                return False
-            outputs.append(output)
-    wanted, found = outputs
-    return bool((found - wanted).norm() <= NOISE[half_of(model)] * wanted.norm())
+    with packed_inputs(model, masking, {"input_ids": ids, "rows": rows, "positions": positions}) as given:
+        hidden = tried(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
+    return [] if isinstance(hidden, Exception) else [hidden]
 
 
 def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -179,7 +160,7 @@ def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 @dataclass(frozen=True)
 class Padding:
     """Where rows are padded. change: how far padding moves a row's logits, as a share of the largest logit; 0.0 if only
-    by rounding, or if the model could not be tried."""
+    by rounding, or if the model cannot be tried."""
 
     side: str = "right"
     change: float = 0.0
@@ -210,18 +191,14 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     end = getattr(model.config, "eos_token_id", None)  # some classify by their token for the end
     if isinstance(end, int):
         ids = ids.scatter(1, mask.sum(dim=1, keepdim=True) - 1, end)
-
-    def logits_of(ids: Tensor, mask: Tensor) -> Tensor:
-        found: Tensor = model(input_ids=ids, attention_mask=mask).logits
-        return found.float()
-
     cuts = [(slice(row, row + 1), slice(length)) for row, length in enumerate(mask.sum(dim=1).tolist())]
-    alone = [logits_of(ids[cut], mask[cut]) for cut in cuts]
+    alone = [model(input_ids=ids[cut], attention_mask=mask[cut]).logits.float() for cut in cuts]
     size = max(float(logits.abs().max()) for logits in alone)
     changes = []
     for side in ("right", "left"):
         shift = mask.sum(dim=1) * (side == "left")
-        logits = logits_of(rotate_rows(ids, shift), rotate_rows(mask, shift))
+        given = {"input_ids": rotate_rows(ids, shift), "attention_mask": rotate_rows(mask, shift)}
+        logits = model(**given).logits.float()
         by_token = logits.shape[:2] == mask.shape
         logits = rotate_rows(logits, -shift) if by_token else logits
         padded = [logits[cut if by_token else cut[0]] for cut in cuts]
@@ -233,10 +210,8 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
 
 
 def rotate_rows(values: Tensor, shift: Tensor) -> Tensor:
-    """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows].
-
-    A shift by a row's number of tokens moves its padding from the right to the left; its negative moves it back.
-    """
+    """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows]. A shift by a row's
+    number of tokens moves its padding from the right to the left; its negative moves it back."""
     places = torch.arange(values.shape[1], device=values.device)
     order = (places + shift[:, None]) % values.shape[1]
     return values.gather(1, order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values))
@@ -245,12 +220,9 @@ def rotate_rows(values: Tensor, shift: Tensor) -> Tensor:
 def padding_note(model: nn.Module, device: torch.device) -> str:
     """A sentence that says how much padding changes the logits of `model`, if on both sides it does; else empty."""
     change = padding_of(model, device).change
-    if not change:
-        return ""
-    return (
-        f"{type(without_adapter(model)).__name__} mixes padding into its rows: padding a short row moves its logits by "
-        f"up to {change:.1e} of the largest, so what is said of a text depends on the texts in its batch"
-    )
+    what = f"padding a short row moves its logits by up to {change:.1e} of the largest"
+    what += ", so what is said of a text depends on the texts in its batch"
+    return f"{type(without_adapter(model)).__name__} mixes padding into its rows: {what}" if change else ""
 
 
 @contextmanager
@@ -280,22 +252,26 @@ def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> 
 
 
 @contextmanager
-def packed_mask(model: nn.Module, masking: Masking, rows: Tensor, positions: Tensor) -> Iterator[Tensor]:
-    """Inside, the mask to give `model` so that each token sees those of its own row up to itself, and no other.
+def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
+    """Inside, the arguments of the backbone of `model` with which each token sees those of its own row up to itself,
+    and no other; computed in the precision of `model`.
 
-    masking: `SPANS` or `ROW_PAIRS`. rows: int64 [packs, length], 1 for a pack's first row, 2, ... and 0 for padding at
-    the end. positions: likewise, from 0 in each row, and 0 for padding.
+    masking: `SPANS` or `ROW_PAIRS`. batch: int64 [packs, length] input_ids, rows (1 for a pack's first row, 2, ... and
+    0 for padding at the end), and positions (from 0 in each row, and 0 for padding).
     """
-    if masking is Masking.SPANS:
-        with attending_by(model, _SPANS, _attend_by_spans):
-            yield _spans(rows, positions)
-        return
-    seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
-    config: Any = without_adapter(model).config
-    if config._attn_implementation != "sdpa":  # others add the mask to their scores
-        lowest = torch.finfo(torch.float32).min
-        seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
-    yield seen
+    rows, positions = batch["rows"], batch["positions"]
+    given = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": False}
+    with computing(model, rows.device):
+        if masking is Masking.SPANS:
+            with attending_by(model, _SPANS, _attend_by_spans):
+                yield given | {"attention_mask": _spans(rows, positions)}
+            return
+        seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
+        config: Any = without_adapter(model).config
+        if config._attn_implementation != "sdpa":  # others add the mask to their scores
+            lowest = torch.finfo(torch.float32).min
+            seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
+        yield given | {"attention_mask": seen}
 
 
 def _spans(rows: Tensor, positions: Tensor) -> Tensor:
@@ -310,31 +286,22 @@ def _spans(rows: Tensor, positions: Tensor) -> Tensor:
 
 
 def _attend_by_spans(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **_: object,
+    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, dropout: float = 0.0, **more: Any
 ) -> tuple[Tensor, None]:
     """Attention of packed rows as transformers calls it: query [packs, heads, length, size], key and value with as many
-    heads or fewer, attention_mask from `_spans`; returns [packs, length, heads, size].
+    heads or fewer, spans from `_spans`; returns [packs, length, heads, size].
 
     Raises `ValueError` for what our kernel does not take. It has no dropout: torch computes attention with dropout.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = more.get("scaling") or query.shape[-1] ** -0.5
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 under autocast
     if dropout:
         places = torch.arange(query.shape[2], device=query.device)
-        seen = (attention_mask[..., :1] <= places) & (places <= places[:, None])
-        shared = key.shape[1] != query.shape[1]
-        found = nn.functional.scaled_dot_product_attention(
-            query, key, value, seen, dropout, scale=scale, enable_gqa=shared
-        )
+        seen = (spans[..., :1] <= places) & (places <= places[:, None])
+        shared: dict[str, Any] = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
+        found = nn.functional.scaled_dot_product_attention(query, key, value, seen, dropout, **shared)
     elif fits(query, key, value):
-        found = causal_attention(query, key, value, scale, attention_mask.squeeze(1))
+        found = causal_attention(query, key, value, scale, spans.squeeze(1))
     else:
         msg = f"heads of {tuple(query.shape)} {query.dtype} are not attended by spans"
         raise ValueError(msg)

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +24,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from andon.model.adapter import trainable_parameters
+from andon.model.batches import Shape
 from andon.model.build import backbone_of, checkpoint_layers, computing, tried, vocabulary_head
-from andon.model.causal import loss_of_hidden, packed_inputs
-from andon.model.masks import Masking, masked, possible_maskings
+from andon.model.causal import loss_of_hidden
+from andon.model.masks import Masking, masked, packed_inputs, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
-from andon.step.reduce import Node, fold, subtree_roots
+from andon.step.reduce import subtree_roots
 
 _CPU = torch.device("cpu")
 _MULTIPROCESSORS = 132
 """Of an H100 or H200: the deterministic backward pass of attention is cut into parts by it."""
 _ATTENTION_ROWS = 128
-_FP32 = 4
-_DIGEST_WORDS = 1 << 16
+_FP32, _DIGEST_WORDS = 4, 1 << 16
 _MOMENTS = {"adamw": 2, "sgd": 0}
-CUDA_UNIT = 512
+_CUDA_UNIT = 512
 """Bytes to which torch's allocator of a GPU rounds up."""
-CUDA_WORKSPACE = 64 << 20
+_CUDA_WORKSPACE = 64 << 20
 """Bytes of cuBLAS with CUBLAS_WORKSPACE_CONFIG=:4096:8: for the thread of forward passes, and that of backward."""
 
 
@@ -56,16 +55,16 @@ class MemoryPlan:
     graphs: held by CUDA graphs while they do not run. outside: what torch does not count, as a device's context.
     """
 
-    base: int
-    weights: int
-    gradient: int
-    moments: int
-    partials: int
-    ramp: int
-    activations: int
-    finite: int
-    digest: int
-    reduction: int
+    base: int = 0
+    weights: int = 0
+    gradient: int = 0
+    moments: int = 0
+    partials: int = 0
+    ramp: int = 0
+    activations: int = 0
+    finite: int = 0
+    digest: int = 0
+    reduction: int = 0
     evaluation: int = 0
     workspace: int = 0
     graphs: int = 0
@@ -101,14 +100,14 @@ def plan_bytes(
 ) -> MemoryPlan:
     """The plan of the rank that needs most, with `micro_batches` leaves over `world_size` ranks.
 
-    trainable: in canonical order, all fp32. optimizer: 'adamw' or 'sgd'. activations: bytes of the largest micro-batch.
-    kind: of the device, 'cpu' or 'cuda'. Raises `ValueError` for an unknown optimizer.
+    trainable: all fp32. optimizer: 'adamw' or 'sgd'; others are a `ValueError`. activations: bytes of the largest
+    micro-batch. kind: of the device, 'cpu' or 'cuda'.
     """
     if optimizer not in _MOMENTS:
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
         raise ValueError(msg)
     on_gpu = kind == "cuda"
-    unit = CUDA_UNIT if on_gpu else 1
+    unit = _CUDA_UNIT if on_gpu else 1
     still = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
     frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in still}
     size = layout_of(trainable)[1] * _FP32
@@ -129,44 +128,21 @@ def plan_bytes(
         finite=0 if on_gpu else size + 3 * (size // _FP32),
         digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=reduction if world_size > 1 else 0,
-        workspace=CUDA_WORKSPACE if on_gpu else 0,
+        workspace=_CUDA_WORKSPACE if on_gpu else 0,
     )
 
 
 def kept_partials(micro_batches: int, run: range) -> int:
-    """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient.
-
-    Counted by walking the tree as the step does. All leaves on one rank need at most ceil(log2 M).
-    """
-    buffer, live, most = object(), 0, 0
-
-    def leaf(_: int) -> object:
-        return buffer
-
-    def keep(value: object) -> object:
-        nonlocal live, most
-        if value is not buffer:
-            return value
-        live += 1
-        most = max(most, live)
-        return object()
-
-    def add(left: object, right: object) -> object:
-        nonlocal live
-        live -= right is not buffer
-        return left
-
-    whole: Node = (0, micro_batches)
-    for root in subtree_roots(whole, run.start, run.stop):
-        keep(fold(root, leaf, add, keep))
-    return most
+    """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient. The sums of
+    earlier subtrees, and in the current one of n leaves a left summand at each level, ceil(log2 n)."""
+    roots = subtree_roots((0, micro_batches), run.start, run.stop)
+    return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `peak` is the most bytes of storages that operations of this thread made or touched, while they live.
 
-    A tensor made before and not touched inside is not counted, nor what a kernel allocates and frees by itself. Dead
-    storages are swept out only when their bytes would raise the peak.
+    It does not count a tensor made before and not touched inside, nor what a kernel allocates and frees by itself.
     """
 
     def __init__(self, unit: int = 1, ignored: Iterable[Tensor] = ()) -> None:
@@ -182,152 +158,98 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for value in tree_leaves((args, kwargs)):
-            self._see(value)
+        self._see(tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        for value in tree_leaves(result):
-            self._see(value)
+        self._see(tree_leaves(result))
         if self._bytes > self.peak:
-            dead = []
-            for pointer in reversed(self._live):  # the youngest die soonest
-                storage, size = self._live[pointer]
-                if storage.expired():  # type: ignore[no-untyped-call]
-                    dead.append(pointer)
-                    self._bytes -= size
-                    if self._bytes <= self.peak:
-                        break
-            for pointer in dead:
-                del self._live[pointer]
+            held = self._live.items()
+            self._live = {pointer: each for pointer, each in held if not each[0].expired()}  # type: ignore[no-untyped-call]
+            self._bytes = sum(size for _, size in self._live.values())
             self.peak = max(self.peak, self._bytes)
         return result
 
-    def _see(self, value: object) -> None:
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            return
-        storage = value.untyped_storage()
-        known = self._live.get(storage._cdata)
-        # The device of a fake tensor costs a call, so only a new storage is asked.
-        if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
-            return
-        size = -(-storage.nbytes() // self._unit) * self._unit
-        if known is None:
-            weakly = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    def _see(self, values: Iterable[object]) -> None:
+        for value in values:
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                continue
+            storage = value.untyped_storage()
+            known = self._live.get(storage._cdata)
+            # The device of a fake tensor costs a call, so it is read for new storages alone.
+            if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
+                continue
+            size = -(-storage.nbytes() // self._unit) * self._unit
+            weakly, before = known or (StorageWeakRef(storage), 0)  # type: ignore[no-untyped-call]
             self._live[storage._cdata] = (weakly, size)
-            self._bytes += size
-        elif known[1] != size:
-            self._live[storage._cdata] = (known[0], size)
-            self._bytes += size - known[1]
+            self._bytes += size - before
 
 
-@contextmanager
-def with_fake_weights(model: nn.Module) -> Iterator[FlatParameters]:
-    """Inside, `model` (on the meta device) computes on fake tensors of the CPU; yields its flat trainable buffers.
+def traced_bytes(
+    model: nn.Module, kind: str, trained: Shape, scored: Shape, *, checkpointing: bool = False
+) -> tuple[int, int]:
+    """Bytes that an eager micro-batch of `trained` adds to weights and flat buffers, forward and backward, and bytes
+    that a forward pass of `scored` without a graph adds to the weights.
 
-    The model keeps the fake tensors, so that it is of no use afterwards but for another `with_fake_weights`.
+    model: on the meta device. It keeps fake tensors, so it is of no use afterwards but for another trace. kind: of the
+    device, 'cpu' or 'cuda'.
     """
-    made: dict[int, Tensor] = {}
+    kernels: Callable[[], AbstractContextManager[object]] = KernelsOfCuda if kind == "cuda" else nullcontext
+    causal = vocabulary_head(model) is not None
+    packs = ("input_ids", "positions", "rows", "weights", "trained")  # of one row each, whose tokens are all trained
+    names = packs if causal else ("input_ids", "attention_mask")
 
-    def faked(value: Tensor) -> Tensor:
-        empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
-        return nn.Parameter(empty, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else empty
+    @contextmanager
+    def passing(shape: Shape, masking: Masking) -> Iterator[tuple[dict[str, Tensor], Callable[[], Any]]]:
+        batch = {name: torch.full(shape, int(name == "attention_mask")) for name in names}
+        if causal:
+            with packed_inputs(model, masking, batch) as given:
+                yield batch, partial(backbone_of(model), **given)
+        else:
+            with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
+                yield batch, partial(model, input_ids=batch["input_ids"], attention_mask=mask)
+
+    def loss(shape: Shape) -> Tensor:
+        with passing(shape, masking) as (batch, forward):
+            output = forward()
+        if causal:
+            return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
+        logits = output.logits.float().flatten(0, -2)  # as a classifier has it, for all other tasks
+        losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
+        return (losses * torch.ones_like(losses)).sum()
+
+    def peak(work: Callable[[], object]) -> int:
+        known = [*model.parameters(), *model.buffers()]
+        known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        watch = StorageWatch(_CUDA_UNIT if kind == "cuda" else 1, known)
+        with kernels(), watch:
+            work()
+        return watch.peak
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        for module in model.modules():
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for table in tables:
-                for name, value in table.items():
-                    if value is not None:
-                        table[name] = made.setdefault(id(value), faked(value))
-        yield FlatParameters(trainable_parameters(model), _CPU)
-
-
-def traced_activations(model: nn.Module, rows: int, length: int, kind: str) -> int:
-    """Bytes that forward and backward of `rows` rows of `length` tokens add to weights and flat buffers, run eagerly.
-
-    model: inside `with_fake_weights`. kind: of the device, 'cpu' or 'cuda'.
-    """
-    batch = partial(_batch_of, model, rows, length)
-    return _peak(model, kind, lambda: _loss(model, batch(), kind).backward())  # type: ignore[no-untyped-call]
-
-
-def traced_evaluation(model: nn.Module, rows: int, length: int, kind: str) -> int:
-    """Bytes that a forward pass without a graph adds to the weights. model, kind: as `traced_activations` has them."""
-    batch = partial(_batch_of, model, rows, length)
-    model.eval()
-    try:
+        made: dict[int, Tensor] = {}
+        for table in (table for module in model.modules() for table in (module._parameters, module._buffers)):
+            for name, value in table.items():
+                if value is not None:
+                    empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
+                    learns = isinstance(value, nn.Parameter)
+                    fake = nn.Parameter(empty, requires_grad=value.requires_grad) if learns else empty
+                    table[name] = made.setdefault(id(value), fake)  # type: ignore[assignment]
+        FlatParameters(trainable_parameters(model), _CPU)
+        model.eval()
+        *cheaper, masking = possible_maskings(model)
+        # A run on a GPU takes the first that holds; values cannot be compared here. The sizes of the trial differ, so
+        # that none passes for another.
+        for each in cheaper if kind == "cuda" else ():
+            with kernels(), torch.no_grad(), passing((2, 5), each) as (_, forward):
+                accepted = not isinstance(tried(forward), Exception)
+            if accepted:
+                masking = each
+                break
         with torch.no_grad():
-            return _peak(model, kind, lambda: _loss(model, batch(), kind))
-    finally:
+            evaluation = peak(lambda: loss(scored))
         model.train()
-
-
-def _peak(model: nn.Module, kind: str, work: Callable[[], object]) -> int:
-    known = [*model.parameters(), *model.buffers()]
-    known += [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    watch = StorageWatch(unit=CUDA_UNIT if kind == "cuda" else 1, ignored=known)
-    stand_ins: AbstractContextManager[object] = KernelsOfCuda() if kind == "cuda" else nullcontext()
-    with stand_ins:
-        _masking(model, kind)  # a trial is not part of the trace
-        with watch:
-            work()
-    return watch.peak
-
-
-def checkpoint_fake_layers(model: nn.Module, kind: str) -> None:
-    """As `checkpoint_layers`, for a trace. `backward` leaves the stand-ins, so they are entered anew."""
-    checkpoint_layers(model, KernelsOfCuda if kind == "cuda" else nullcontext)
-
-
-def _batch_of(model: nn.Module, rows: int, length: int) -> dict[str, Tensor]:
-    """int64 [rows, length] each: input_ids and attention_mask; for a causal language model packs of one row each, whose
-    tokens are all trained."""
-    ids = torch.zeros((rows, length), dtype=torch.int64)
-    if vocabulary_head(model) is None:
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    names = ("input_ids", "positions", "rows", "weights", "trained")
-    return {name: torch.zeros_like(ids) for name in names}
-
-
-def _loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str) -> Tensor:
-    """The loss sum of one micro-batch: of next tokens, or as a classifier has it, for all other tasks."""
-    with _passing(model, batch, _masking(model, kind)) as forward:
-        output = forward()
-    if vocabulary_head(model) is not None:
-        return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
-    logits = output.logits.float().flatten(0, -2)
-    losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
-    return (losses * torch.ones_like(losses)).sum()
-
-
-@contextmanager
-def _passing(model: nn.Module, batch: Mapping[str, Tensor], masking: Masking) -> Iterator[Callable[[], Any]]:
-    """Inside, a call is the forward pass of `batch`: of the backbone of a causal language model, of others whole."""
-    if vocabulary_head(model) is not None:
-        with packed_inputs(model, masking, batch) as given:
-            yield partial(backbone_of(model), **given)
-        return
-    with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
-        yield partial(model, input_ids=batch["input_ids"], attention_mask=mask)
-
-
-_found: WeakKeyDictionary[nn.Module, Masking] = WeakKeyDictionary()
-
-
-def _masking(model: nn.Module, kind: str) -> Masking:
-    """The masking that a run most likely uses: on a GPU the first that `model` accepts. Values cannot be compared."""
-    *cheaper, last = possible_maskings(model)
-    if kind != "cuda":
-        return last
-    if model not in _found:  # a trial takes as long as a pass
-        batch = _batch_of(model, 2, 5)  # no two sizes alike, so that none passes for another
-        _found[model] = last
-        for masking in cheaper:
-            with torch.no_grad(), _passing(model, batch, masking) as forward:
-                if isinstance(tried(forward), Exception):
-                    continue
-            _found[model] = masking
-            break
-    return _found[model]
+        if checkpointing:  # the backward pass leaves the stand-ins, so the second pass enters them anew
+            checkpoint_layers(model, kernels)
+        return peak(lambda: loss(trained).backward()), evaluation  # type: ignore[no-untyped-call]
 
 
 class KernelsOfCuda(TorchFunctionMode):
@@ -336,23 +258,18 @@ class KernelsOfCuda(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        stand_in = _STAND_INS.get(func, func)
-        return stand_in(*args, **(kwargs or {}))
+        return _STAND_INS.get(func, func)(*args, **(kwargs or {}))
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Fused: keeps a mask of booleans."""
-    if not training or p == 0.0:
-        return input
-    dropped: Tensor = torch.native_dropout(input, p, True)[0]
+    dropped: Tensor = torch.native_dropout(input, p, True)[0] if training and p else input
     return dropped
 
 
 def _layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """In fp32 under autocast."""
-    if torch.is_autocast_enabled("cpu"):
-        input = input.float()
-    return nn.functional.layer_norm(input, *args, **kwargs)
+    return nn.functional.layer_norm(input.float() if torch.is_autocast_enabled("cpu") else input, *args, **kwargs)
 
 
 def _attention(
@@ -360,8 +277,7 @@ def _attention(
 ) -> Tensor:
     """Fused attention: flash for half precision without a mask, the memory-efficient one otherwise."""
     if torch.is_autocast_enabled("cpu"):
-        half = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(half), key.to(half), value.to(half)
+        query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32
     if more.get("enable_gqa") and not flash:
         times = query.shape[1] // key.shape[1]

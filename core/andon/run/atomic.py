@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: temporary name, fsync, rename, fsync of the folder (reliability 4, 37, 39).
+"""Files and folders that are there whole or not at all: temporary name, fsync, rename, fsync of the folder.
 
 A writer that is killed leaves at most a temporary with a recognisable name, which the owner of the folder removes.
 """
@@ -40,22 +40,18 @@ _STORAGE = {
 
 @contextmanager
 def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterator[None]:
-    """Turn what the disk refuses while `path` is written, or read, into an `InputError` with `path` and the reason."""
+    """Turn an error of the disk while `path` is written, or read, into an `InputError` with `path` and the reason."""
     try:
         yield
     except OSError as error:
         if error.errno is None or isinstance(error, BlockingIOError):
             raise
-        made = _cannot_be_made(error) if doing == "written" else None
-        reason = made or _STORAGE.get(error.errno, "the system refuses it")
+        reason = _STORAGE.get(error.errno, "the system refuses it")
+        if doing == "written" and error.errno == errno.ENOENT and isinstance(error.filename, str | bytes):
+            above = Path(os.fsdecode(error.filename)).parent
+            if above.is_dir():
+                reason = f"nothing of that name can be made in {above}"
         raise InputError([Problem(str(path), f"cannot be {doing}: {reason} ({error.strerror})")]) from error
-
-
-def _cannot_be_made(error: OSError) -> str | None:
-    above = Path(os.fsdecode(error.filename)).parent if isinstance(error.filename, str | bytes) else None
-    if error.errno != errno.ENOENT or above is None or not above.is_dir():
-        return None
-    return f"nothing of that name can be made in {above}"
 
 
 def temporary_beside(path: Path) -> Path:
@@ -69,7 +65,7 @@ def is_leftover(name: str) -> bool:
 
 
 def clean_leftovers(folder: Path) -> list[str]:
-    """Remove the temporaries in `folder` and return their names. Only its owner may: others' temporaries are in use."""
+    """Remove the temporaries in `folder` and return their names. Only for its owner: others' temporaries are in use."""
     with storage(folder, "read"):
         found = sorted(entry.name for entry in os.scandir(folder) if is_leftover(entry.name))
     for name in found:
@@ -86,9 +82,9 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def write_new(path: Path, data: bytes | memoryview | Iterator[bytes]) -> None:
+def write_new(path: Path, data: bytes | Iterator[bytes | memoryview]) -> None:
     """Create `path` with `data`, fsynced, with the permissions that the umask leaves. Not atomic: `write_whole` is."""
-    # Never into what is there: it may be another writer's, or a link that somebody put in its place.
+    # Never into an existing file: it may be another writer's, or a link that somebody put in its place.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for part in data if isinstance(data, Iterator) else (data,):
@@ -101,7 +97,7 @@ def write_new(path: Path, data: bytes | memoryview | Iterator[bytes]) -> None:
 def write_whole(path: Path, data: bytes | Iterator[bytes]) -> None:
     """Make `path` hold `data`, or its parts: at any moment, also after a crash, it is the old file or the new one.
 
-    Raises `InputError` where the folder cannot be written or the disk is full; the old file is then still there.
+    Raises `InputError` if the folder cannot be written or the disk is full; the old file then stays.
     """
     with storage(path):
         temporary = temporary_beside(path)
@@ -119,48 +115,46 @@ def write_whole(path: Path, data: bytes | Iterator[bytes]) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a new empty folder to fill; at the end of the context its files are fsynced and it takes the name `path`.
 
-    On an error nothing of it stays, and a folder that was at `path` still is. Where there was one, a crash between the
-    two renames loses it: only for what can be made again, as an export. Raises `InputError` as `write_whole` does.
+    On an error nothing of it stays, and a folder that was at `path` stays. A crash between the two renames loses an old
+    folder: only for what can be made again, such as an export. Raises `InputError` as `write_whole` does.
     """
     with storage(path):
-        temporary = temporary_beside(path)
+        temporary, replaced = temporary_beside(path), temporary_beside(path)
         temporary.mkdir()
         try:
             yield temporary
-            # All of it before the name: a power cut must not leave the name of a folder whose files are empty.
+            # Before the name: a power cut must not leave a named folder whose files are empty.
             for root, _, names in os.walk(temporary):
                 for name in names:
-                    _fsync_file(Path(root, name))
+                    handle = os.open(Path(root, name), os.O_RDONLY)
+                    try:
+                        os.fsync(handle)
+                    finally:
+                        os.close(handle)
                 fsync_folder(Path(root))
-            _exchange(temporary, path)
+            exchange(temporary, path, replaced)
         except BaseException:
             if temporary.exists():
                 remove(temporary)
             raise
+        if os.path.lexists(replaced):
+            remove(replaced)
 
 
-def _exchange(temporary: Path, path: Path) -> None:
-    """Give the folder `temporary` the name `path`; for a moment between two renames nothing has that name."""
-    replaced = temporary_beside(path)
-    if path.exists():
+def exchange(temporary: Path, path: Path, replaced: Path) -> None:
+    """Give the folder `temporary` the name `path`; what had that name gets the name `replaced`.
+
+    No rename replaces a folder with files in it, so for a moment nothing has that name.
+    """
+    if os.path.lexists(path):
         path.rename(replaced)
     try:
         temporary.rename(path)
     except BaseException:
-        if replaced.exists():
+        if os.path.lexists(replaced):
             replaced.rename(path)
         raise
     fsync_folder(path.parent)
-    if replaced.exists():
-        remove(replaced)
-
-
-def _fsync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def json_bytes(value: Mapping[str, object]) -> bytes:

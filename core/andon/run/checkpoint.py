@@ -1,34 +1,53 @@
-"""Checkpoints: the whole state, written whole or not at all, read back before they count (clause `checkpoint-whole`).
+"""Checkpoints: the whole state, written whole or not at all, and verified before it counts (clause `checkpoint-whole`).
 
 A checkpoint is a folder `step-00000042` with `tensors.safetensors`, `state.json` and `manifest.json`. It is written
 under a temporary name, its manifest last, read back and compared by name, and then renamed once. While a folder of
 the same step is replaced, the old one stands beside it as `step-00000042.old-...`, which is as good as the plain name.
-Nothing in it is pickled.
+Nothing in it is pickled. To write and to verify takes the memory of one tensor, whatever the size of the state.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from andon.run.atomic import fsync_folder, json_bytes, remove, storage, temporary_beside, write_new
-from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError, Sealing, manifest_of, read_sealed
-from andon_contracts.digest import digests_by_name, hex64, join, tree_digest
+from andon.run.atomic import exchange, fsync_folder, json_bytes, remove, storage, temporary_beside, write_new
+from andon.run.summary import Head
+from andon_contracts.act import NAMES
+from andon_contracts.digest import digests_by_name, hex64, join, tensor_digest, tree_digest
+from andon_contracts.fields import Part
 from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.update import RESTORED, Restored
 from andon_contracts.record import GENESIS
+from andon_contracts.untrusted import MOST_JSON, open_regular, read_regular
 
+if TYPE_CHECKING:
+    from io import BufferedReader
+
+TENSORS = "tensors.safetensors"
+STATE = "state.json"
+MANIFEST = "manifest.json"
+VERSION = 1
+_MOST_STATE = 1 << 28
 _NAME = re.compile(r"step-([0-9]{8,15})(\.old-[0-9a-f]+)?")
+
+Read = TypeVar("Read")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is damaged or was changed. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +65,25 @@ class Checkpoint:
     head: tuple[int, str]
 
 
-def _read_back(folder: Path, step: int) -> dict[str, int]:
-    """The digests of what was written, by name. Raises `CheckpointError` where it cannot be read."""
-    found = read_sealed(folder)
-    if found.step != step:
-        raise CheckpointError(f"the step is {found.step}")
-    return digests_by_name(found.tensors)
+@dataclass(frozen=True)
+class _File(Part):
+    bytes: int
+    sha256: str
 
 
-def _require_saved(saved: Mapping[str, int], step: int, read: Callable[[], Mapping[str, int]]) -> None:
-    """What `read` finds on the disk is what was saved, by name. Raises `Violation` (`checkpoint-whole`)."""
-    found: Mapping[str, int] = {}
-    fault = ""
-    try:
-        found = read()
-    except CheckpointError as error:
-        fault = f"what was written cannot be read back: {error}"
-    enforce(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in found.items()}, step, fault)))
+@dataclass(frozen=True)
+class Manifest(Part):
+    """The file that is written last: what the others hold, and the dtype and shape of each tensor by name.
+
+    In the file `sha256` is added, that of all other keys, so that the manifest guards its own bytes too.
+    """
+
+    version: int
+    step: int
+    digest: str
+    ledger: Head
+    files: Mapping[str, _File]
+    tensors: Mapping[str, Any]
 
 
 def save_checkpoint(
@@ -74,20 +95,33 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step` into `folder` (the run's `checkpoints`) and return its path.
 
-    `tensors` may be on any device and of any stride; they are not changed. `state` is JSON as it comes back: string
-    keys, lists, finite numbers. `head` is the head of the ledger, which is synced before. At every moment, crashes
-    included, the folder holds the old checkpoint of this step or the new one, and nothing that counts is half-written.
-    Raises `InputError` for a disk that refuses, `Violation` where what is read back is not what was saved, and
-    `ValueError` for a state that is not strict JSON; in all cases what was there before still is.
+    tensors: on any device, of any stride, overlapping or not; they are not changed. state: JSON as it comes back:
+    string keys, lists, finite numbers. head: the head of the ledger, which is synced before. At every moment, also if
+    the process dies, `folder` holds the old checkpoint of this step or the new one, and nothing half-written counts.
+    Raises `InputError` if the disk refuses, `Violation` if other values are read back than were saved, and `ValueError`
+    for a state that is not strict JSON; what was there before then stays.
     """
+    listed = json_bytes(state)
+    if json.loads(listed) != dict(state):
+        msg = "the state of a checkpoint must be JSON as it comes back: string keys, and lists instead of tuples"
+        raise ValueError(msg)
     saved = digests_by_name(tensors)
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     final = folder / f"step-{step:08d}"
     temporary = temporary_beside(final)
     with storage(final):
         try:
-            _write(temporary, tensors, state, Sealing(step, hex64(join(saved)), head))
-            # Read from the disk before it has the name: what is not whole must not replace what is.
-            _require_saved(saved, step, partial(_read_back, temporary, step))
+            temporary.mkdir()
+            parts = safetensors_parts(kinds, lambda name: bytes_of(tensors[name]))
+            files = {TENSORS: _write(temporary / TENSORS, parts), STATE: _write(temporary / STATE, [listed])}
+            listing = {name: _kind(tensor) for name, tensor in tensors.items()}
+            manifest = Manifest(VERSION, step, hex64(join(saved)), Head(*head), files, listing)
+            body = manifest.to_json()
+            # Last, with the digests of the others: without a manifest it is no checkpoint.
+            write_new(temporary / MANIFEST, json_bytes(body | {"sha256": _sha256(json_bytes(body))}))
+            fsync_folder(temporary)
+            # Verified on the disk before it gets its name: a damaged folder must not replace a sound one.
+            _require_saved(temporary, saved, step)
             _put_in_place(temporary, final)
         except BaseException:
             if temporary.exists():
@@ -96,47 +130,64 @@ def save_checkpoint(
     return final
 
 
-def _write(folder: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any], sealing: Sealing) -> None:
-    from safetensors.torch import save
+def safetensors_parts(
+    kinds: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    data: Callable[[str], memoryview],
+    metadata: Mapping[str, str] | None = None,
+) -> Iterator[bytes | memoryview]:
+    """The parts of a file in the safetensors format: its header, and the bytes of one tensor after the other.
 
-    listed = json_bytes(state)
-    if json.loads(listed) != dict(state):
-        msg = "the state of a checkpoint must be JSON as it comes back: string keys, and lists instead of tuples"
-        raise ValueError(msg)
-    folder.mkdir()
-    files = {TENSORS: save(_separate(tensors)), STATE: listed}
-    for name, data in files.items():
-        write_new(folder / name, data)
-    # Last, and with the digests of the others: what has no manifest is no checkpoint.
-    write_new(folder / MANIFEST, json_bytes(manifest_of(sealing, tensors, files)))
-    fsync_folder(folder)
+    The library's `save` builds the whole file in memory; its `save_file` makes it readable by its owner alone and hides
+    the error of a disk. kinds: dtype and shape by name. data: the bytes of a tensor, called when they are written.
+    """
+    header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    ordered = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # aligns every tensor
+    first = 0
+    for name in ordered:
+        dtype, shape = kinds[name]
+        offsets = [first, first := first + math.prod(shape) * dtype.itemsize]
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    yield from map(data, ordered)
 
 
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # The format refuses tensors that overlap in memory, as tied weights or a buffer and its views do.
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        memory = plain.untyped_storage().data_ptr()
-        separate[name] = plain.clone() if memory in seen else plain
-        seen.add(memory)
-    return separate
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The row-major bytes of `tensor`; a copy of them only if it is on another device or not contiguous."""
+    plain = tensor.detach().cpu().contiguous()
+    # A contiguous tensor of one element may have any stride, with which `view` refuses it.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
+def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _File:
+    sha = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for part in parts:
+            sha.update(part)
+            yield part
+
+    write_new(path, hashed())
+    return _File(path.stat().st_size, sha.hexdigest())
+
+
+def _require_saved(folder: Path, saved: Mapping[str, int], step: int) -> None:
+    """The disk holds what was saved, tensor by tensor. Raises `Violation` (`checkpoint-whole`)."""
+    found: Mapping[str, int] = {}
+    fault = ""
+    try:
+        manifest, _, found = _read(folder, tensor_digest)
+        if manifest.step != step:
+            fault = f"what was written cannot be read back: the step is {manifest.step}"
+    except CheckpointError as error:
+        fault = f"what was written cannot be read back: {error}"
+    enforce(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in found.items()}, step, fault)))
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    replaced = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
-    # No rename replaces a folder with files in it: the old one steps aside, under a name that counts as much.
-    if os.path.lexists(final):
-        final.rename(replaced)
-        try:
-            temporary.rename(final)
-        except BaseException:
-            replaced.rename(final)
-            raise
-    else:
-        temporary.rename(final)
-    fsync_folder(final.parent)
+    # The old one steps aside under a name that counts as much, in case the process dies between the two renames.
+    exchange(temporary, final, final.with_name(f"{final.name}.old-{secrets.token_hex(4)}"))
     for other in _named(final.parent, links=True).get(_step_of(final), []):
         if other != final:
             _discard(other)
@@ -147,13 +198,108 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises `CheckpointError` naming the file and the fault: missing, cut, changed, exchanged, not listed, a link.
     """
-    found = read_sealed(path)
-    if _NAME.fullmatch(path.name) and found.step != _step_of(path):
-        raise CheckpointError(f"{path / MANIFEST}: it is of step {found.step}, the folder's name says {_step_of(path)}")
-    digest = hex64(tree_digest(found.tensors))
-    if digest != found.digest:
-        raise CheckpointError(f"{path / TENSORS}: the tensors have digest {digest}, the manifest says {found.digest}")
-    return Checkpoint(path, found.step, found.tensors, found.state, digest, found.head)
+    manifest, state, tensors = _read(path, torch.clone)  # not mapped: the file may change later
+    if _NAME.fullmatch(path.name) and manifest.step != _step_of(path):
+        what = f"it is of step {manifest.step}, the folder's name says {_step_of(path)}"
+        raise CheckpointError(f"{path / MANIFEST}: {what}")
+    digest, head = hex64(tree_digest(tensors)), (manifest.ledger.count, manifest.ledger.digest)
+    if digest != manifest.digest:
+        what = f"the tensors have digest {digest}, the manifest says {manifest.digest}"
+        raise CheckpointError(f"{path / TENSORS}: {what}")
+    return Checkpoint(path, manifest.step, tensors, state, digest, head)
+
+
+def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[str, Any], dict[str, Read]]:
+    """The manifest, the state, and by name the result of `use` for each tensor, which is mapped only meanwhile.
+
+    Raises `CheckpointError` naming the file and the fault.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        mode = folder.lstat().st_mode
+        if not stat.S_ISDIR(mode):
+            kind = "a link, not the folder that was saved" if stat.S_ISLNK(mode) else "not a folder"
+            raise CheckpointError(f"{folder}: it is {kind}")
+        names = set(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror}") from error
+    for name in sorted(names ^ {MANIFEST, STATE, TENSORS}):
+        what = "no checkpoint has such a file" if name in names else "it is missing"
+        raise CheckpointError(f"{folder / name}: {what}")
+    manifest = _read_manifest(folder / MANIFEST)
+    for name in (TENSORS, STATE):
+        _require_listed(folder / name, manifest.files[name])
+    path, found = folder / TENSORS, dict[str, Read]()
+    try:
+        with safe_open(path, framework="pt") as opened:
+            kinds = {}
+            for name in sorted(opened.keys()):
+                tensor = opened.get_tensor(name)
+                kinds[name], found[name] = _kind(tensor), use(tensor)
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    for name in sorted(kinds.keys() ^ manifest.tensors.keys()):
+        raise CheckpointError(f"{path}: tensor {name} is {'not listed' if name in kinds else 'missing'}")
+    for name, listed in manifest.tensors.items():
+        if kinds[name] != listed:
+            raise CheckpointError(f"{path}: tensor {name} is {kinds[name]}, the manifest says {listed}")
+    return manifest, _json_object(folder / STATE, _MOST_STATE)[0], found
+
+
+def _require_listed(path: Path, listed: _File) -> None:
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != listed.bytes:
+                raise CheckpointError(f"{path}: it has {size} bytes, the manifest says {listed.bytes}")
+            sha = hashlib.file_digest(cast("BufferedReader", file), "sha256").hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    if sha != listed.sha256:
+        raise CheckpointError(f"{path}: its SHA-256 is not the manifest's; its bytes were changed or exchanged")
+
+
+def _json_object(path: Path, most: int) -> tuple[dict[str, Any], bytes]:
+    try:
+        data = read_regular(path, most)
+        found = json.loads(data)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return found, data
+
+
+def _read_manifest(path: Path) -> Manifest:
+    found, data = _json_object(path, MOST_JSON)
+    if found.get("version") != VERSION:
+        raise CheckpointError(f"{path}: version {found.get('version')!r} is not {VERSION}")
+    own = found.pop("sha256", None)
+    try:
+        whole = own == _sha256(json_bytes(found)) and data == json_bytes(found | {"sha256": own})
+    except ValueError:
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{path}: its SHA-256 is not its own; its bytes were changed")
+    try:
+        manifest = Manifest.from_json(found)
+        if manifest.files.keys() != {TENSORS, STATE}:
+            raise ValueError("it lists other files")
+    except ValueError as error:
+        what = "it does not list step, digest, ledger, files and tensors as a manifest does"
+        raise CheckpointError(f"{path}: {what}") from error
+    return manifest
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _kind(tensor: Tensor) -> dict[str, object]:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -182,15 +328,11 @@ def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | N
 
 
 def prune(folder: Path, keep: int, best: int | None = None, newest: int | None = None) -> list[Path]:
-    """Remove all checkpoints but the `keep` latest and the one of step `best`; return what was removed.
+    """Remove all checkpoints but the `keep` latest and the one of step `best`; return the removed paths.
 
-    newest: the step that was saved last. Later ones were rejected when the run was resumed: they count for nothing,
-    and stay to be looked at until they are written anew. One that is being removed first loses its name, so that a
-    crash leaves no half of a checkpoint. Raises `ValueError` for `keep` < 1 and `InputError` for a disk that refuses.
+    newest: the step that was saved last. Later ones were rejected when the run was resumed: they do not count, and stay
+    for the user to look at until they are written anew. Raises `InputError` if the disk refuses.
     """
-    if keep < 1:
-        msg = f"at least one checkpoint must stay, not {keep}"
-        raise ValueError(msg)
     with storage(folder, "read"):
         named = _named(folder)
     steps = [step for step in sorted(named) if newest is None or step <= newest]
@@ -202,7 +344,7 @@ def prune(folder: Path, keep: int, best: int | None = None, newest: int | None =
 
 def _discard(path: Path) -> None:
     with storage(path):
-        # The name goes first, and on the disk: what is found by its name has all of its files.
+        # The name goes first, and on the disk: a folder with the name of a checkpoint has all of its files.
         unnamed = temporary_beside(path)
         path.rename(unnamed)
         fsync_folder(path.parent)
@@ -212,22 +354,18 @@ def _discard(path: Path) -> None:
 def _step_of(path: Path) -> int:
     match = _NAME.fullmatch(path.name)
     if match is None:
-        msg = f"{path} is not named like a checkpoint"
-        raise ValueError(msg)
+        raise ValueError(f"{path} is not named like a checkpoint")
     return int(match[1])
 
 
 def _named(folder: Path, *, links: bool = False) -> dict[int, list[Path]]:
     """The folders that are named like checkpoints, by step, the plain name before those that were replaced.
 
-    links: and what is a link, which is no checkpoint but has the name of one.
+    links: include links, which are never valid but have the name of a checkpoint.
     """
     found: dict[int, list[Path]] = {}
-    for name in sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())
-    ):
-        if _NAME.fullmatch(name):
-            found.setdefault(_step_of(Path(name)), []).append(folder / name)
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        wanted = entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())
+        if wanted and (match := _NAME.fullmatch(entry.name)):
+            found.setdefault(int(match[1]), []).append(folder / entry.name)
     return found

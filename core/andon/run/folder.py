@@ -1,4 +1,8 @@
-"""The run folder: its layout, whose it is, and its one writer (issue 2 item 8)."""
+"""The run folder: its layout, its state, its one writer, and the one command that trains in it.
+
+An open file holds a lock, so that the kernel releases the lock with its owner, however that ends. The text in a lock
+is for readers.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,26 @@ import errno
 import fcntl
 import json
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum
+from itertools import count
 from pathlib import Path
+from typing import Any, Self
 
 from andon.console.problems import InputError, Problem
-from andon.run.atomic import clean_leftovers, is_leftover, remove, storage
-from andon.run.ownership import OWNER_LIMIT, claimed, open_lock, refuse_claimed, sign, take
+from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, remove, storage, write_all
 from andon_contracts.record import MAX_LINE
 from andon_contracts.untrusted import MOST_JSON, open_regular
 
 REPORTS = "reports"
-"""Where ranks say how they ended; under torchrun it may be there before the folder has an owner."""
+"""The folder in which ranks report how they ended; under torchrun it may be there before the run folder has an owner.
+"""
 RUNS = Path("runs")
-"""Where runs lie whose folder nobody names, in the working folder."""
-_LOCK, _CLAIM, _TOKENS = ".lock", ".launch", "tokens"
+"""The parent of run folders that the user does not name, in the working folder."""
+_OWNER_LIMIT = 4096
 
 
 class State(Enum):
@@ -39,84 +45,37 @@ class State(Enum):
     """Something that is no run: never written to."""
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """Where the files of the run at `path` are. Making one touches nothing."""
+    """The paths of the files of the run at `path`. The constructor touches nothing."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, machine and flags."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line of JSON per logged step or evaluation."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """The folder of event files for TensorBoard."""
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def confusion(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.provenance = path / "provenance.json"
+        self.ledger = path / "ledger.jsonl"
+        self.metrics = path / "metrics.jsonl"
+        """A line of JSON per logged step or evaluation."""
+        self.events = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.confusion = path / "confusion"
         """The folder of confusion matrices, a file each (`metrics/confusion`)."""
-        return self.path / "confusion"
-
-    @property
-    def adapter(self) -> Path:
-        """The PEFT adapter, or the whole model where there is none."""
-        return self.path / "adapter"
-
-    @property
-    def ledger(self) -> Path:
-        """One line per step."""
-        return self.path / "ledger.jsonl"
-
-    @property
-    def provenance(self) -> Path:
-        """Commit, configuration, data and base-model digests, versions."""
-        return self.path / "provenance.json"
-
-    @property
-    def rows(self) -> Path:
-        """The folder of rows that were no file of the user's; there only where some were not."""
-        return self.path / "rows"
-
-    @property
-    def tokens(self) -> Path:
-        """The folder of the rows as tokens; there only while the run is not finished, and where rows take long."""
-        return self.path / _TOKENS
-
-    @property
-    def skipped(self) -> Path:
+        self.adapter = path / "adapter"
+        """The PEFT adapter, or the whole model of a run without one."""
+        self.rows = path / "rows"
+        """The rows that were given as Python objects."""
+        self.tokens = path / "tokens"
+        """The rows as tokens; only while the run is not finished, and if tokenising takes long."""
+        self.skipped = path / "skipped_rows.txt"
         """The rows that were not used, a line each (`data.bad_rows`)."""
-        return self.path / "skipped_rows.txt"
-
-    @property
-    def summary(self) -> Path:
-        """Outcome of the run; written last."""
-        return self.path / "summary.json"
-
-    @property
-    def lock(self) -> Path:
+        self.summary = path / "summary.json"
+        """The outcome of the run; written last."""
+        self.lock = path / ".lock"
         """The lock of the one writer; it also marks the folder as a run's."""
-        return self.path / _LOCK
+        self._claim = path / ".launch"
 
     def state(self) -> State:
-        """The state of what stands here. Raises `InputError` where it cannot be read."""
+        """The state of the folder. Raises `InputError` if it cannot be read."""
         try:
             self._refuse_no_files()
             names = self.names()
@@ -127,24 +86,25 @@ class RunFolder:
             raise InputError([Problem(str(self.path), f"{what}; name a folder for the run")]) from None
         except OSError as error:
             raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
-        if all(name in (_LOCK, _CLAIM, REPORTS, _TOKENS) or is_leftover(name) for name in names):
+        ours = (self.lock.name, self._claim.name, REPORTS, self.tokens.name)
+        if all(name in ours or is_leftover(name) for name in names):
             return State.EMPTY
-        signed = "andon_run" in _json_object(_head(self.lock, OWNER_LIMIT))
+        signed = "andon_run" in _json_object(_head(self.lock, _OWNER_LIMIT))
         if not (signed or _starts_a_ledger(self.ledger)):
             return State.FOREIGN
         finished = _json_object(_head(self.summary, MOST_JSON)).get("finished") is True
         return State.FINISHED if finished else State.UNFINISHED
 
     def begun(self) -> bool:
-        """Whether a run has left anything here that another must not write over.
+        """Whether a run has left anything here that another must not overwrite.
 
-        That is a line of its ledger, a checkpoint, or a line of its metrics, where its ledger was truncated.
+        That is a line of its ledger, a checkpoint, or, if its ledger was truncated, a line of its metrics.
         """
         saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         return saved or _starts_a_ledger(self.ledger) or bool(_head(self.metrics, 1))
 
     def names(self) -> frozenset[str]:
-        """The names in the folder; none where there is no folder."""
+        """The names in the folder, which may not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(os.listdir(self.path))
         return frozenset()
@@ -152,8 +112,8 @@ class RunFolder:
     def discard_unbegun(self, *, before: frozenset[str] | None) -> None:
         """Remove what a run left that ended before it began (its lock, empty folders, what it started from).
 
-        Nothing happens where a run has begun, or another process owns the folder. before: what stood in the folder then
-        (`names`), and stays; None: there was no folder, so that none stays where it is empty.
+        Does nothing if a run has begun, or another process owns the folder. before: `names` before the run, which stay;
+        None: there was no folder, so an empty one is removed.
         """
         if not self.lock.is_file() or self.state() is State.FOREIGN or self.begun():
             return
@@ -175,22 +135,25 @@ class RunFolder:
             os.close(handle)
 
     @contextmanager
-    def open_for_writing(self) -> Iterator[RunFolder]:
-        """Own the folder for the time of the context; it is created if it is not there, and cleaned of temporaries.
+    def open_for_writing(self) -> Iterator[Self]:
+        """Own the folder during the context; it is created if it does not exist, and cleaned of temporaries.
 
-        The kernel releases the lock when the owner ends, however it ends. Ask for `state` inside. Raises `InputError`
-        for a folder that another live process owns (naming its pid), that holds something else, or a link, which may
-        lead out of it, or that cannot be written.
+        Ask for `state` inside. Raises `InputError` if another live process owns it (naming its pid), if it holds
+        something else, or a link, which may lead out of it, or if it cannot be written.
         """
         if self.state() is State.FOREIGN:
             raise InputError([Problem(str(self.path), "holds something that is no run; name a new or an empty folder")])
-        self._refuse_links()
+        with storage(self.path, "read"):
+            links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
+        if links:
+            what = "is a link, which may lead out of the run's folder; put what it leads to in its place"
+            raise InputError([Problem(str(self.path / name), what) for name in links])
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             handle = open_lock(self.lock)
         try:
-            take(handle, self.lock, self.path)
-            sign(handle, self.lock)
+            self._take(handle, self.lock)
+            _sign(handle, self.lock)
             clean_leftovers(self.path)
             with storage(self.checkpoints):
                 self.checkpoints.mkdir(exist_ok=True)
@@ -200,55 +163,124 @@ class RunFolder:
             with suppress(OSError):  # the lock is released however the disk answers
                 os.close(handle)
 
-    def _refuse_no_files(self) -> None:
-        """Raise `InputError` for a folder where a file belongs, and for a pipe, which would keep a reader waiting."""
-        ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
-        names = {_CLAIM, *(path.name for path in ours)}
-        there = [each for each in os.scandir(self.path) if each.name in names]
-        found = [each.name for each in there if not (each.is_file() or each.is_symlink())]
-        if found:
-            raise InputError(
-                [Problem(str(self.path / name), "is no file, but a folder, a pipe or a device") for name in found]
-            )
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Be the one command that trains here, from before its ranks start until after all of them have ended.
 
-    def _refuse_links(self) -> None:
-        with storage(self.path, "read"):
-            links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
-        if links:
-            what = "is a link, which may lead out of the run's folder; put what it leads to in its place"
-            raise InputError([Problem(str(self.path / name), what) for name in links])
-
-    def claimed(self) -> AbstractContextManager[None]:
-        """Be the one command that trains here: see `ownership.claimed`. The one writer is rank 0, in its own time."""
-        return claimed(self.path, self.path / _CLAIM)
+        The writer's own lock is rank 0's, and free while ranks start and end; this one is not. Afterwards the claim is
+        removed, and the folder if it was made for this and is empty, whatever a signal's handler raises meanwhile.
+        Raises `InputError` if another command has it.
+        """
+        with storage(self.path):
+            made = not self.path.exists()
+        handle = None
+        try:
+            with storage(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                handle = open_lock(self._claim)
+            self._take(handle, self._claim)
+            with suppress(InputError):  # a disk that is full is found by what needs it
+                _sign(handle, self._claim)
+            yield
+        finally:
+            if handle is not None:
+                os.close(handle)
+            with suppress(OSError):
+                _remove_unclaimed(self._claim)
+            if made:
+                with suppress(OSError):  # it stays if anything is in it
+                    self.path.rmdir()
 
     def refuse_claimed(self) -> None:
-        """Raise `InputError` where a command has claimed the folder."""
-        refuse_claimed(self.path, self.path / _CLAIM)
+        """Raise `InputError` if a command has claimed the folder; for ranks that belong to no command."""
+        with storage(self._claim, "read"):
+            try:
+                handle = os.open(self._claim, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except FileNotFoundError:
+                return
+        try:
+            with storage(self._claim, "read"):
+                self._lock(handle, fcntl.LOCK_SH)  # shared: ranks that ask at the same time do not keep each other out
+        finally:
+            os.close(handle)
+
+    def _take(self, handle: int, file: Path) -> None:
+        """Lock the open `file` for this process alone. Raises `InputError` if another has it, or just removed it."""
+        with storage(file):
+            self._lock(handle, fcntl.LOCK_EX)
+            there = _is_at(handle, file)
+        if not there:  # the lock is worthless: others lock the file that has the name now
+            raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
+
+    def _lock(self, handle: int, how: int) -> None:
+        try:
+            fcntl.flock(handle, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
+
+    def _refuse_no_files(self) -> None:
+        """Raise `InputError` for a folder in the place of a file, and for a pipe, which would keep a reader waiting."""
+        ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
+        names = {path.name for path in (*ours, self._claim)}
+        found = [each for each in os.scandir(self.path) if each.name in names]
+        what = "is no file, but a folder, a pipe or a device"
+        if odd := [each.name for each in found if not (each.is_file() or each.is_symlink())]:
+            raise InputError([Problem(str(self.path / name), what) for name in odd])
+
+
+def open_lock(file: Path) -> int:
+    """A descriptor of `file`, which is created if it does not exist; a link is not followed."""
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+
+
+def _sign(handle: int, file: Path) -> None:
+    now = datetime.now(UTC).replace(microsecond=0)
+    data = json_bytes({"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": now.isoformat()})
+    with storage(file):
+        # Written over, then cut: at no moment is the mark of a run gone from its folder.
+        write_all(handle, data)
+        os.ftruncate(handle, len(data))
+
+
+def _owner(handle: int) -> str:
+    found = _json_object(os.pread(handle, _OWNER_LIMIT, 0))
+    if "pid" not in found:
+        return "another process, which has just started"
+    return f"process {found['pid']} on {found.get('host')} since {found.get('since')}; wait for it or end it"
+
+
+def _is_at(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), file.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unclaimed(file: Path) -> None:
+    """Remove a claim without an owner. Raises `BlockingIOError`, and removes nothing, if another command has it."""
+    handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(handle, file):
+            file.unlink()
+    finally:
+        os.close(handle)
 
 
 def new_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
     """A new empty folder under `base`, named by the time (UTC) to the second; later ones of a second count.
 
-    It is this process's alone: making it fails for all others. Raises `InputError` where none can be made.
+    No other process gets the same. Raises `InputError` if none can be made.
     """
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     with storage(base):
         base.mkdir(parents=True, exist_ok=True)
-    path, number = base / stamp, 1
-    while not _made(path):
-        number += 1
-        path = base / f"{stamp}-{number}"
-    return path
-
-
-def _made(path: Path) -> bool:
-    with storage(path):
-        try:
+    for number in count(1):
+        path = base / (stamp if number == 1 else f"{stamp}-{number}")
+        with storage(path), suppress(FileExistsError):
             path.mkdir()
-        except FileExistsError:
-            return False
-    return True
+            return path
+    raise AssertionError
 
 
 def metrics_lines(path: Path) -> Iterator[bytes]:
@@ -260,7 +292,7 @@ def metrics_lines(path: Path) -> Iterator[bytes]:
                 return
 
 
-def _json_object(data: bytes) -> dict[str, object]:
+def _json_object(data: bytes) -> dict[str, Any]:
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -269,17 +301,16 @@ def _json_object(data: bytes) -> dict[str, object]:
 
 
 def _head(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of a file; nothing where there is none. Raises `InputError` where the disk fails."""
+    """The first `limit` bytes of a file; b"" if there is none. Raises `InputError` if the disk fails."""
     try:
         with open_regular(path) as file:
             return file.read(limit)
     except OSError as error:
-        if error.errno == errno.EIO:  # what cannot be read may be a run: it is neither begun anew nor called foreign
+        if error.errno == errno.EIO:  # it may be a run: it is neither begun anew nor called foreign
             raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
         return b""
 
 
 def _starts_a_ledger(ledger: Path) -> bool:
     first, end, _ = _head(ledger, 1 << 20).partition(b"\n")
-    start = _json_object(first)
-    return bool(end) and {"v", "kind", "seq", "prev"} <= start.keys()
+    return bool(end) and {"v", "kind", "seq", "prev"} <= _json_object(first).keys()

@@ -1,4 +1,4 @@
-"""The ledger of a run: one line a step, whole and linked, by one writer (design, One record; issue 3 item 6)."""
+"""The ledger of a run: one line a step, whole and linked, by one writer."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from pathlib import Path
 
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import storage
-from andon_contracts.record import LedgerError, LedgerFile, Record, chain, read_lines
-
-__all__ = ["LedgerError", "LedgerWriter", "digested_ledger", "read_ledger"]
+from andon_contracts.record import LedgerError as LedgerError
+from andon_contracts.record import LedgerFile, Record, chain, read_lines
 
 
 class LedgerWriter(LedgerFile):
-    """A `LedgerFile` that raises `InputError` for a disk that refuses and for a file that another program changed.
+    """A `LedgerFile` that raises `InputError` if the disk refuses or another program changed the file.
 
     Only the owner of the run folder may hold one.
     """
@@ -24,13 +23,11 @@ class LedgerWriter(LedgerFile):
             super().__init__(path)
 
     def append(self, record: Record) -> None:
-        """Write `record` as the next line, whole: on a disk that refuses, nothing of it stays (`InputError`)."""
-        with storage(self.path), _alone():
+        with _refusals(self.path):
             super().append(record)
 
     def sync(self) -> None:
-        """Make all lines so far survive a power cut; done before anything that quotes the head."""
-        with storage(self.path), _alone():
+        with _refusals(self.path):
             super().sync()
 
     def close(self) -> None:
@@ -40,24 +37,24 @@ class LedgerWriter(LedgerFile):
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _refusals(path: Path) -> Iterator[None]:
     try:
-        yield
+        with storage(path):
+            yield
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
 
 
 def read_ledger(path: Path, *, follow: bool = False) -> Iterator[Record]:
-    """The records of the ledger at `path`, verified as they are read; a torn last line is left out.
+    """The records of the ledger at `path`, verified as they are read, without a torn last line.
 
-    follow: where `path` is a link, those of what it leads to. Raises `LedgerError` at the first line that does not fit,
-    and `OSError` where there is none or no regular file.
+    follow: follow `path` if it is a link. Raises `LedgerError` at the first wrong line, `OSError` as `open_regular`.
     """
     for record, _ in read_lines(path, follow=follow):
         yield record
 
 
 def digested_ledger(path: Path) -> Iterator[tuple[Record, str]]:
-    """As `read_ledger`, each record with the digest of its line: what a checkpoint quotes of the line before it."""
+    """As `read_ledger`, each record with the digest of its line, which a checkpoint quotes of the line before it."""
     for record, raw in read_lines(path):
         yield record, chain(raw)

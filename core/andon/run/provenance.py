@@ -1,4 +1,4 @@
-"""Where a run comes from: versions, machine and flags, commit, and the digests of what went in (design, rule 9)."""
+"""What decides the result of a run: versions, machine and flags, commit, and the digests of its inputs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 from andon.console.problems import InputError, Problem
 from andon.run.atomic import write_json
@@ -23,11 +24,11 @@ _COMPILED_BY = ("model", "fast")
 def environment(
     threads: int | None = None, devices: Sequence[str] = (), *, portable: str | None = None
 ) -> dict[str, object]:
-    """Machine and versions that a run runs on, as `andon_contracts.fingerprint.environment` says it of a process.
+    """The machine and versions that a run runs on: `andon_contracts.fingerprint.environment`, and more.
 
-    portable: of a run that is (`run.portable`), how its products add; its fingerprint is one for all kinds of CPU.
-    With devices also `sources`, digests of the code that rewrites and compiles passes for them: our version number
-    is one for many states of a checkout, and a rewriting decides bits as much as a library does.
+    portable: how products add in a run with `run.portable`; its fingerprint is the same for all kinds of CPU. With
+    devices also `sources`, digests of the code that rewrites and compiles passes for them, which decides bits as much
+    as a library does.
     """
     found = environment_of_process(threads, devices)
     sources = {f"andon.{folder}": source_digest(_CORE / folder) for folder in _COMPILED_BY} if devices else {}
@@ -35,8 +36,7 @@ def environment(
 
 
 def source_digest(folder: Path) -> str:
-    """SHA-256 (16 hex digits) of the Python files right in `folder`, of names and contents; it does not matter where
-    the folder is."""
+    """SHA-256 (16 hex digits) of the names and contents of the Python files directly in `folder`."""
     summed = hashlib.sha256()
     for file in sorted(folder.glob("*.py")):
         content = file.read_bytes()
@@ -45,27 +45,22 @@ def source_digest(folder: Path) -> str:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """The differences between two fingerprints, as `name: ours, theirs`; empty where bits may be compared."""
-    names = sorted(set(ours) | set(theirs))
-    return tuple(
-        f"{name}: {ours.get(name, 'none')}, {theirs.get(name, 'none')}"
-        for name in names
-        if ours.get(name) != theirs.get(name)
-    )
+    """The differences between two fingerprints, as `name: ours, theirs`; empty if bits may be compared."""
+    pairs = {name: (ours.get(name, "none"), theirs.get(name, "none")) for name in sorted({*ours, *theirs})}
+    return tuple(f"{name}: {mine}, {other}" for name, (mine, other) in pairs.items() if mine != other)
 
 
 def commit() -> str | None:
-    """The git commit that this file was checked out from, with `-dirty` where tracked files differ; None elsewhere.
+    """The git commit that this file was checked out from, with `-dirty` if tracked files differ; None elsewhere.
 
-    An installed package that lies inside somebody's repository is not from there: the file must be tracked.
+    An installed package may lie inside somebody's repository: the file must be tracked.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None
     head = _git(here.parent, "rev-parse", "HEAD")
-    if not head:
-        return None
-    return f"{head}-dirty" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else head
+    dirty = head and _git(here.parent, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if dirty else head or None
 
 
 def write_provenance(
@@ -76,16 +71,15 @@ def write_provenance(
     environment: Mapping[str, object],
     new_tokens: Mapping[str, int] | None = None,
 ) -> None:
-    """Write what the run comes from: the commit, the configuration's identity, digests (data, base model) by name, and
-    the ids of new tokens, where there are any."""
-    found = ({"new_tokens": dict(new_tokens)} if new_tokens else {}) | {
+    """Write what decides a run: commit, identity of the configuration, digests of its inputs, ids of new tokens."""
+    found = {
         "commit": commit(),
         "identity": identity,
         "digests": dict(digests),
         "environment": dict(environment),
         "fingerprint": fingerprint(environment),
     }
-    write_json(path, found)
+    write_json(path, found | ({"new_tokens": dict(new_tokens)} if new_tokens else {}))
 
 
 @dataclass(frozen=True)
@@ -98,26 +92,29 @@ class Provenance:
     commit: str | None = None
 
     def digest(self, name: str) -> str:
-        """The digest of this name. Raises `InputError` where the file has none."""
+        """The digest of this name. Raises `InputError` if the file has none."""
         if name not in self.digests:
             raise InputError([Problem(str(self.path), f"has no digest of {name!r}")])
         return self.digests[name]
 
 
 def read_provenance(path: Path) -> Provenance:
-    """The file that `write_provenance` wrote. Raises `InputError` for one that cannot be read or is another."""
+    """The content of the file that `write_provenance` wrote. Raises `InputError` if it cannot be read or is another."""
     try:
         found = read_json(path)
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
         raise InputError([Problem(str(path), f"is no provenance of a run: {error}")]) from error
-    parts = [_mapping(found).get(name) for name in ("digests", "fingerprint")]
-    if not all(isinstance(part, dict) and all(isinstance(value, str) for value in part.values()) for part in parts):
+    found = found if isinstance(found, dict) else {}
+    digests, machine, commit = (found.get(name) for name in ("digests", "fingerprint", "commit"))
+    if not (_is_mapping_of_strings(digests) and _is_mapping_of_strings(machine)):
         raise InputError([Problem(str(path), "is no provenance of a run: it must hold digests and a fingerprint")])
-    digests, machine = ({name: str(value) for name, value in _mapping(part).items()} for part in parts)
-    commit = _mapping(found).get("commit")
     return Provenance(path, digests, machine, commit if isinstance(commit, str) else None)
+
+
+def _is_mapping_of_strings(values: object) -> TypeGuard[dict[str, str]]:
+    return isinstance(values, dict) and all(isinstance(value, str) for value in values.values())
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -132,7 +129,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, Mapping) else {}

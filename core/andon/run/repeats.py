@@ -1,6 +1,6 @@
-"""What a step that is done again has as before (`resume-exact`): one list of fields, and one comparison of records.
+"""The fields of a step that must be the same when it is done again (`resume-exact`), and their comparison.
 
-A resumed run is held to it; `replay` and `diff` say by it where records part.
+A resumed run must repeat them; `replay` and `diff` find the first record at which two runs differ by them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ REPEATED = (
     *("epoch", "position", "ids", "count", "terms", "content", "lr", "loss", "correct"),
     *("gradient", "grad_norm", "weights", "optimizer"),
 )
-"""What a step that is done again has as before, each digest by itself, causes before their effects. Where it ran
-(world size, backend, who did what) may differ."""
+"""Causes before their effects. World size, backend and the work of each rank may differ."""
 UNKNOWN = "0" * 16
-"""The digest of what was not looked at, because the contracts were off."""
-_MOST = 1000
-"""Characters of a value that are shown."""
+"""A digest that was not computed, because the contracts were off."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One field in which two records of one step are not the same."""
+    """One field in which two records of one step differ."""
 
     name: str
     then: object
@@ -40,32 +37,31 @@ class Difference:
 def differing(then: Step, now: Step) -> tuple[Difference, ...]:
     """The fields of `REPEATED` that differ between two records of one step, in that order.
 
-    A field that only one of both records has is no difference: it was not told to the other's writer, or not looked at.
+    A field that only one of both records has is no difference.
     """
-    return tuple(each for name in REPEATED for each in apart(name, value_of(then, name), value_of(now, name)))
+    return tuple(each for name in REPEATED for each in apart(name, _value_of(then, name), _value_of(now, name)))
 
 
 def apart(name: str, then: object, now: object) -> tuple[Difference, ...]:
-    """The difference between two values of `name`; none where they are equal, or one of both lacks."""
-    return () if then == now or _lack(then) or _lack(now) else (Difference(name, then, now),)
+    """The difference between two values of `name`; none if they are equal, or one is missing."""
+    return () if then == now or _is_missing(then) or _is_missing(now) else (Difference(name, then, now),)
 
 
 def lacks(record: Step, name: str) -> bool:
-    """Whether the record has nothing for the field: a watch writes what it was told, a run what it looked at."""
-    return _lack(value_of(record, name))
+    """Whether the record has no value for the field: a watch records less than a run."""
+    return _is_missing(_value_of(record, name))
 
 
-def _lack(value: object) -> bool:
+def _is_missing(value: object) -> bool:
     return value in (None, (), UNKNOWN)
 
 
-def value_of(record: Step, name: str) -> object:
-    """A field of `record`, or one of its digests."""
-    return getattr(record, name) if hasattr(record, name) else getattr(record.digests, name)
+def _value_of(record: Step, name: str) -> object:
+    return getattr(record if hasattr(record, name) else record.digests, name)
 
 
-def shown(value: object, most: int = _MOST) -> str:
-    """The value for a reader, in at most so many characters: a real with its bits, anything else as it is."""
+def shown(value: object, most: int = 1000) -> str:
+    """The value for a reader, in at most `most` characters; a real with its bits."""
     text = f"{value.value:.9g} ({value.hex})" if isinstance(value, Real) else str(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -81,17 +77,17 @@ def _repeated_exactly(step: int, found: Sequence[Difference]) -> bool:
 
 @require(_repeated_exactly)
 def require_repeated(step: int, found: Sequence[Difference]) -> None:
-    """Nothing of `step`, or of what followed it, was found to differ. Raises `Violation` (`resume-exact`)."""
+    """Raises `Violation` (`resume-exact`) if `found` has any difference, in `step` or in what followed it."""
 
 
 class Repeats:
-    """The records of steps that an interrupted run did after the point from which it goes on."""
+    """The records of steps that an interrupted run did after the point from which it resumes."""
 
     def __init__(self, earlier: Mapping[int, Step] | None = None) -> None:
         self._earlier = dict(earlier or {})
 
     def judge(self, record: Step) -> None:
-        """Raises `Violation` (`resume-exact`) where `record` is of a step that was done before with other results."""
+        """Raises `Violation` (`resume-exact`) if the step of `record` was done before with other results."""
         earlier = self._earlier.pop(record.step, None)
         if earlier is not None:
             require_repeated(record.step, differing(earlier, record))

@@ -1,4 +1,4 @@
-"""The outcome of a run, in one file that is written last (issue 2, What a user does)."""
+"""The outcome of a run, in one file that is written last."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.untrusted import read_json
 
 HELD_OUT, LAST_VALIDATION = "held-out", "last validation"
-"""What the last scores are of: rows that decided nothing, or those by which the best checkpoint was chosen."""
-
-
+"""The rows of the last scores: rows that decided nothing, or those by which the best checkpoint was chosen."""
 _QUOTED = {
     "accuracy": "accuracy",
     "macro_f1": "macro-F1",
@@ -32,7 +30,7 @@ _QUOTED = {
     "pearson": "Pearson",
     "mae": "MAE",
 }
-"""What a line quotes of scores, where they have it, and the word for it; in this order."""
+"""The scores that a line quotes, in this order, and the word for each."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,14 @@ class Head(Part):
 class Summary(Part):
     """The result of a run.
 
-    `steps` counts updates, `contracts` how often the process of rank 0 evaluated each clause, `violations` those
-    that were broken; `final_loss` is the loss of the last update, None before the first; `eval` holds the last scores
-    as JSON, with the digest of the confusion matrix (`metrics/confusion`) in place of the matrix, `evaluated_on` says
-    of which rows, `labels` in which order the classes stand in them; `wall_s` is in seconds; `reason` is that of the
-    ledger's end record. `kept_step` is the step of the best checkpoint if `weights_digest` and `eval` are of its
-    weights (`training.keep`); None: they are of the last step's. `finished` is true only for a run that reached its
-    planned or early end: such a run is not
-    resumed. `memory` is in bytes: `planned` and `peak` of the GPU that needed most,
-    `process_peak` of rank 0's process. `data_changed`: which files of the data were no longer what was trained on as
-    the run ended, and what is there instead. `dropped_values` counts what rank 0 found in the ranks' store and no rank
-    had put there; None: nothing.
+    steps: updates. contracts: how often the process of rank 0 evaluated each clause; violations: how many were broken.
+    final_loss: the loss of the last update. eval: the last scores as JSON, with the digest of the confusion matrix
+    (`metrics/confusion`) in place of the matrix; evaluated_on: of which rows; labels: the order of the classes in them.
+    reason: that of the ledger's end record. finished: the run reached its planned or early end, and is not resumed.
+    kept_step: the step of the best checkpoint if `weights_digest` and `eval` are of its weights (`training.keep`);
+    None: they are of the last step's. memory, in bytes: `planned` and `peak` of the GPU that needed most,
+    `process_peak` of rank 0's process. data_changed: the files of the data that changed during the run, and how.
+    dropped_values: values in the ranks' store that no rank had put there.
     """
 
     run: str
@@ -85,9 +80,9 @@ class Summary(Part):
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write `summary` whole or not at all. A score that is not finite becomes null, as JSON has no word for it.
+    """Write `summary` whole or not at all; a score that is not finite becomes null.
 
-    Raises `ValueError` for a field of a wrong type and `InputError` for a disk that refuses.
+    Raises `ValueError` for a field of a wrong type and `InputError` if the disk refuses.
     """
     found = summary.to_json()
     found["eval"] = _finite(summary.eval)
@@ -106,15 +101,14 @@ def read_summary(path: Path) -> Summary:
 
 
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:
-    """Of scores as plain values those that a line quotes, by the word for each."""
+    """The scores among `values` that a line quotes, by the word for each."""
     return {word: values[name] for name, word in _QUOTED.items() if values.get(name) is not None}
 
 
 def labelled(scores: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """Scores as plain values with the classes' names, if they have any.
+    """`scores` with the classes' names, if they have any, and without those that do not exist for these rows.
 
-    Each of `classes` gets its `label`; `labels` names the classes that the cells of `confusion` number from 0. A score
-    that does not exist for these rows, as AUROC of more than two classes, is left out.
+    Each of `classes` gets its `label`; `labels` names the classes that the cells of `confusion` number from 0.
     """
     values = {name: value for name, value in scores.items() if value is not None}
     if "classes" not in values:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,11 +21,6 @@ from andon_contracts.laws.law import Details, Seen, in_lockstep
 Tensors = Mapping[str, torch.Tensor]
 
 
-@functools.lru_cache(maxsize=16)
-def _zeros(device: torch.device, count: int) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
-
-
 class RankFailed(RuntimeError):
     """Another rank raised; that rank reports its own error, and this one only that it noticed."""
 
@@ -35,8 +31,8 @@ class RankFailed(RuntimeError):
 class Gathered:
     """What all ranks sent at one point of one step.
 
-    table: int64 [world, `length` or more] on a device. After the header stand the values of `names`, then a payload
-    whose length all ranks know. expected: what the gate holds against it (see `message.encoded`), on the same device.
+    table: int64 [world, `length` or more] on a device: the header, the values of `names`, and a payload whose length
+    all ranks know. expected: what the gate requires of it (see `message.encoded`), on the same device.
     """
 
     step: int
@@ -48,20 +44,17 @@ class Gathered:
     expected: torch.Tensor | None = None
 
     def observations(self, table: torch.Tensor) -> tuple[Observation, ...]:
-        """Every rank's observation, by rank. table: the values of this one, on the CPU."""
+        """Every rank's observation, by rank. table: the values of `self.table` on the CPU."""
         end = HEADER + len(self.names)
         rows: list[list[int]] = table[:, :end].tolist()
         payloads = table[:, end : self.length].unbind()
-        return tuple(
-            decode_message(row, self.point, self.names, tail) for row, tail in zip(rows, payloads, strict=True)
-        )
+        return tuple(decode_message(row, self.point, self.names, own) for row, own in zip(rows, payloads, strict=True))
 
-    def read(self) -> tuple[Observation, ...]:
-        """Every rank's observation, by rank. Waits for the device."""
-        return self.observations(self.table.cpu())
-
-    def seen(self, table: torch.Tensor) -> Seen[None]:
-        return Seen(self.observations(table), None)
+    def seen(
+        self, table: torch.Tensor, want: Any = None, values: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
+    ) -> Seen[Any]:
+        """The observations as laws judge them. want: what is required. values: from the values that were sent."""
+        return Seen([replace(each, values=values(each.values)) for each in self.observations(table)], want)
 
     def column(self, name: str) -> torch.Tensor:
         """int64 [world] on the device: the value `name` of each rank."""
@@ -76,6 +69,11 @@ class Gathered:
     def payload(self) -> torch.Tensor:
         """int64 [world, n] on the device: what stands after the values."""
         return self.table[:, HEADER + len(self.names) : self.length]
+
+
+@functools.lru_cache(maxsize=16)
+def _zeros(device: torch.device, count: int) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 class Agreement:
@@ -106,39 +104,40 @@ class Agreement:
         stand after the header.
         """
         self._sequence += 1
-        said = (*observed[0], *names)
-        length = HEADER + len(observed[0]) + (0 if facts is None else facts[0].numel())
-        behind: list[int] = []
+        all_names = (*observed[0], *names)
+        wanted: list[int] = []
         if expected is not None:
-            heads = [header(rank, step, self._sequence, point, said) for rank in range(self._backend.world_size)]
-            behind = encoded([[*head, *row] for head, row in zip(heads, expected, strict=True)])
-        sent = []
+            heads = [header(rank, step, self._sequence, point, all_names) for rank in range(self._backend.world_size)]
+            wanted = encoded([[*head, *row] for head, row in zip(heads, expected, strict=True)])
+        sent, held = [], None
         for place, (rank, device) in enumerate(zip(self._backend.ranks, self._backend.devices, strict=True)):
             values = observed[place]
             head = header(rank, step, self._sequence, point, (*values, *names))
             # All that the host knows goes to the device at once: each copy is a launch.
-            known = on_device([*head, *map(signed, values.values()), *behind], device)
-            if place == 0:
-                held_against = known[len(known) - len(behind) :]
-            parts = [known[: len(known) - len(behind)], *([] if facts is None else [facts[place]])]
+            known = on_device([*head, *map(signed, values.values()), *wanted], device)
+            own = known[: len(known) - len(wanted)]
+            if wanted and held is None:
+                held = known[len(own) :]
+            parts = [own] if facts is None else [own, facts[place]]
             missing = self._width - sum(part.numel() for part in parts)  # ranks may hold another number of tensors
             if missing > 0:
                 parts.append(_zeros(device, self._width)[:missing])
             sent.append(torch.cat(parts) if len(parts) > 1 else parts[0])
         gathered = self._backend.gather(sent)
         table = torch.stack(gathered) if len(gathered) > 1 else gathered[0].unsqueeze(0)
-        return Gathered(step, self._sequence, point, said, table, length, held_against if behind else None)
+        length = HEADER + len(observed[0]) + (0 if facts is None else facts[0].numel())
+        return Gathered(step, self._sequence, point, all_names, table, length, held)
 
     def compare(self, seen: Seen[object], tensors: Mapping[str, Callable[[Replica], Tensors]]) -> Details:
         """For each value of `tensors` in which the ranks differ: the digests of its tensors, by rank.
 
         One more gather for each such value. Every rank sees the same difference, so all ranks gather or none does.
         """
-        details: dict[str, Mapping[str, Sequence[int]]] = {}
-        for name, read in tensors.items():
-            details[name] = {}
-            if name in seen.differing and in_lockstep(seen.observations):
-                observed = [digests_by_name(read(replica)) for replica in self._replicas]
-                looked = self.gather(seen.step, f"tensors of {name}", observed).read()
-                details[name] = {tensor: [each.values[tensor] for each in looked] for tensor in looked[0].values}
+        details: dict[str, Mapping[str, Sequence[int]]] = {name: {} for name in tensors}
+        for name in tensors if in_lockstep(seen.observations) else ():
+            if name in seen.differing:
+                observed = [digests_by_name(tensors[name](replica)) for replica in self._replicas]
+                found = self.gather(seen.step, f"tensors of {name}", observed)
+                ranks = found.observations(found.table.cpu())
+                details[name] = {tensor: [each.values[tensor] for each in ranks] for tensor in ranks[0].values}
         return details

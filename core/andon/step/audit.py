@@ -3,8 +3,7 @@
 Replicas that agree may all have received the same wrong value: a bit that flips in one rank's gradient before the
 reduction reaches every rank alike. So at every K-th step each rank records digests of its micro-batches' gradients and
 of the partial sums that it is about to send. Another rank recomputes some of the micro-batches, from the same weights
-and the same keyed randomness, and sums them along the same tree; it receives the sums of the others from the audited
-rank (issue 3 item 7).
+and the same keyed randomness, and sums them along the same tree; the audited rank sends it the sums of the others.
 
 A flip in one of a rank's L gradients is found with the probability coverage / (K * L), one in a partial sum with at
 least that. A rank that always computes one of them wrongly is found after K * L / coverage steps on average. A lone
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,15 +31,12 @@ from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
 from andon_contracts.laws.law import Seen
 
-_PERCENT = 100
-
-
 NO_AUDIT = Contracts(audit_every=0)
 
 
 def default_every(world_size: int, micro_batches: int) -> int:
     """The K with which recomputing one micro-batch of each rank is a hundredth of the work: ceil(100 W / M)."""
-    return -(-_PERCENT * world_size // micro_batches)
+    return -(-100 * world_size // micro_batches)
 
 
 def siblings(node: Node, chosen: Sequence[int]) -> tuple[Node, ...]:
@@ -66,7 +62,7 @@ class _Subject:
 
 @dataclass(frozen=True)
 class Audited:
-    """What the auditors send, what they audited, and by local replica the error that computing again raised."""
+    """What the auditors send, what they audited, and by local replica the error that recomputing raised."""
 
     gathered: Gathered
     subjects: tuple[_Subject, ...]
@@ -83,10 +79,30 @@ class Audited:
             if error is not None:
                 raise error
         observations = self.gathered.observations(table)
-        return Seen([replace(each, values=_found(each, self.subjects)) for each in observations], None)
+        return Seen([replace(each, values=self._differences(each)) for each in observations], None)
+
+    def _differences(self, observation: Observation) -> dict[str, int]:
+        """An auditor's values: how many gradients and sums differ, and the first of each with both word sums."""
+        values = dict(observation.values)
+        found = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
+        found |= {"leaf": -1, "root": -1}
+        if not observation.names_match or observation.payload is None or values["failed"]:
+            return values | found
+        subject = self.subjects[values["subject"]]
+        then, now = observation.payload.view(2, -1).tolist()
+        leaves = max(len(each.chosen) for each in self.subjects)
+        odd = [place for place in range(len(then)) if then[place] != now[place]]
+        wrong, sums = [place for place in odd if place < leaves], [place for place in odd if place >= leaves]
+        found |= {"leaves": len(wrong), "sums": len(sums)}
+        if wrong:
+            found |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
+        if sums:
+            root = subject.roots[sums[0] - leaves][0]
+            found |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
+        return values | found
 
     def refuse_failed(self, seen: Seen[None]) -> None:
-        """Raises `RankFailed` if computing again raised on another rank."""
+        """Raise `RankFailed` if recomputing raised on another rank."""
         failed = [each.rank for each in seen.observations if each.values["failed"]]
         if failed:
             raise RankFailed(f"rank {failed[0]} failed in the audit of step {self.gathered.step}")
@@ -116,15 +132,14 @@ class Audit:
         self._kinds: tuple[int, ...] | None = None
 
     def due(self, step: int) -> bool:
-        """Whether `step` is audited."""
         return self.every > 0 and step % self.every == 0
 
     def chosen(self, step: int, rank: int, leaves: Sequence[int]) -> tuple[int, ...]:
-        """The micro-batches of `rank` that are computed again at `step`: the same draw on every rank."""
+        """The micro-batches of `rank` that are recomputed at `step`: the same draw on every rank."""
         if self.coverage == "all" or self.coverage >= len(leaves):
             return tuple(leaves)
-        drawn = random.Random(f"andon audit {self._seed} {step} {rank}").sample(list(leaves), self.coverage)
-        return tuple(sorted(drawn))
+        draw = random.Random(f"andon audit {self._seed} {step} {rank}")
+        return tuple(sorted(draw.sample(list(leaves), self.coverage)))
 
     def describe(self) -> str:
         """One line for a reader; at one rank it says what the audit cannot see."""
@@ -136,7 +151,7 @@ class Audit:
             return f"{when} {share} again; one rank cannot see a persistent fault of its device"
         return f"{when} another rank computes {share} of each rank again"
 
-    def subject(self, step: int, rank: int) -> _Subject:
+    def _subject(self, step: int, rank: int) -> _Subject:
         chosen = self.chosen(step, rank, self._owners[rank])
         roots = tuple(node for node in self._roots[rank] if any(node[0] <= leaf < node[1] for leaf in chosen))
         return _Subject(rank, chosen, roots, tuple(kept for node in roots for kept in siblings(node, chosen)))
@@ -145,7 +160,7 @@ class Audit:
         """Must be called before gradients are computed: tell each local replica which sums to copy."""
         due = checked and self.due(step)
         for rank, replica in zip(self._backend.ranks, self._replicas, strict=True):
-            replica.keeping = frozenset(self.subject(step, rank).kept) if due else None
+            replica.keeping = frozenset(self._subject(step, rank).kept) if due else None
 
     def __call__(
         self,
@@ -159,47 +174,51 @@ class Audit:
 
         leaves: all micro-batches. reported: int64 [world, reports * WIDTH], the reports of all ranks.
         """
-        subjects = tuple(self.subject(step, rank) for rank in range(self._backend.world_size))
-        sums = self._sums(step, agreement, subjects, partials)
-        auditors = self._auditors(step)
-        taken = self._taken(subjects, partials, {auditors[rank] for rank in self._backend.ranks})
+        ranks, devices = self._backend.ranks, self._backend.devices
+        subjects = tuple(self._subject(step, rank) for rank in range(self._backend.world_size))
+        most_leaves, most_roots = max(len(s.chosen) for s in subjects), max(len(s.roots) for s in subjects)
+        # The word sums of the audited roots that each rank is about to send, int64 [world, most roots].
+        local = [
+            _filled([word_sum_tensor(partial.roots[node]) for node in subjects[rank].roots], most_roots, device)
+            for rank, partial, device in zip(ranks, partials, devices, strict=True)
+        ]
+        sums = agreement.gather(step, "partial sums", [{} for _ in local], local).payload
+        audited = self._audited_ranks(step)
+        copies = self._copies(subjects, partials, {audited[rank] for rank in ranks})
 
         def work(index: int) -> torch.Tensor | Exception:
-            subject = subjects[auditors[self._backend.ranks[index]]]
+            subject, replica = subjects[audited[ranks[index]]], self._replicas[index]
             try:
-                now = self._again(index, step, subject, leaves, taken[subject.rank])
+                computed = [replica.gradient_of(step, leaves[leaf], self._task) for leaf in subject.chosen]
+                table = {node: tensor.to(replica.device) for node, tensor in copies[subject.rank].items()}
+                table |= {(leaf, leaf + 1): own for leaf, own in zip(subject.chosen, computed, strict=True)}
+                roots = [word_sum_tensor(finish(node, table, torch.add)) for node in subject.roots]
             except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
                 return error
-            own = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
-            leaves_then = [own[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
-            then = [*leaves_then, *sums[subject.rank].unbind()[: len(subject.roots)]]
-            return _facts(subjects, subject, then, now, self._backend.devices[index])
+            told = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
+            then = [told[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
+            # Of leaves and roots the word sums then, and in the same order now; as many on all ranks.
+            parts = [
+                _filled(then, most_leaves, devices[index]),
+                _filled(sums[subject.rank].unbind()[: len(subject.roots)], most_roots, devices[index]),
+                _filled(list(map(word_sum_tensor, computed)), most_leaves, devices[index]),
+                _filled(roots, most_roots, devices[index]),
+            ]
+            return torch.cat(parts)
 
         done = self._backend.map(work)
-        failed = [isinstance(result, Exception) for result in done]
+        errors = tuple(each if isinstance(each, Exception) else None for each in done)
         observed = [
-            {"failed": bad, "subject": auditors[rank]} for rank, bad in zip(self._backend.ranks, failed, strict=True)
+            {"failed": error is not None, "subject": audited[rank]} for rank, error in zip(ranks, errors, strict=True)
         ]
         facts = [
-            _facts(subjects, subjects[0], [], [], device) if isinstance(result, Exception) else result
-            for result, device in zip(done, self._backend.devices, strict=True)
+            _filled([], 2 * (most_leaves + most_roots), device) if isinstance(each, Exception) else each
+            for each, device in zip(done, devices, strict=True)
         ]
-        gathered = agreement.gather(step, "audited", observed, facts)
-        return Audited(gathered, subjects, tuple(r if isinstance(r, Exception) else None for r in done))
+        return Audited(agreement.gather(step, "audited", observed, facts), subjects, errors)
 
-    def _sums(
-        self, step: int, agreement: Agreement, subjects: Sequence[_Subject], partials: Sequence[PartialGradient]
-    ) -> torch.Tensor:
-        """int64 [world, most audited roots]: the word sums of the audited roots that each rank is about to send."""
-        most = max(len(subject.roots) for subject in subjects)
-        local = []
-        for rank, partial, device in zip(self._backend.ranks, partials, self._backend.devices, strict=True):
-            found = [word_sum_tensor(partial.roots[node]) for node in subjects[rank].roots]
-            local.append(_filled(found, most, device))
-        return agreement.gather(step, "partial sums", [{} for _ in local], local).payload
-
-    def _taken(
-        self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: Collection[int]
+    def _copies(
+        self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
     ) -> dict[int, dict[Node, torch.Tensor]]:
         """For each rank of `wanted`, its copies of the sums that are not recomputed.
 
@@ -216,7 +235,7 @@ class Audit:
                     found[rank][subjects[rank].kept[place]] = tensor.clone()  # a view would hold those of all ranks
         return found
 
-    def _auditors(self, step: int) -> list[int]:
+    def _audited_ranks(self, step: int) -> list[int]:
         """By auditor, the rank that it audits: another of the same kind of device, if there is one.
 
         The pairs change from audit to audit, so that several ranks find out a wrong one.
@@ -237,58 +256,8 @@ class Audit:
                 found[rank] = alike[(place + turn) % len(alike)]
         return found
 
-    def _again(
-        self, index: int, step: int, subject: _Subject, leaves: Sequence[Leaf], taken: Mapping[Node, torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """The word sums of the chosen micro-batches' gradients, then those of the roots above them."""
-        replica = self._replicas[index]
-        computed = {leaf: replica.gradient_of(step, leaves[leaf], self._task) for leaf in subject.chosen}
-        table = {node: tensor.to(replica.device) for node, tensor in taken.items()}
-        table |= {(leaf, leaf + 1): gradient for leaf, gradient in computed.items()}
-        roots = [finish(node, table, torch.add) for node in subject.roots]
-        return [word_sum_tensor(tensor) for tensor in [*computed.values(), *roots]]
-
-
-def _facts(
-    subjects: Sequence[_Subject],
-    subject: _Subject,
-    then: Sequence[torch.Tensor],
-    now: Sequence[torch.Tensor],
-    device: torch.device,
-) -> torch.Tensor:
-    """int64 [2 * n] with one n on all ranks: the word sums of leaves and roots then, and in the same order now."""
-    leaves, roots = max(len(each.chosen) for each in subjects), max(len(each.roots) for each in subjects)
-    split = len(subject.chosen)
-    parts = [
-        part
-        for sums in (then, now)
-        for part in (_filled(sums[:split], leaves, device), _filled(sums[split:], roots, device))
-    ]
-    return torch.cat(parts)
-
 
 def _filled(found: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count]: `found` and zeros."""
     stacked = [torch.stack([each.to(device) for each in found])] if found else []
     return torch.cat([*stacked, torch.zeros(count - len(found), dtype=torch.int64, device=device)])
-
-
-def _found(observation: Observation, subjects: Sequence[_Subject]) -> dict[str, int]:
-    """An auditor's values: how many gradients and sums differ, and the first of each with both word sums."""
-    values = dict(observation.values)
-    found = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
-    found |= {"leaf": -1, "root": -1}
-    if not observation.names_match or observation.payload is None or values["failed"]:
-        return values | found
-    subject = subjects[values["subject"]]
-    then, now = observation.payload.view(2, -1).tolist()
-    leaves = max(len(each.chosen) for each in subjects)
-    odd = [place for place in range(len(then)) if then[place] != now[place]]
-    wrong = [place for place in odd if place < leaves]
-    sums = [place for place in odd if place >= leaves]
-    found |= {"leaves": len(wrong), "sums": len(sums)}
-    if wrong:
-        found |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
-    if sums:
-        root = subject.roots[sums[0] - leaves][0]
-        found |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
-    return values | found

@@ -5,18 +5,17 @@ these kernels with their arguments, and launching it is one call. Nothing is com
 pass in its order, and dropout draws from the seed that the device's generator has when the graph runs. So whether a
 pass is captured, here or on another rank, changes no bit of the result.
 
-A graph repeats what the device did, and nothing that the host did: a pass that waits for the device or draws on the
-host stays eager. Other state on the host, such as a counter of calls, would be frozen; audits compute eagerly, so they
-would find that.
+A graph repeats what the device did, not the host: a pass that waits for the device or draws on the host stays eager.
+Other state on the host, such as a counter of calls, would be frozen; audits compute eagerly, so they would find that.
 """
 
 from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -25,41 +24,51 @@ import torch
 from andon.step.micro_batch import PassResult
 from andon.step.task import Batch
 
-_MOST_GRAPHS = 256
-"""Each takes some MiB besides the memory that all of them share."""
+_MOST_GRAPHS = 256  # each takes some MiB besides the memory that all of them share
 _FAILURES = (RuntimeError, ValueError, TypeError)
-"""As what torch, and models that ask for values on the host, refuse a wait or a capture."""
-
+"""What torch, and models that ask for values on the host, raise to refuse a wait or a capture."""
 _everywhere: WeakSet[CapturedPasses] = WeakSet()
 """Of this process: those of one device draw from one generator."""
-
 Drawing = Callable[[], AbstractContextManager[object]]
 Pass = Callable[[Batch], PassResult]
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured pass: the tensors that it reads, and the bits of its result as one int64 vector."""
+    """A captured pass: its input tensors, the bits of its result as one int64 vector, and the result without memory.
+
+    One vector, so that one copy moves a result out of memory that graphs share.
+    """
 
     graph: torch.cuda.CUDAGraph
-    given: Batch
+    batch: Batch
     bits: torch.Tensor
-    like: PassResult
+    like: Sequence[torch.Tensor | None]
+
+    def replay(self, batch: Batch) -> PassResult:
+        """The result for `batch`, in fp64 and int64."""
+        torch._foreach_copy_(list(self.batch.values()), [batch[name] for name in self.batch])
+        self.graph.replay()
+        pieces = iter(torch.split(self.bits.clone(), [part.numel() for part in self.like if part is not None]))
+        found: list[Any] = [None if part is None else next(pieces).view(part.shape) for part in self.like]
+        for place, part in enumerate(self.like):
+            if part is not None and part.is_floating_point():
+                found[place] = found[place].view(torch.float64)
+        return PassResult(*found)
 
 
 class CapturedPasses:
     """The passes of one replica on a GPU: the first of each shape is eager, and the second becomes a graph.
 
-    eager: why no pass is captured any more; "" otherwise. All graphs share one pool of memory beside that of eager
-    passes.
+    eager: why no pass is captured any more; "" otherwise. All graphs share one pool of memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.eager = ""
         self._device = device
         self._graphs: dict[object, _Graph] = {}
+        # By shape that had an eager pass: whether that could be captured.
         self._tried: dict[object, bool] = {}
-        """By shape that had an eager pass: whether that could be captured."""
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         _everywhere.add(self)
@@ -81,11 +90,7 @@ class CapturedPasses:
             elif len(self._tried) < _MOST_GRAPHS:
                 return self._try(shape, batch, drawing, compute)
         with drawing():
-            if graph is None:
-                return compute(batch)
-            torch._foreach_copy_(list(graph.given.values()), [batch[name] for name in graph.given])
-            graph.graph.replay()
-            return _unpacked(graph.bits.clone(), graph.like)
+            return compute(batch) if graph is None else graph.replay(batch)
 
     def _try(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> PassResult:
         """An eager pass that finds out whether a graph could replace it.
@@ -111,7 +116,7 @@ class CapturedPasses:
             finally:
                 _refuse_waits(before)
         with drawing():
-            return compute(batch)  # what was no wait fails here again, as itself
+            return compute(batch)  # an error that was no wait is raised again
 
     def _capture(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> _Graph | None:
         """The graph of `compute`, not yet launched. None if it cannot be captured; then no other pass is captured."""
@@ -119,17 +124,18 @@ class CapturedPasses:
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
                 self._pool = torch.cuda.graph_pool_handle()
-            given = {name: tensor.clone() for name, tensor in batch.items()}
+            copy = {name: tensor.clone() for name, tensor in batch.items()}
             graph = torch.cuda.CUDAGraph()
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            torch.cuda.empty_cache()  # inside of a capture what is held and not used cannot be given back for more
+            torch.cuda.empty_cache()  # inside of a capture, unused memory cannot be given back for more
             with torch.cuda.stream(self._stream):
                 # Of this thread alone: others look at the device meanwhile, as that of NCCL does.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    found = compute(given)
-                    bits = _packed(found)
+                    found = compute(copy)
+                    parts = (found.loss, found.correct, found.terms, found.total, found.content)
+                    bits = torch.cat([_bits(part).reshape(-1) for part in parts if part is not None])
                 except BaseException as error:  # an interrupt too: nothing could be launched beside an open capture
                     self.eager = f"a pass could not be captured: {_first_line(error)}"
                     self._end(graph)
@@ -140,7 +146,7 @@ class CapturedPasses:
             current.wait_stream(self._stream)
         if self.eager:
             return None
-        self._graphs[shape] = _Graph(graph, given, bits, PassResult(*(_without_memory(part) for part in _parts(found))))
+        self._graphs[shape] = _Graph(graph, copy, bits, [None if part is None else part.to("meta") for part in parts])
         return self._graphs[shape]
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -154,7 +160,7 @@ class CapturedPasses:
         except RuntimeError as error:
             self.eager = self.eager or f"a pass could not be captured: {_first_line(error)}"
             index = self._device.index or 0
-            with suppress(RuntimeError):  # where the end came as far as to the graph itself, it is done already
+            with suppress(RuntimeError):  # if the end came as far as to the graph itself, it is done already
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             fresh = torch.Generator(device=self._device)
             torch.cuda.default_generators[index].graphsafe_set_state(fresh)
@@ -162,10 +168,6 @@ class CapturedPasses:
                 if each._device == self._device:
                     each._graphs.clear()
                     each.eager = each.eager or self.eager
-
-
-def _without_memory(part: torch.Tensor | None) -> Any:
-    return None if part is None else part.to("meta")
 
 
 def _refuse_waits(mode: Any) -> None:
@@ -182,29 +184,5 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _packed(result: PassResult) -> torch.Tensor:
-    """int64: the bits of all parts of `result`, so that one copy moves it out of memory that graphs share."""
-    there = [part for part in _parts(result) if part is not None]
-    return torch.cat([_bits(part).reshape(-1) for part in there])
-
-
-def _parts(result: PassResult) -> list[torch.Tensor | None]:
-    return [getattr(result, each.name) for each in fields(result)]
-
-
 def _bits(value: torch.Tensor) -> torch.Tensor:
     return value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)
-
-
-def _unpacked(bits: torch.Tensor, like: PassResult) -> PassResult:
-    """The result of which `_packed` made `bits`, with parts like those of `like`, in fp64 and int64."""
-    sizes = [part.numel() for part in _parts(like) if part is not None]
-    pieces = iter(torch.split(bits, sizes))
-
-    def taken(part: torch.Tensor | None) -> Any:
-        if part is None:
-            return None
-        piece = next(pieces).view(part.shape)
-        return piece.view(torch.float64) if part.is_floating_point() else piece
-
-    return PassResult(*map(taken, _parts(like)))

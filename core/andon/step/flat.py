@@ -1,4 +1,4 @@
-"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another.
+"""Trainable parameters as views of one flat fp32 buffer, their gradients as views of another, and their optimizer.
 
 One buffer makes one reduction, one digest and one optimizer call, or two if some weights do not decay; these come last.
 Every tensor starts at a multiple of 16 elements (64 bytes). The gaps always hold zeros.
@@ -9,13 +9,16 @@ and updates with other roundings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from andon.config.schema import Optimizer
+
 _ALIGNMENT = 16
+_MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 REPLACED = "weights of the model, or their gradients, were replaced by other tensors, which would not be trained"
 
 
@@ -28,6 +31,7 @@ class Slot:
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
+    """The place of each parameter in the flat buffer, and the size of that buffer."""
     slots: list[Slot] = []
     start = 0
     for name, parameter in parameters.items():
@@ -65,12 +69,9 @@ class FlatParameters:
         self.gradient = torch.zeros(self.size, device=device)
         self._parameters = tuple(parameters.values())
         self._gradients = tuple(self.views(self.gradient).values())
-        with torch.no_grad():
-            for slot, parameter in zip(self.slots, self._parameters, strict=True):
-                view = self.weights.data[slot.start : slot.end].view(slot.shape)
-                view.copy_(parameter)
-                # Only its data: modules and hooks hold the parameter itself.
-                parameter.data = view
+        for view, parameter in zip(self.weight_views().values(), self._parameters, strict=True):
+            view.copy_(parameter.detach())
+            parameter.data = view  # only its data: modules and hooks hold the parameter itself
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
@@ -109,38 +110,27 @@ class Range:
     decays: bool
 
 
-@dataclass(frozen=True)
 class Master:
     """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
 
-    apart: whether these are copies, and not the model's own buffers.
+    device: where they are copies; None: they are the model's own buffers (`apart` is false). decayed: the elements
+    before this one decay. ranges: those that decay and those that do not; none is empty.
     """
 
-    weights: nn.Parameter
-    gradient: torch.Tensor
-    device: torch.device
-    apart: bool
-
-    @classmethod
-    def of(cls, parameters: FlatParameters, device: torch.device | None) -> Master:
-        """Copies on `device`; None: the buffers of `parameters`."""
-        weights, gradient = parameters.weights, parameters.gradient
-        if device is not None:
-            weights = nn.Parameter(weights.detach().to(device, copy=True))
-            gradient = torch.zeros(parameters.size, device=device)
-        weights.grad = gradient
-        return cls(weights, gradient, gradient.device, device is not None)
-
-    def ranges(self, split: int) -> tuple[Range, ...]:
-        """The weights before element `split`, which decay, and those after it, which do not; no empty ranges."""
-        size = self.weights.numel()
-        if split in (0, size):
-            return (Range(self.weights, slice(0, size), decays=split > 0),)
-        spans = slice(0, split), slice(split, size)
-        found = tuple(Range(nn.Parameter(self.weights.data[span]), span, decays=not span.start) for span in spans)
-        for each in found:
+    def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
+        self.weights, self.gradient, size = parameters.weights, parameters.gradient, parameters.size
+        self.apart = device is not None
+        if self.apart:
+            self.weights = nn.Parameter(self.weights.detach().to(device, copy=True))
+            self.gradient = torch.zeros(size, device=device)
+        self.weights.grad = self.gradient
+        self.device = self.gradient.device
+        self.ranges = [Range(self.weights, slice(0, size), decays=decayed > 0)]
+        if 0 < decayed < size:
+            spans = slice(0, decayed), slice(decayed, size)
+            self.ranges = [Range(nn.Parameter(self.weights.data[s]), s, decays=not s.start) for s in spans]
+        for each in self.ranges:
             each.weights.grad = self.gradient[each.span]
-        return found
 
     def take(self, parameters: FlatParameters) -> None:
         """Copy the model's weights to these."""
@@ -151,3 +141,29 @@ class Master:
         """Copy these to the model's weights."""
         if self.apart:
             parameters.weights.data.copy_(self.weights.data)
+
+
+def build_optimizer(settings: Optimizer, ranges: Sequence[Range]) -> torch.optim.Optimizer:
+    """The optimizer of ranges of one flat parameter (seed S12)."""
+    groups = [{"params": [r.weights], "weight_decay": settings.weight_decay if r.decays else 0.0} for r in ranges]
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
+    fused = True if ranges[0].weights.is_cuda else None
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
+
+
+def moments_of(settings: Optimizer) -> tuple[str, ...]:
+    """The names of the flat tensors that the optimizer may keep."""
+    return _MOMENTS[settings.name]
+
+
+def state_names(settings: Optimizer) -> frozenset[str]:
+    """The names of all tensors in the optimizer's state after an update."""
+    moments = moments_of(settings) if settings.name != "sgd" or settings.momentum else ()
+    return frozenset((*moments, *(("step",) if counts_updates(settings) else ())))
+
+
+def counts_updates(settings: Optimizer) -> bool:
+    """Whether the optimizer counts its updates itself, in an fp32 `step`."""
+    return settings.name == "adamw"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -11,7 +10,7 @@ from andon_contracts.digest import has_triton
 from andon_contracts.laws.law import Rule
 from andon_contracts.laws.update import FACTOR_STEP, NORM_FLOOR, Reduced
 
-_FIXED = 1
+FIXED = 1  # beside the codes of `Rule`: the value must be one known integer
 _EXPONENT = 0x7FF0000000000000
 
 
@@ -40,7 +39,6 @@ class Gate:
         return next(iter(self._closed.values()))
 
     def open(self) -> None:
-        """Let updates be applied again."""
         for flag in self._closed.values():
             flag.zero_()
 
@@ -50,39 +48,26 @@ class Gate:
         self._spread()
 
     def look(
-        self,
-        table: torch.Tensor,
-        expected: torch.Tensor,
-        held: torch.Tensor | None = None,
-        want: Reduced | None = None,
+        self, table: torch.Tensor, expected: torch.Tensor, held: torch.Tensor | None = None, want: Reduced | None = None
     ) -> None:
         """Close if any value in `table` (int64 [world, width]) breaks its rule in `expected` (`message.encoded`).
 
         held: 0-dim int64 for `Rule.PREVIOUS`. want: the clipping, for `Rule.MAJORITY` and `Rule.CLIPPED`.
         """
         wanted, rules = expected.view(2, *table.shape).unbind()
-        kernel = _kernel() if table.is_cuda else None
-        if kernel is None:
-            self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
-        else:
+        if table.is_cuda and has_triton():
+            from andon.step.gate_cuda import close_on_device
+
             # A kernel takes no None; without `Rule.PREVIOUS` in `rules` it does not use what it loads instead.
-            kernel(table, wanted, rules, table if held is None else held, self.closed, want)
+            close_on_device(table, wanted, rules, table if held is None else held, self.closed, want)
+        else:
+            self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
         self._spread()
 
     def _spread(self) -> None:
         first, *others = self._closed.values()
         for flag in others:
             flag.copy_(first, non_blocking=True)
-
-
-@functools.cache
-def _kernel() -> Callable[..., None] | None:
-    """`broken` in one launch; None if Triton is not installed."""
-    if not has_triton():
-        return None
-    from andon.step.gate_cuda import close_on_device
-
-    return close_on_device
 
 
 def broken(
@@ -93,9 +78,8 @@ def broken(
     want: Reduced | None = None,
 ) -> torch.Tensor:
     """0-dim bool on the device: whether any value in `table` breaks its rule. The kernel decides the same."""
-    first = table[:1]
-    odd = (rules == _FIXED) & (table != wanted)
-    odd |= (rules == Rule.SAME) & (table != first)
+    odd = (rules == FIXED) & (table != wanted)
+    odd |= (rules == Rule.SAME) & (table != table[:1])
     odd |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
     if held is not None:
         odd |= (rules == Rule.PREVIOUS) & (table != held)

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from andon.config.schema import Optimizer
-from andon.step.optimizer import counts_updates, moments_of
+from andon.step.flat import counts_updates, moments_of
+from andon.step.gate import FIXED
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import join, mix_integer, seal, signed
 from andon_contracts.laws import update as laws
@@ -31,12 +32,7 @@ EACH_ONCE, ROWS_PLANNED, TERMS_PLANNED, PARTS_FINITE = laws.LEAVES
 
 Expected = Sequence[Sequence[int]]
 """By rank, what its message must be: an integer for each value, or a `Rule` if no integer is known."""
-_FIXED = 1  # beside the codes of `Rule`: the value must be one known integer
 _NO_COUNT = -1
-
-
-def fp32_bits(value: float) -> int:
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Field:
     """One value. law: its rule on a device is that of this law; None: any value is right.
 
     judged: the name that the law has for it, if another. beside: the field of the column before, with which the rule
-    compares it. fixed: what it must be, if no law says so. code: from the law's integer to the one that is sent.
+    compares it. fixed: its only right value, if no law says so. code: from the law's integer to the one that is sent.
     """
 
     name: str
@@ -83,11 +79,11 @@ class Message:
     def expected(self, want: object) -> list[int]:
         """What a device requires of one rank's values. want: what the laws are held to."""
         rules = rules_of(self._laws, want)
-        return [_coded(field, rules[field.judged or field.name]) if field.law else field.fixed for field in self.fields]
-
-
-def _coded(field: Field, rule: int) -> int:
-    return rule if isinstance(rule, Rule) else field.code(rule)
+        found = []
+        for field in self.fields:
+            rule = rules[field.judged or field.name] if field.law else field.fixed
+            found.append(rule if isinstance(rule, Rule) or not field.law else field.code(rule))
+        return found
 
 
 REPORT = Message(
@@ -136,24 +132,20 @@ REDUCED = Message(
 def updated(settings: Optimizer) -> Message:
     """After the update: word sums of the weights and of each moment, and the bits of the fp32 count of updates."""
     moments = (Field(name, "device", laws.OPTIMIZERS, judged="optimizer") for name in moments_of(settings))
-    count = Field("updates", "device", laws.ONE_UPDATE, code=fp32_bits)
+    count = Field(
+        "updates", "device", laws.ONE_UPDATE, code=lambda value: struct.unpack("<I", struct.pack("<f", value))[0]
+    )
     return Message("updated", (Field("weights", "device", laws.REPLICAS), *moments, count))
 
 
 def encoded(expected: Expected) -> list[int]:
     """All integers of `expected`, then all rules; `Gate.look` takes them as int64 [2, world, width]."""
     values = [0 if isinstance(value, Rule) else signed(value) for row in expected for value in row]
-    return values + [int(value) if isinstance(value, Rule) else _FIXED for row in expected for value in row]
-
-
-# The reports
+    return values + [int(value) if isinstance(value, Rule) else FIXED for row in expected for value in row]
 
 
 def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
-    """Reports [n, WIDTH] as `count` rows, the missing ones of -1, because messages of all ranks have one length.
-
-    `count` is one more than any rank should compute, so that a surplus micro-batch is seen.
-    """
+    """Reports [n, WIDTH] as `count` rows, the missing ones of -1, because messages of all ranks have one length."""
     return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
 
 
@@ -178,9 +170,6 @@ def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
                 bad = not math.isfinite(real_of(total))
                 found.append(LeafReport(each.rank, index, rows, real_of(loss), correct, terms, bad, content, gradient))
     return tuple(found)
-
-
-# From what a device sends to what the laws judge
 
 
 def reduced_values(size: int, raw: Mapping[str, int]) -> dict[str, int]:

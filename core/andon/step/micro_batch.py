@@ -6,7 +6,7 @@ The rows of a micro-batch are compared as digests that depend on the rows' place
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -18,8 +18,6 @@ from andon.step.message import WIDTH
 from andon.step.task import Batch, Task
 from andon_contracts.digest import kernels, mix64
 from andon_contracts.laws.update import LeafPlan
-
-_LEAST_PLACES = 256
 
 
 @dataclass(frozen=True)
@@ -79,21 +77,20 @@ def reports_of_leaves(
     if not results:
         return torch.empty((0, WIDTH), dtype=torch.int64, device=device)
     found = [result.found for result in results]
-    counted = all(each is None or each.terms is None for each in found)
+    index, rows = on_device([n for r in results for n in (r.leaf.index, len(r.leaf.ids))], device).view(-1, 2).unbind(1)
 
-    def told(name: str, dtype: torch.dtype) -> torch.Tensor:
+    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
         return _column([None if each is None else getattr(each, name) for each in found], dtype, device)
 
-    known = [number for result in results for number in (result.leaf.index, *(1 + counted) * [len(result.leaf.ids)])]
-    index, rows, *terms = on_device(known, device).view(len(results), -1).unbind(1)
+    one_a_row = all(each is None or each.terms is None for each in found)
     columns = (
         index,
         rows,
         # Reals as their bits: messages are integers, and are compared as such.
-        told("loss", torch.float64).view(torch.int64),
-        told("correct", torch.int64),
-        *(terms or [told("terms", torch.int64)]),
-        told("total", torch.float64).view(torch.int64),
+        column("loss", torch.float64).view(torch.int64),
+        column("correct", torch.int64),
+        rows if one_a_row else column("terms", torch.int64),
+        column("total", torch.float64).view(torch.int64),
         _contents(results, task, device, checked=checked),
         _column([result.gradient for result in results], torch.int64, device),
     )
@@ -112,27 +109,19 @@ def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: t
 
 def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool) -> torch.Tensor:
     """int64 [len(results)]: the digest of each one's rows as the model received them; 0 without rows."""
-    given = [(result, result.batch) for result in results if result.batch is not None]
+    given = [(each.leaf, each.batch, each.found) for each in results if each.batch is not None]
     if not given or not checked:
         return torch.zeros(len(results), dtype=torch.int64, device=device)
-    known = [None if result.found is None else result.found.content for result, _ in given]
+    known = [None if found is None else found.content for _, _, found in given]
     if all(each is None for each in known):
-        rows = task.content(_together([batch for _, batch in given]))
+        rows = task.content(_together([batch for _, batch, _ in given]))
     else:
-        there = [task.content(batch) if each is None else each for each, (_, batch) in zip(known, given, strict=True)]
-        rows = torch.cat(there)
-    firsts, counts = [result.leaf.first for result, _ in given], [len(result.leaf.ids) for result, _ in given]
-    triton = kernels() if rows.is_cuda else None
-    if triton is None:
-        sums = bound_sums(rows, firsts, counts)
-    else:
-        starts = accumulate(counts, initial=0)
-        runs = [value for run in zip(starts, firsts, counts, strict=False) for value in run]
-        sums = triton.bound_sums_on_device(rows, on_device(runs, rows.device).view(-1, 3))
+        rows = torch.cat([task.content(b) if own is None else own for own, (_, b, _) in zip(known, given, strict=True)])
+    sums = bound_sums(rows, [leaf.first for leaf, _, _ in given], [len(leaf.ids) for leaf, _, _ in given])
     if len(given) == len(results):
         return sums
-    ordered: Iterator[torch.Tensor] = iter(sums)
-    return _column([None if result.batch is None else next(ordered) for result in results], torch.int64, device)
+    ordered = iter(sums)
+    return _column([None if each.batch is None else next(ordered) for each in results], torch.int64, device)
 
 
 def _together(batches: Sequence[Batch]) -> Batch:
@@ -147,7 +136,7 @@ def _together(batches: Sequence[Batch]) -> Batch:
             widest = list(map(max, *sizes))
             # `pad` takes the last dimension first, and of each what goes before it and behind.
             missing = [[n for w, s in zip(widest, size, strict=True) for n in (w - s, 0)][::-1] for size in sizes]
-            tensors = [nn.functional.pad(tensor, each) for tensor, each in zip(tensors, missing, strict=True)]
+            tensors = list(map(nn.functional.pad, tensors, missing))
         joined[name] = torch.cat(tensors)
     return joined
 
@@ -157,14 +146,20 @@ def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int])
 
     First each digest is mixed with its place in the global batch: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
     """
+    starts = list(accumulate(counts, initial=0))
+    triton = kernels() if rows.is_cuda else None
+    if triton is not None:
+        runs = on_device([n for run in zip(starts[:-1], firsts, counts, strict=True) for n in run], rows.device)
+        sums: torch.Tensor = triton.bound_sums_on_device(rows, runs.view(-1, 3))
+        return sums
     ends = [first + count for first, count in zip(firsts, counts, strict=True)]
-    runs = list(zip(firsts, ends, strict=True))
-    if all(end == first for end, first in zip(ends, firsts[1:], strict=False)):
-        runs = [(firsts[0], ends[-1])]
-    table = _mixed_places(rows.device, max(_LEAST_PLACES, 1 << max(ends).bit_length()))
-    places = [table[first:end] for first, end in runs]
-    bound = mix64(rows + (places[0] if len(places) == 1 else torch.cat(places)))
-    return torch.stack([bound[start:end].sum() for start, end in pairwise(accumulate(counts, initial=0))])
+    table = _mixed_places(rows.device, max(256, 1 << max(ends).bit_length()))
+    if ends[:-1] == list(firsts[1:]):
+        places = table[firsts[0] : ends[-1]]
+    else:
+        places = torch.cat([table[first:end] for first, end in zip(firsts, ends, strict=True)])
+    bound = mix64(rows + places)
+    return torch.stack([bound[start:end].sum() for start, end in pairwise(starts)])
 
 
 @functools.lru_cache(maxsize=8)

@@ -10,18 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from andon.config.schema import Config
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
-_BATCHES_SORTED_TOGETHER = 50
-"""Enough for rows of one length to meet, few enough for other company in another epoch (as transformers has it)."""
 
-
-def _explain_bounds(count: int, parts: int, result: Sequence[tuple[int, int]]) -> Finding:
-    return Finding(seen=f"{count} items were split into {list(result)} for {parts} parts")
-
-
-@clause("samples-once", _explain_bounds)
+@clause(
+    "samples-once",
+    lambda count, parts, result: Finding(f"{count} items were split into {list(result)} for {parts} parts"),
+)
 def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
     """One range for each part; end to end they are range(count)."""
     ends = [0, *(end for _, end in result)]
@@ -52,7 +49,7 @@ class GlobalBatch:
     ids: tuple[int, ...]
 
     def micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of each of `count` micro-batches: contiguous and balanced, the last ones may be empty."""
+        """The rows of each of `count` micro-batches: contiguous and balanced; the last ones may be empty."""
         return tuple(self.ids[start:end] for start, end in balanced_bounds(len(self.ids), count))
 
 
@@ -81,11 +78,9 @@ class BatchPlan:
             raise ValueError("a plan needs at least one row")
         for name in ("batch_size", "micro_batches", "epochs"):
             if getattr(self, name) < 1:
-                msg = f"{name} must be at least 1, got {getattr(self, name)}"
-                raise ValueError(msg)
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.lengths is not None and len(self.lengths) != len(self.ids):
-            msg = f"{len(self.lengths)} lengths for {len(self.ids)} rows"
-            raise ValueError(msg)
+            raise ValueError(f"{len(self.lengths)} lengths for {len(self.ids)} rows")
 
     @functools.cached_property
     def steps_per_epoch(self) -> int:
@@ -99,16 +94,12 @@ class BatchPlan:
     def batch(self, step: int) -> GlobalBatch:
         """The rows of update `step`, counted from 1. Raises `ValueError` outside 1 to `total_steps`."""
         if not 1 <= step <= self.total_steps:
-            msg = f"step {step} is outside 1 to {self.total_steps}"
-            raise ValueError(msg)
+            raise ValueError(f"step {step} is outside 1 to {self.total_steps}")
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         position, end = index * self.batch_size, (index + 1) * self.batch_size
         if self.updates is not None:
             rows, longer = divmod(len(self.ids), self.updates)
             position, end = (place * rows + min(place, longer) for place in (index, index + 1))
-        return GlobalBatch(step, epoch, position, self._order(epoch)[position:end])
-
-    def _order(self, epoch: int) -> tuple[int, ...]:
         # A cache keyed by the rows would hash all of them at every step.
         if epoch not in self._orders:
             self._orders.clear()
@@ -117,7 +108,7 @@ class BatchPlan:
                 length_of = dict(zip(self.ids, self.lengths, strict=True))
                 order = grouped_by_length(order, length_of, self.batch_size, self.seed, epoch)
             self._orders[epoch] = order
-        return self._orders[epoch]
+        return GlobalBatch(step, epoch, position, self._orders[epoch][position:end])
 
     def epoch_of(self, step: int) -> int:
         """The epoch, from 0, of update `step`; 0 before the first."""
@@ -144,10 +135,11 @@ def grouped_by_length(
 ) -> tuple[int, ...]:
     """`order` with rows of similar length side by side: each run of 50 batches sorted, then all batches shuffled.
 
-    The shuffle is keyed by (seed, epoch), so the lengths of an update's rows do not depend on its place, except that a
-    short last batch holds the longest rows of the last run.
+    50 are enough for rows of one length to meet, and few enough for other company in another epoch (as transformers has
+    it). The shuffle is keyed by (seed, epoch), so the lengths of an update's rows do not depend on its place, except
+    that a short last batch holds the longest rows of the last run.
     """
-    run = _BATCHES_SORTED_TOGETHER * batch_size
+    run = 50 * batch_size
     runs = (order[start : start + run] for start in range(0, len(order), run))
     rows = [row for each in runs for row in sorted(each, key=length_of.__getitem__)]
     full = len(rows) // batch_size * batch_size
@@ -176,25 +168,21 @@ class Schedule:
     p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
     """
 
-    peak_lr: float
+    config: Config
     total_steps: int
-    warmup_fraction: float = 0.1
-    min_lr: float = 1e-6
-    kind: str = "cosine"
-    warmup_steps: int | None = None
 
     def rate(self, step: int) -> float:
         """The learning rate of update `step`, counted from 1. Raises `ValueError` for a step outside the run."""
         if not 1 <= step <= self.total_steps:
-            msg = f"step {step} is outside 1 to {self.total_steps}"
-            raise ValueError(msg)
-        fraction = math.floor(self.warmup_fraction * self.total_steps)
-        warmup = fraction if self.warmup_steps is None else self.warmup_steps
+            raise ValueError(f"step {step} is outside 1 to {self.total_steps}")
+        own, peak = self.config.schedule, self.config.optimizer.lr
+        fraction = math.floor(own.warmup_fraction * self.total_steps)
+        warmup = fraction if own.warmup_steps is None else own.warmup_steps
         if step <= warmup:
-            return self.peak_lr * (step / warmup)
-        if self.kind == "constant":
-            return self.peak_lr
+            return peak * (step / warmup)
+        if own.type == "constant":
+            return peak
         progress = (step - warmup) / (self.total_steps - warmup)
-        floor = min(self.min_lr, self.peak_lr)
-        left = 1.0 - progress if self.kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
-        return floor + (self.peak_lr - floor) * left
+        floor = min(own.min_lr, peak)
+        left = 1.0 - progress if own.type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return floor + (peak - floor) * left

@@ -24,11 +24,6 @@ Reader = Callable[[torch.Tensor, Callable[[torch.Tensor], None]], None]
 F = TypeVar("F", bound=Callable[..., "Report | None"])
 
 
-def at_once(table: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
-    """The `Report.reader` that waits for the device."""
-    then(table.cpu())
-
-
 @dataclass(frozen=True)
 class Report:
     """What all ranks send at the end of a phase.
@@ -41,25 +36,26 @@ class Report:
 
     table: torch.Tensor
     record: Callable[[torch.Tensor], Record]
-    reader: Reader = at_once
+    reader: Reader = lambda table, then: then(table.cpu())
     keep: Callable[[Any], None] = lambda record: None
     look: Callable[[Record], Details] = lambda record: {}
     checked: bool = True
     result: Any = None
 
 
-def requires(*laws: Law[Any], of: Callable[[Any], Any] = lambda record: record) -> Callable[[F], F]:
+def requires(*laws: Law[Any]) -> Callable[[F], F]:
     """Preconditions: the rows `laws` hold for the state with which the phase began, as its record shows it.
 
-    of: the part of the record that the laws judge. Raises the `Violation` of the first row that is broken.
+    Raises the `Violation` of the first row that is broken.
     """
-    return lambda phase: _with_condition(phase, require, laws, of)
+    return lambda phase: _with_condition(phase, require, laws, lambda record: record)
 
 
 def ensures(*laws: Law[Any], of: Callable[[Any], Any] = lambda record: record) -> Callable[[F], F]:
     """Postconditions: the rows `laws` hold for the record. Evaluated after all preconditions; otherwise as `requires`.
 
-    If a phase has several of these decorators, the one closest to the function is evaluated first.
+    of: the part of the record that the laws judge. If a phase has several of these decorators, the one closest to the
+    function is evaluated first.
     """
     return lambda phase: _with_condition(phase, ensure, laws, of)
 
@@ -70,15 +66,15 @@ def _with_condition(
     laws: tuple[Law[Any], ...],
     of: Callable[[Any], Any],
 ) -> F:
+    # One condition for all rows of a decorator, because icontract takes 5 microseconds for each.
+    def rows_hold(record: Record, look: Callable[[Record], Details]) -> bool:
+        return Judgement(laws, of(record)).first is None
+
     def violation(record: Record, look: Callable[[Record], Details]) -> Violation:
         broken = next(law for law in laws if law.check(of(record)) is not None)
         finding = broken.check(of(replace(record, details=look(record))))
         assert finding is not None
         return Violation.of(broken.clause, finding)
-
-    # One condition for all rows of a decorator, because icontract takes 5 microseconds for each.
-    def rows_hold(record: Record, look: Callable[[Record], Details]) -> bool:
-        return Judgement(laws, of(record)).first is None
 
     rows_hold.__name__ = ", ".join(law.id for law in laws)
     rows_hold.__andon_error__ = violation  # type: ignore[attr-defined]  # as `policy.clause` marks one of a single law
@@ -89,9 +85,6 @@ def _with_condition(
 
 def _judged(phase: Callable[..., Report | None]) -> Callable[..., Report | None]:
     """`phase`, whose record goes through `judge` when it is read. The decorators put their conditions on `judge`."""
-
-    def judge(record: Record, look: Callable[[Record], Details]) -> Record:
-        return record
 
     @functools.wraps(phase)
     def run(*args: Any, **kwargs: Any) -> Report | None:
@@ -106,5 +99,5 @@ def _judged(phase: Callable[..., Report | None]) -> Callable[..., Report | None]
             report.reader(report.table, read)
         return report
 
-    run.judge = judge  # type: ignore[attr-defined]
+    run.judge = lambda record, look: record  # type: ignore[attr-defined]
     return run

@@ -75,8 +75,7 @@ class TreeReduction:
     def __init__(self, leaves: int, size: int, backend: Backend) -> None:
         """leaves: M. size: elements of the flat tensor. Raises `ValueError` if one of them is below 1."""
         if leaves < 1 or size < 1:
-            msg = f"nothing to reduce: {leaves} leaves of {size} elements"
-            raise ValueError(msg)
+            raise ValueError(f"nothing to reduce: {leaves} leaves of {size} elements")
         self.leaves = leaves
         self.size = size
         self._backend = backend

@@ -15,31 +15,33 @@ from torch import nn
 
 from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
-from andon.step.flat import REPLACED, FlatParameters, Master, undecayed
-from andon.step.keyed import keyed_randomness
+from andon.step.flat import (
+    REPLACED,
+    FlatParameters,
+    Master,
+    build_optimizer,
+    counts_updates,
+    moments_of,
+    state_names,
+    undecayed,
+)
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
-from andon.step.optimizer import build_optimizer, counts_updates, moments_of, state_names
 from andon.step.reduce import Node, fold
-from andon.step.task import Batch, Task
+from andon.step.task import Batch, Task, keyed_randomness
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
-WEIGHTS = "weights"
-OPTIMIZER = "optimizer"
-"""The names of the two parts of a state."""
+WEIGHTS, OPTIMIZER = "weights", "optimizer"  # the names of the two parts of a state
 
 
 @dataclass(frozen=True)
 class PartialGradient:
-    """The subtree roots of one replica, and its reports: int64 [micro-batches, WIDTH] on its device.
-
-    kept: copies of the sums that an audit needs.
-    """
+    """The subtree roots of one replica, and its reports: int64 [micro-batches, WIDTH] on its device."""
 
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
-    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)
+    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
 
 
 class Replica:
@@ -56,8 +58,7 @@ class Replica:
         captured: CapturedPasses | None = None,
     ) -> None:
         """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: of the
-        randomness of its passes. master_on: the device of `Master`, which divides, clips and updates; None: the
-        model's. captured: makes CUDA graphs of passes; the bits are the same.
+        randomness of its passes. master_on: see `Master`. captured: makes CUDA graphs of passes; the bits are the same.
 
         Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
         `trainable`, and for a norm that keeps running statistics.
@@ -68,19 +69,18 @@ class Replica:
         ordered = sorted(trainable, key=exempt.__contains__)  # stable: only what does not decay comes last
         self.parameters = FlatParameters({name: trainable[name] for name in ordered}, device)
         self.settings = optimizer
-        self.master = Master.of(self.parameters, master_on)
-        last = (slot.start for slot in self.parameters.slots if slot.name in exempt)
-        self._ranges = self.master.ranges(next(last, self.parameters.size))
-        self.optimizer = build_optimizer(optimizer, self._ranges)
+        undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
+        self.master = Master(self.parameters, master_on, next(undecayed_slots, self.parameters.size))
+        self.optimizer = build_optimizer(optimizer, self.master.ranges)
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
         """The sums that the next `gradients` copies, for an audit; None: no audit is due."""
+        self.seed = seed
         self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
-        self.seed = seed
+        # Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root.
         self._spare: list[torch.Tensor] = []
-        """Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root."""
         owned = {id(parameter) for parameter in trainable.values()}
         named = (*model.named_parameters(), *model.named_buffers())
         self._frozen = {name: tensor for name, tensor in named if id(tensor) not in owned}
@@ -105,21 +105,33 @@ class Replica:
         by_index = {leaf.index: leaf for leaf in leaves}
         results: list[LeafResult] = []
         kept: dict[Node, torch.Tensor] = {}
-        keeping = self.keeping
+        gradient, keeping = self.parameters.gradient, self.keeping
 
         def compute(index: int) -> torch.Tensor:
             results.append(self._leaf(step, by_index[index], task, checked=checked))
             if keeping is not None:
-                results[-1].gradient = word_sum_tensor(self.parameters.gradient)
-            return self.parameters.gradient
+                results[-1].gradient = word_sum_tensor(gradient)
+            return gradient
+
+        def save(value: torch.Tensor) -> torch.Tensor:
+            """`value`, or a copy of it if the next micro-batch would overwrite it."""
+            if value is not gradient:
+                return value
+            return (self._spare.pop() if self._spare else torch.empty_like(value)).copy_(value)
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            # In place, so that the tree holds at most one buffer for each level.
+            left.add_(right)
+            if right is not gradient:
+                self._spare.append(right)
+            return left
 
         def keep(node: Node, value: torch.Tensor) -> None:
             if node in (keeping or ()):
                 kept[node] = value.clone()  # rare, and a spare buffer would never be freed
 
         self._prepare()
-        shown = None if keeping is None else keep
-        sums = {node: self._keep(fold(node, compute, self._add, self._keep, shown)) for node in roots}
+        sums = {node: save(fold(node, compute, add, save, keep if keeping else None)) for node in roots}
         if not self.parameters.attached():
             raise RuntimeError(REPLACED)  # with contracts off too
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
@@ -177,20 +189,6 @@ class Replica:
             self.captured = captured
         return self.parameters.gradient.clone()
 
-    def _keep(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, or a copy of it if the next micro-batch would overwrite it."""
-        if value is not self.parameters.gradient:
-            return value
-        buffer = self._spare.pop() if self._spare else torch.empty_like(value)
-        return buffer.copy_(value)
-
-    def _add(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        # In place, so that the tree holds at most one buffer for each level.
-        left.add_(right)
-        if right is not self.parameters.gradient:
-            self._spare.append(right)
-        return left
-
     def release(self, partial: PartialGradient) -> None:
         """Reuse the roots' buffers in the next step."""
         self._spare.extend(partial.roots.values())
@@ -231,25 +229,22 @@ class Replica:
 
     def after_update(self) -> torch.Tensor:
         """The values of `message.updated`, int64 on the device. The sum of a moment that does not exist is 0."""
-        state, moments = self.optimizer_state(), moments_of(self.settings)
-        there = [state[name] for name in moments if name in state]
-        sums = word_sums([self.weights_of_model(), *there], finite=False)
-        bits = state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
-        missing = len(moments) - len(there)
-        return torch.cat([sums, *([sums.new_zeros(missing)] if missing else []), bits]).to(self.device)
+        moments = [self._state[name] for name in moments_of(self.settings) if name in self._state]
+        sums = word_sums([self.weights_of_model(), *moments], finite=False)
+        missing = sums.new_zeros(len(moments_of(self.settings)) - len(moments))
+        bits = self._state.get("step", self._count).reshape(1).view(torch.int32).to(torch.int64)
+        return torch.cat([sums, missing, bits]).to(self.device)
 
     def weights_of_model(self) -> torch.Tensor:
-        """The weights as the model has them: flat, without a graph, on the master's device."""
+        """The flat weights of the model, without a graph, on the master's device."""
         return self.parameters.weights.detach().to(self.master.device)
 
     def set_rate(self, rate: float) -> None:
-        """Give the optimizer the learning rate of the coming update."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
     @property
     def rate(self) -> float:
-        """The learning rate that the optimizer holds."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def gate(self, closed: torch.Tensor | None) -> None:
@@ -268,9 +263,9 @@ class Replica:
     def apply(self) -> None:
         """One optimizer update with the rate that was set."""
         if not self._state:
-            names = sorted(state_names(self.settings) - {"step"})
-            moments = {name: torch.zeros_like(self.master.gradient) for name in names}
-            self._hold(moments | ({"step": torch.zeros_like(self._count)} if counts_updates(self.settings) else {}))
+            shaped = {"step": self._count}
+            names = sorted(state_names(self.settings))
+            self._hold({name: torch.zeros_like(shaped.get(name, self.master.gradient)) for name in names})
         self.optimizer.step()
         self.master.give(self.parameters)
         if not counts_updates(self.settings):
@@ -280,19 +275,16 @@ class Replica:
     @property
     def updates(self) -> int:
         """Updates taken, as the optimizer counts them; for SGD, which does not count, our own count."""
-        return int(self.optimizer_state().get("step", self._count))
+        return int(self._state.get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors by name: flat moments, and its count `step`. Empty before the first update."""
+        """Flat moments, and the count `step`, by name. Empty before the first update."""
         return dict(self._state)
 
     def _hold(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors the optimizer's state. Each range gets its part of the moments and its own step count.
-
-        `optimizer_state` reports the count of the first range; all counts are equal.
-        """
+        """Make these tensors the optimizer's state. Each range gets its part of the moments, and an equal count."""
         self._state = dict(state)
-        for place, each in enumerate(self._ranges):
+        for place, each in enumerate(self.master.ranges):
             held = self.optimizer.state[each.weights]
             held.clear()
             for name, value in state.items():
@@ -314,19 +306,19 @@ class Replica:
     def weights_digest(self) -> int:
         return tensor_digest(self.parameters.weights.detach())
 
+    def optimizer_digest(self) -> int:
+        return tree_digest(self.optimizer_state())
+
+    def base_digest(self) -> int:
+        return tree_digest(self.frozen())
+
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
         """The gradient that the optimizer sees, by name, sharing storage."""
         return self.parameters.views(self.master.gradient)
 
-    def optimizer_digest(self) -> int:
-        return tree_digest(self.optimizer_state())
-
     def frozen(self) -> dict[str, torch.Tensor]:
         """Frozen weights and buffers by name, without a graph."""
         return {name: tensor.detach() for name, tensor in self._frozen.items()}
-
-    def base_digest(self) -> int:
-        return tree_digest(self.frozen())
 
 
 def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
@@ -344,8 +336,7 @@ def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
 def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
     """Put back what `state_tensors` gave, after `updates` updates.
 
-    Raises `ValueError` naming every tensor that is missing, unexpected, or of another shape or dtype; nothing is
-    changed then.
+    Raises `ValueError`, before anything changes, naming every tensor that is missing, unexpected, or of another form.
     """
     flat, kept = replica.parameters, state_names(replica.settings) if updates else frozenset()
     moments = kept & {*moments_of(replica.settings)}
@@ -354,11 +345,9 @@ def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates
     wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kept - moments}
     faults = [f"{name} is missing" for name in wanted if name not in tensors]
     faults += [f"{name} is not part of this model's state" for name in tensors if name not in wanted]
-    faults += [
-        f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not torch.float32 {wanted[name]}"
-        for name, tensor in tensors.items()
-        if name in wanted and (tuple(tensor.shape) != wanted[name] or tensor.dtype != torch.float32)
-    ]
+    for name, found in tensors.items():
+        if name in wanted and (found.dtype, tuple(found.shape)) != (torch.float32, wanted[name]):
+            faults.append(f"{name} is {found.dtype} {tuple(found.shape)}, not torch.float32 {wanted[name]}")
     if faults:
         raise ValueError("; ".join(faults))
 

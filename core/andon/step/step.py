@@ -1,14 +1,21 @@
 """The step: plan, compute, report, reduce, report, apply, report. One path for every backend.
 
 `TrainingStep.launch` is the story. Above each phase stand the rows of `andon_contracts.laws.update` that it is held to.
+
+To read a value of a GPU, the host waits until everything before it is done, and then the GPU is idle until the host has
+caught up. So if all replicas are on GPUs, values are copied into pinned memory after the work that computes them, and
+read a step later: `Pending` is such an update.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -36,24 +43,25 @@ from andon.step.message import (
     updated,
 )
 from andon.step.micro_batch import Leaf, plan_leaves
-from andon.step.pending import UNSIGNED, Pending, StepResult, reads_late
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.promises import Report, ensures, requires
-from andon.step.reduce import TreeReduction
+from andon.step.reduce import TreeReduction, fold
 from andon.step.replica import PartialGradient, Replica
 from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import LOCKSTEP, Details, Rule, Seen, in_lockstep
-from andon_contracts.laws.update import LeafPlan, Leaves
+from andon_contracts.laws.update import LeafPlan, LeafReport, Leaves
 from andon_contracts.observe import word_sums
-from andon_contracts.policy import enforced
+from andon_contracts.policy import clause, enforced, ensure
+from andon_contracts.violation import Finding
 
 __all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
 
-_PLAIN_WIDTH = 32
-"""Integers in a message of the step besides the reports: its header and its values, with room to spare."""
+UNSIGNED = 1 << 64
+_PLAIN_WIDTH = 32  # integers in a message besides the reports: its header and its values, with room to spare
+_LOSS_TOLERANCE = 0.01  # of F-DP-005; the falsifier compares whole runs, to the bit
 _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
     "gradient": Replica.reduced_gradient,
     "weights": lambda replica: replica.parameters.weight_views(),
@@ -61,6 +69,132 @@ _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
     "base": Replica.frozen,
 }
 """The tensors behind a value, which ranks compare one by one to explain a violation."""
+
+
+def reads_late(backend: Backend) -> bool:
+    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step.
+
+    In `mixed` messages go through the CPU, where they are read at once.
+    """
+    return backend.name != "mixed" and all(device.type == "cuda" for device in backend.devices)
+
+
+def _plain_mean(losses: Sequence[float], terms: int) -> float:
+    """The mean loss, summed in another way than along the tree, to compare with."""
+    return math.fsum(losses) / max(terms, 1)
+
+
+def _explain_loss(losses: Sequence[float], terms: int, step: int, result: float) -> Finding:
+    what = f"the loss is {result!r}, the loss sums of all micro-batches give {_plain_mean(losses, terms)!r}"
+    return Finding(what, step, (), "loss")
+
+
+@clause("loss-equivalent", _explain_loss)
+def _loss_is_that_of_one_process(losses: Sequence[float], terms: int, step: int, result: float) -> bool:
+    off = abs(result - _plain_mean(losses, terms))
+    return off <= _LOSS_TOLERANCE * _plain_mean([abs(loss) for loss in losses], terms)
+
+
+@ensure(_loss_is_that_of_one_process)
+def mean_loss(losses: Sequence[float], terms: int, step: int) -> float:
+    """F-DP-005: the loss of the whole batch, whichever ranks computed its micro-batches, from their loss sums."""
+    # Along the same tree as the gradients.
+    total: float = fold((0, len(losses)), losses.__getitem__, operator.add, float)
+    return total / max(terms, 1)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one update did. Reals are exact: equal bits on every backend and world size.
+
+    digests: content, gradient, weights, optimizer; empty if contracts were off. ranks: the digests that each rank sent.
+    stop, save: whether any rank requests to stop, or a checkpoint, after this update; the same on all ranks.
+    """
+
+    step: int
+    rows: int
+    terms: int
+    loss: float
+    grad_norm: float
+    rate: float
+    correct: int
+    digests: Mapping[str, int]
+    leaves: tuple[LeafReport, ...]
+    ranks: tuple[Mapping[str, int], ...]
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass
+class Pending:
+    """One update under way: its plan, and what the host has read of it. `result` must be called once.
+
+    late: whether everything is read in `result`. rows, terms: of the global batch and of its loss sum.
+    """
+
+    batch: GlobalBatch
+    rate: float
+    updates: int
+    checked: bool
+    late: bool
+    rows: int = 0
+    terms: int = 0
+    plan: tuple[LeafPlan, ...] = ()
+    leaves: Sequence[Leaf] = ()
+    reports: tuple[LeafReport, ...] = ()
+    stop: bool = False
+    save: bool = False
+    norm: float = 0.0
+    gradients: tuple[int, ...] = ()
+    ranks: tuple[Mapping[str, int], ...] = ()
+    _waiting: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = field(default_factory=list)
+    _copied: torch.cuda.Event | None = None
+
+    def read(self, tensor: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        """Call `then` with the values of `tensor` on the CPU: now, or in `result`."""
+        if not self.late:
+            then(tensor.cpu())
+        elif tensor.device.type != "cuda":
+            # The next update may write into this memory before it is read.
+            self._waiting.append((tensor.clone(), then))
+        else:
+            # Any copy but one into pinned memory makes the host wait.
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            self._waiting.append((copy, then))
+
+    def end(self, device: torch.device) -> None:
+        """Must be called after the last `read`: record an event on `device` for which `result` waits."""
+        if device.type == "cuda":
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(device))
+
+    def result(self) -> StepResult:
+        """Wait for the device, judge the update, and return what it did.
+
+        Raises `Violation` on every rank alike, `RankFailed` where another rank raised, and a rank's own error there.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        waiting, self._waiting = self._waiting, []
+        for values, then in waiting:
+            then(values)
+        content = sum(leaf.content for leaf in self.plan) % UNSIGNED
+        return StepResult(
+            step=self.batch.step,
+            rows=self.rows,
+            terms=self.terms,
+            loss=mean_loss([report.loss_sum for report in self.reports], self.terms, self.batch.step),
+            grad_norm=self.norm,
+            rate=self.rate,
+            correct=sum(report.correct for report in self.reports),
+            digests={"content": content, **self.ranks[0]} if self.ranks else {},
+            leaves=self.reports,
+            ranks=self.ranks,
+            stop=self.stop,
+            save=self.save,
+        )
 
 
 class _Computed(Seen[Sequence[LeafPlan]]):
@@ -87,12 +221,9 @@ class TrainingStep:
     ) -> None:
         """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
-        contracts: when and what is audited.
-        late: whether an update is judged when its result is requested, and not while it is launched; None: if all
-        replicas are on GPUs.
-
-        Raises `ValueError` if the number of replicas is not the backend's, or if an update that is judged late could
-        not be vetoed by its device.
+        contracts: when and what is audited. late: whether an update is judged when its result is requested, and not
+        while it is launched; None: if all replicas are on GPUs. Raises `ValueError` if the number of replicas is not
+        the backend's, or if an update that is judged late could not be vetoed by its device.
         """
         if len(replicas) != len(backend.ranks):
             raise ValueError(f"{len(replicas)} replicas for {len(backend.ranks)} local ranks")
@@ -123,7 +254,6 @@ class TrainingStep:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
 
         stop: this process must stop; save: it requests a checkpoint. The result combines the requests of all ranks.
-
         Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
         Raises `RankFailed` if another rank raised, and a rank's own error on that rank.
         """
@@ -168,10 +298,10 @@ class TrainingStep:
     @ensures(ROWS_AGREE)
     def _compute(self, update: Pending, *, stop: bool, save: bool) -> Report:
         """Each planned micro-batch is computed once, by its owner, from its planned rows, with finite results."""
-        step, roots = update.batch.step, self._reduce.roots_of_rank
+        step, roots, ranks = update.batch.step, self._reduce.roots_of_rank, self._backend.ranks
 
         def gradients(index: int) -> PartialGradient | Exception:
-            rank = self._backend.ranks[index]
+            rank = ranks[index]
             own = [update.leaves[leaf] for leaf in self._owners[rank]]
             try:
                 return self._replicas[index].gradients(step, own, roots[rank], self.task, checked=update.checked)
@@ -189,11 +319,12 @@ class TrainingStep:
             done = self._backend.map(gradients)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
             done = [error] * len(self._replicas)
+        errors = [each for each in done if isinstance(each, Exception)]
         content = sum(leaf.content for leaf in update.plan)
-        known = [{"failed": isinstance(e, Exception), "stop": stop, "save": save, "plan": content} for e in done]
+        known = [{"failed": isinstance(each, Exception), "stop": stop, "save": save, "plan": content} for each in done]
         partials = [
             replica.completed(None if isinstance(each, Exception) else each, roots[rank])
-            for replica, each, rank in zip(self._replicas, done, self._backend.ranks, strict=True)
+            for replica, each, rank in zip(self._replicas, done, ranks, strict=True)
         ]
         reports = [padded(each.reports, self._report_rows).flatten() for each in partials]
         expected = None
@@ -201,7 +332,6 @@ class TrainingStep:
             world = self._backend.world_size
             expected = expected_computed(update.plan, world, self._report_rows, checked=update.checked)
         gathered = self._gather(update, COMPUTED, known, reports, expected)
-        errors = [each for each in done if isinstance(each, Exception)]
 
         def record(table: torch.Tensor) -> _Computed:
             for error in errors:
@@ -241,33 +371,31 @@ class TrainingStep:
             replica.release(partials[index])
             return facts
 
+        def forget_state(norm: torch.Tensor) -> None:
+            update.norm = float(norm.view(torch.float64)[0])
+            self._weights = self._optimizer = None
+
         facts = self._backend.map(finalize)
         if not update.checked:
             # A later update cannot be compared with the state that an unchecked one leaves.
             self._weights_sum = None
-            update.read(facts[0], partial(self._forget_state, update))
+            update.read(facts[0], forget_state)
             return None
         want = laws.Reduced(Rule.SAME if self._weights_sum is None else Rule.PREVIOUS, self._clip_norm)
         rates = [{"planned": bits_of(update.rate), "rate": bits_of(replica.rate)} for replica in self._replicas]
-        expected = self._alike(REDUCED, want)
-        gathered = self._gather(update, REDUCED, rates, facts, expected, self._weights_sum, want)
+        gathered = self._gather(update, REDUCED, rates, facts, self._alike(REDUCED, want), self._weights_sum, want)
         size = self._replicas[0].parameters.size
 
-        def record(table: torch.Tensor) -> Seen[laws.Reduced]:
-            sent = [replace(o, values=reduced_values(size, o.values)) for o in gathered.observations(table)]
+        def record(table: torch.Tensor) -> Seen[Any]:
             # Only now: on GPUs the update before was read after this one was launched.
             weights = Rule.SAME if self._weights is None else self._weights
-            return Seen(sent, laws.Reduced(weights, self._clip_norm))
+            return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(reduced_values, size))
 
         def keep(reduced: Seen[laws.Reduced]) -> None:
             update.norm = real_of(reduced.column("norm")[0])
             update.gradients = tuple(reduced.column("gradient"))
 
         return Report(gathered.table, record, update.read, keep, self._look("gradient", "weights"))
-
-    def _forget_state(self, update: Pending, norm: torch.Tensor) -> None:
-        update.norm = float(norm.view(torch.float64)[0])
-        self._weights = self._optimizer = None
 
     @requires(laws.OPTIMIZER_UNCHANGED)
     def _compare_moments(self, update: Pending) -> Report | None:
@@ -293,19 +421,15 @@ class TrainingStep:
         gathered = self._gather(update, message, [{} for _ in facts], facts, self._alike(message, update.updates))
         self._weights_sum = gathered.column("weights")[0] if self.late else None
 
-        def record(table: torch.Tensor) -> Seen[int]:
-            sent = [replace(o, values=state_values(settings, size, o.values)) for o in gathered.observations(table)]
-            return Seen(sent, update.updates)
-
         def keep(left: Seen[int]) -> None:
-            self._weights, self._optimizer = left.column("weights")[0], left.column("optimizer")[0]
+            weights, moments = left.column("weights"), left.column("optimizer")
+            self._weights, self._optimizer = weights[0], moments[0]
             update.ranks = tuple(
-                {"gradient": gradient % UNSIGNED, "weights": weights % UNSIGNED, "optimizer": optimizer % UNSIGNED}
-                for gradient, weights, optimizer in zip(
-                    update.gradients, left.column("weights"), left.column("optimizer"), strict=True
-                )
+                {"gradient": gradient % UNSIGNED, "weights": own % UNSIGNED, "optimizer": optimizer % UNSIGNED}
+                for gradient, own, optimizer in zip(update.gradients, weights, moments, strict=True)
             )
 
+        record = partial(gathered.seen, want=update.updates, values=partial(state_values, settings, size))
         return Report(gathered.table, record, update.read, keep, self._look("weights", "optimizer"))
 
     def _alike(self, message: Message, want: object) -> Expected | None:
@@ -331,17 +455,12 @@ class TrainingStep:
     def _look(self, *names: str) -> Callable[[Seen[object]], Details]:
         return partial(self._agreement.compare, tensors={name: _COMPARED[name] for name in names})
 
-    def attest_base(self, step: int, expected: int) -> None:
-        """Every rank's frozen weights are still those of the start (digest `expected`). Raises `Violation`.
-
-        Must be called with no update under way.
-        """
-        if enforced():
-            self._compare_base(step, expected)
-
     @requires(LOCKSTEP)
     @ensures(laws.FROZEN)
-    def _compare_base(self, step: int, expected: int) -> Report:
+    def attest_base(self, step: int, expected: int) -> Report | None:
+        """Every rank's frozen weights are still those of the start (digest `expected`). No update may be under way."""
+        if not enforced():
+            return None
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
         known = [{"base": digest, "first base": expected} for digest in digests]
         gathered = self._agreement.gather(step, laws.BASE_POINT, known)
@@ -361,11 +480,11 @@ class TrainingStep:
         gathered = self._agreement.gather(0, "start", known)
 
         def keep(start: Seen[None]) -> None:
-            self._weights = start.column("weights")[0] if enforced() else None
-            self._optimizer = signed(self._replicas[0].optimizer_digest()) if enforced() else None
+            first, on = self._replicas[0], enforced()
+            self._weights = start.column("weights")[0] if on else None
+            self._optimizer = signed(first.optimizer_digest()) if on else None
             # A device compares word sums; only the host makes digests of them.
-            late = self.late and enforced()
-            self._weights_sum = word_sums([self._replicas[0].weights_of_model()], finite=False)[0] if late else None
+            self._weights_sum = word_sums([first.weights_of_model()], finite=False)[0] if self.late and on else None
 
         return Report(gathered.table, gathered.seen, keep=keep)
 

@@ -22,20 +22,18 @@ from torch import nn
 from andon.console.problems import InputError, Problem
 from andon.data.chat import EncodedRow, show_row
 from andon.data.conversations import Form
-from andon.data.packing import best_fit, padded_share
 from andon.data.tokens import Tokenizer
-from andon.metrics.scores import WithoutMatrix
+from andon.metrics.scores import Scores
 from andon.model.batches import placed
 from andon.model.causal import check_packing_isolation, collate_packs, content, loss_sum, row_outputs
 from andon.run.atomic import write_json
 from andon.step.task import Batch, LeafLoss
-from andon.tasks.token_rows import TokenRows, sums_of
+from andon.tasks.token_rows import PaddedRows, TokenRows, best_fit, sums_of
 from andon_contracts.digest import row_digests
 from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
 
 ASKED = "conversations.json"
-_TABLE_PACKS = 64
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
@@ -50,7 +48,7 @@ class SourceScores:
 
 
 @dataclass(frozen=True)
-class LanguageScores(WithoutMatrix):
+class LanguageScores(Scores):
     """Scores of `rows` conversations with `tokens` trained tokens.
 
     loss: weight * cross entropy, mean over the trained tokens that were read. perplexity: exp(loss). token_accuracy:
@@ -97,11 +95,11 @@ class Asked:
             raise InputError([Problem(str(file), f"does not say how the model is asked: {error}")]) from error
 
 
-class SftTask:
+class SftTask(PaddedRows):
     """Encoded conversations in packs; a pack's id is its position. The outputs are three sums for each pack."""
 
+    _limit: int
     output = "losses"
-    counts_right = True
     width = 3
 
     def __init__(
@@ -111,48 +109,40 @@ class SftTask:
         pad_id: int,
         max_length: int,
         padding_multiple: int = 8,
-        packs: Sequence[Sequence[int]] | None = None,
         sources: Sequence[str] = (),
         notes: Sequence[str] = (),
         asked: Asked = Asked("text", ()),
         skipped: Mapping[int, Problem] | None = None,
     ) -> None:
-        """packs: positions in `rows` of each pack, in order; None: each row is a pack. sources: one a row, or empty.
-        asked: how to prompt a trained model. padding_multiple: batches are padded to a multiple of it, but never beyond
-        max_length. skipped: by position, why a row must be left out; it has one untrained token here.
+        """Each row is a pack. sources: one a row, or empty. asked: how to prompt a trained model. padding_multiple:
+        batches are padded to a multiple of it, but never beyond max_length. skipped: by position, why a row must be
+        left out; it has one untrained token here.
         """
         self.notes, self.asked, self.skipped = tuple(notes), asked, skipped or {}
         self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
-        self._packs = [(place,) for place in range(len(rows))] if packs is None else [tuple(pack) for pack in packs]
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
         self._sources = tuple(sources)
-        places = [place for pack in self._packs for place in pack]
-        self._terms = sums_of(self._rows.trained[places], self._packs).tolist()
-        self.lengths = sums_of(self._rows.lengths[places], self._packs)
+        self._set_packs([(place,) for place in range(len(rows))])
+
+    def _set_packs(self, packs: list[tuple[int, ...]]) -> None:
+        self._packs, places = packs, [place for pack in packs for place in pack]
+        self._terms = sums_of(self._rows.trained[places], packs).tolist()
+        self.lengths = sums_of(self._rows.lengths[places], packs)
+        self.__dict__.pop("_table", None)
 
     @cached_property
     def _table(self) -> torch.Tensor:
         """int64 [packs]: the digest of each, computed from the stored rows and not from batches."""
-        found = []
-        for first in range(0, len(self), _TABLE_PACKS):
-            laid, counts = self._rows.laid_out(self._packs[first : first + _TABLE_PACKS])
+        found, few = [], 64
+        for first in range(0, len(self), few):
+            laid, counts = self._rows.laid_out(self._packs[first : first + few])
             found.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
         return torch.cat(found)
 
-    def __len__(self) -> int:
-        return len(self._packs)
-
-    def padded_to(self, multiple: int, max_length: int) -> Self:
-        found = copy.copy(self)
-        found._multiple, found._limit = multiple, max_length
-        return found
-
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`data.mixing`)."""
+        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
         found = copy.copy(self)
-        found._packs, found._terms = self._packs * copies, self._terms * copies
-        found.lengths = self.lengths.repeat(copies)
-        found.__dict__.pop("_table", None)
+        found._set_packs(self._packs * copies)
         return found
 
     def packed(self, ids: Sequence[int]) -> SftTask:
@@ -160,20 +150,14 @@ class SftTask:
 
         The packs are a function of the rows' lengths alone. A line of the notes has their number.
         """
-        lengths = self._rows.lengths[list(ids)].tolist()
-        packs = best_fit(lengths, self._limit)
-        padding = padded_share(lengths, packs, self._limit)
-        note = f"{len(ids)} rows in {len(packs)} packs of {self._limit} tokens ({padding:.1%} padding)"
-        return SftTask(
-            self._rows,
-            pad_id=self._pad_id,
-            max_length=self._limit,
-            padding_multiple=self._multiple,
-            packs=[[ids[place] for place in pack] for pack in packs],
-            sources=self._sources,
-            notes=(*self.notes, note),
-            asked=self.asked,
-        )
+        lengths, limit = self._rows.lengths[list(ids)].tolist(), self._limit
+        packs = best_fit(lengths, limit)
+        padding = 1 - sum(lengths) / (len(packs) * limit)
+        found = copy.copy(self)
+        found._set_packs([tuple(ids[place] for place in pack) for pack in packs])
+        note = f"{len(ids)} rows in {len(packs)} packs of {limit} tokens ({padding:.1%} padding)"
+        found.notes, found.skipped = (*self.notes, note), {}
+        return found
 
     def cut_rows(self, ids: Sequence[int]) -> int:
         return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
@@ -182,15 +166,8 @@ class SftTask:
         return self._packs[pack]
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Packs `ids` on `device`, collated by `collate_packs`; all int64, padded on the right.
-
-        Raises `ValueError` without ids, `IndexError` for unknown ids.
-        """
-        if not ids:
-            raise ValueError("a batch needs at least one pack")
-        if min(ids) < 0 or max(ids) >= len(self):
-            msg = f"packs {min(ids)} to {max(ids)} asked of a task with {len(self)}"
-            raise IndexError(msg)
+        """Packs `ids` on `device`, collated by `collate_packs`; all int64, padded on the right."""
+        self._require_known(ids)
         packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
         return placed(collate_packs(packs, self._pad_id, self._multiple, self._limit), device)
 
@@ -199,9 +176,6 @@ class SftTask:
 
     def content(self, batch: Batch) -> torch.Tensor:
         return content(batch)
-
-    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        return self._table[list(ids)]
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
         return [self._terms[pack] for pack in ids]
@@ -226,15 +200,12 @@ class SftTask:
         values: list[list[float]] = [[*each, lost] for each, lost in zip(outputs.tolist(), cut, strict=True)]
         by_source: dict[str, list[list[float]]] = {}
         for pack, value in zip(ids, values, strict=True):
-            if self._sources and self._sources[self._packs[pack][0]]:
-                by_source.setdefault(self._sources[self._packs[pack][0]], []).append(value)
+            if self._sources and (source := self._sources[self._packs[pack][0]]):
+                by_source.setdefault(source, []).append(value)
         whole = _scored(values)
         return LanguageScores(
-            rows=whole.rows,
-            tokens=whole.tokens,
-            loss=whole.loss,
+            **vars(whole),
             perplexity=math.inf if whole.loss > _LARGEST_EXPONENT else math.exp(whole.loss),
-            token_accuracy=whole.token_accuracy,
             exact_match=sum(right == tokens + lost for _, right, tokens, lost in values) / max(len(values), 1),
             cut=sum(cut),
             sources={name: _scored(by_source[name]) for name in sorted(by_source)},

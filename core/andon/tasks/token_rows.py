@@ -1,13 +1,15 @@
-"""Encoded conversations as columns: the tokens of all rows end to end, and where each row ends.
+"""Encoded rows: columns with the tokens of all rows end to end, packs of rows, and how batches are padded.
 
 Columns may be memory-mapped files: rows that are not used take no memory, and the ranks of a host share the others.
 """
 
 from __future__ import annotations
 
+import copy
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Self
+from heapq import heappop, heappush
+from typing import Any, Self
 
 import torch
 
@@ -25,6 +27,53 @@ COLUMNS: Mapping[str, str] = {
 """The `array` type of each column; `KINDS` has torch's."""
 OF_TOKENS = ("tokens", "weights")
 """The columns with a number for each token; the others have a number for each row."""
+
+
+class PaddedRows:
+    """What all tasks have in common: rows by id, in batches that are padded to a multiple of `_multiple` tokens, but
+    never beyond `_limit`. `notes`: lines for the user. `counts_right`: loss terms are predicted right or wrong, so
+    `LeafLoss.correct` has a meaning. `lengths`: int64 [rows], tokens. `_table`: int64 [rows], the planned content.
+    """
+
+    notes: tuple[str, ...] = ()
+    counts_right = True
+    lengths: torch.Tensor
+    _table: Any
+    _multiple: int
+    _limit: int | None
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def padded_to(self, multiple: int, max_length: int) -> Self:
+        """The same rows with batches padded to a multiple of `multiple`, but never beyond `max_length`."""
+        found = copy.copy(self)
+        found._multiple, found._limit = multiple, max_length
+        return found
+
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [len(ids)] on the CPU: the `content` that these rows must have, computed from the stored rows."""
+        found: torch.Tensor = self._table[list(ids)]
+        return found
+
+    def _require_known(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise ValueError("a batch needs at least one row")
+        if min(ids) < 0 or max(ids) >= len(self):
+            raise IndexError(f"rows {min(ids)} to {max(ids)} asked of a task with {len(self)}")
+
+
+class FlatRows(Sequence[Sequence[int]]):
+    """Rows of integers end to end in one tensor, which may be a mapped file. ends: where each row ends in it."""
+
+    def __init__(self, flat: torch.Tensor, ends: Sequence[int]) -> None:
+        self.flat, self._ends = flat, [0, *ends]
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, row: Any) -> Any:
+        return self.flat[self._ends[row] : self._ends[row + 1]].tolist()
 
 
 def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int] | array[float]]:
@@ -62,9 +111,7 @@ class TokenRows:
 
     @classmethod
     def of(cls, rows: Sequence[EncodedRow]) -> Self:
-        return cls(
-            {name: torch.tensor(each, dtype=KINDS[COLUMNS[name]]) for name, each in columns_of(rows).items()},
-        )
+        return cls({name: torch.tensor(each, dtype=KINDS[COLUMNS[name]]) for name, each in columns_of(rows).items()})
 
     def __len__(self) -> int:
         return self.lengths.numel()
@@ -104,3 +151,39 @@ class TokenRows:
         found = torch.zeros((*real.shape, len(laid)), dtype=torch.int64)
         found[real] = torch.stack(laid, dim=1)
         return found, counts
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs of rows of at most `capacity` tokens; each row (its position in `lengths`) is in exactly one pack.
+
+    Best-fit decreasing: the longest row first (of equal rows the first), into the pack with the least room left (of
+    equal packs the oldest). So the packs are a function of the lengths alone. They are in the order of their creation,
+    and a pack's rows in the order of their placement. At most 11/9 of the fewest packs possible, plus a constant
+    (Johnson 1973).
+
+    Raises `ValueError` for a length that is not from 1 to `capacity`.
+    """
+    for place, length in enumerate(lengths):
+        if not 0 < length <= capacity:
+            msg = f"row {place} has {length} tokens, and a pack has room for 1 to {capacity}"
+            raise ValueError(msg)
+    packs: list[list[int]] = []
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room left: heaps of packs' numbers
+    rooms = 0  # bit r is set where some pack has room for r tokens more
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length = lengths[place]
+        enough = rooms >> length
+        if enough:
+            room = length + (enough & -enough).bit_length() - 1
+            pack = heappop(with_room[room])
+            if not with_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, pack = capacity, len(packs)
+            packs.append([])
+        packs[pack].append(place)
+        left = room - length
+        if left:
+            heappush(with_room[left], pack)
+            rooms |= 1 << left
+    return packs

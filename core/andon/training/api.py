@@ -14,12 +14,14 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import random
 import signal
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -34,13 +36,12 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.data.labels import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
-from andon.launch.portable import chosen
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
-from andon.training.rows import READERS
+from andon.training.rows import TEXT_TASKS
 from andon.training.start import Ended, start
 from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
@@ -104,8 +105,8 @@ def train(
     `RankLost`, `Preempted`, and `RunError` for any other error of a rank; RuntimeError while another run is trained in
     this process.
     """
-    given = {"model": model, "eval_data": eval_data, "text_column": text_column, "label_column": label_column}
-    given |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
+    named = {"model": model, "eval_data": eval_data, "text_column": text_column, "label_column": label_column}
+    named |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
     started = time.monotonic()
     if is_rank():
         what = "starts ranks, and this process is one; have torchrun start the command: torchrun ... -m andon train"
@@ -113,10 +114,15 @@ def train(
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("another run is trained in this process; one ends before the next begins")
     try:
-        with _given() as files:
-            flags, overrides = _options(given, settings, files)
+        with _row_files() as files, ExitStack() as stack:
+            flags, overrides = _options(named | settings, files)
             found = load_config(None if config is None else Path(config), overrides, flags)
-            ended = _trained(found, started, files)
+            if found.run.backend != "inline" and multiprocessing.current_process().daemon:
+                what = f"{found.run.backend} starts ranks, and a daemonic process may start none; take inline"
+                raise InputError([Problem("run.backend", what)])
+            stack.enter_context(_preserved() if found.run.backend == "inline" else for_one_launch())
+            written = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
+            ended = start(found, started, given={key.removeprefix("data."): path for key, path in written.items()})
     finally:
         _one_at_a_time.release()
     if ended.exit is not Exit.OK:
@@ -178,7 +184,15 @@ class TrainingRun:
 
         A pandas frame where pandas is installed, else a list of dicts.
         """
-        steps = list(_steps(RunFolder(self.path).metrics))
+        path, steps = RunFolder(self.path).metrics, []
+        try:
+            for line in metrics_lines(path):
+                with suppress(ValueError, RecursionError):  # a line that no run has written
+                    found = json.loads(line)
+                    if isinstance(found, dict) and "loss" in found and "what" not in found:
+                        steps.append(found)
+        except OSError as error:
+            raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
         if importlib.util.find_spec("pandas") is None:
             return steps
         return importlib.import_module("pandas").DataFrame(steps)
@@ -189,13 +203,12 @@ class TrainingRun:
         Raises `InputError` with all that is wrong with the rows.
         """
         folder = require_run(self.path)
-        from andon.training.caller import torch_as_found
         from andon.training.inference import evaluate_run, read_labelled
 
-        with _given() as files:
+        with _row_files() as files:
             path = Path(files.path_of(data, "data"))
             rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
-            with torch_as_found(threads=None):
+            with _preserved(threads=None):
                 return labelled(evaluate_run(self._model, rows).as_dict(), rows.labels)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
@@ -203,13 +216,12 @@ class TrainingRun:
 
         Raises `InputError` for what is no text, and for a run of conversations, which answers (`generate`).
         """
-        require_task(require_run(self.path), READERS.keys() - {SFT}, "generate")
-        given = _texts(texts)
-        from andon.training.caller import torch_as_found
+        require_task(require_run(self.path), TEXT_TASKS, "generate")
+        checked = _texts(texts)
         from andon.training.inference import predict
 
-        with torch_as_found(threads=None):
-            return list(predict(self._model, given))
+        with _preserved(threads=None):
+            return list(predict(self._model, checked))
 
     def generate(self, prompts: Iterable[str], *, max_new_tokens: int = 256) -> list[Answer]:
         """The answer to each prompt, in order, as `andon generate` gives it: the likeliest token at each place.
@@ -217,13 +229,12 @@ class TrainingRun:
         Raises `InputError` for what is no text, a prompt that leaves no room, and a run of a classifier.
         """
         require_task(require_run(self.path), (SFT,), "predict")
-        given = _texts(prompts)
-        from andon.training.caller import torch_as_found
+        checked = _texts(prompts)
         from andon.training.inference import answer
 
-        with torch_as_found(threads=None):
+        with _preserved(threads=None):
             try:
-                return list(answer(self._model, given, max_new_tokens))
+                return list(answer(self._model, checked, max_new_tokens))
             finally:
                 del self._model  # its adapter may be merged now, which would change later scores by rounding
 
@@ -263,16 +274,11 @@ class Verified:
         return "\n".join(self.lines)
 
 
-# What was asked for
-
-
-def _options(
-    given: Mapping[str, Any], settings: Mapping[str, Any], files: RowFiles
-) -> tuple[dict[str, Any], list[str]]:
+def _options(named: Mapping[str, Any], files: RowFiles) -> tuple[dict[str, Any], list[str]]:
     """The flags and the `--set` of the command line that say the same; rows that are no file are written to `files`."""
     flags: dict[str, Any] = {}
     keys: dict[str, Any] = {}
-    for name, value in (*given.items(), *settings.items()):
+    for name, value in named.items():
         if isinstance(value, Mapping) and name not in _ROWS.values() - Config.model_fields.keys():
             keys |= {f"{name}.{key}": inner for key, inner in value.items()}
         elif name not in _SHORT:
@@ -284,39 +290,75 @@ def _options(
         if rows is not None:
             flags[key] = files.files_of(rows, name) if key == "data.train" else files.path_of(rows, name)
     flags = {key: os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in flags.items()}
-    problems = ProblemList()
-    overrides = [f"{key}={_yaml(key, value, problems)}" for key, value in keys.items()]
+    problems, overrides = ProblemList(), []
+    for key, value in keys.items():
+        try:
+            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+            overrides.append(f"{key}={json.dumps(plain, ensure_ascii=False)}")
+        except (TypeError, ValueError, RecursionError):
+            problems.add(key, f"must be a plain value, is {shown(value)}")
     problems.raise_if_any()
     return flags, overrides
 
 
-def _yaml(key: str, value: Any, problems: ProblemList) -> str:
-    try:
-        return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        problems.add(key, f"must be a plain value, is {shown(value)}")
-        return "null"
-
-
 @contextmanager
-def _given() -> Iterator[RowFiles]:
-    """Where rows lie meanwhile that are no file.
+def _row_files() -> Iterator[RowFiles]:
+    """Temporary files for rows that are no file. Errors inside name the arguments, not these files or the flags."""
 
-    What the caller got wrong is said of the arguments, and neither of these files nor of the command line's flags.
-    """
+    def argument(where: str) -> str:
+        if where.startswith("--set "):
+            return where.removeprefix("--set ")
+        return where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
+
     with tempfile.TemporaryDirectory(prefix="andon-rows-") as folder:
         files = RowFiles(Path(folder))
         try:
             yield files
         except InputError as error:
-            problems = [Problem(files.named(_argument(each.where)), files.named(each.what)) for each in error.problems]
+            problems = [Problem(files.named(argument(each.where)), files.named(each.what)) for each in error.problems]
             raise InputError(problems) from None
 
 
-def _argument(where: str) -> str:
-    if where.startswith("--set "):
-        return where.removeprefix("--set ")
-    return where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
+@contextmanager
+def _preserved(*, threads: int | None = 1) -> Iterator[None]:
+    """Run with a fresh rank's torch settings and restore the caller's on exit, so that a run leaves no trace.
+
+    These are the number of threads (None: the caller's), deterministic kernels, the default type and device of tensors,
+    gradients, autocast, the random states of torch, numpy and Python, and the environment's variables.
+    """
+    import torch
+
+    def restore_environment(before: dict[str, str]) -> None:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+    with ExitStack() as stack:
+        stack.callback(restore_environment, dict(os.environ))
+        filling: Any = torch.utils.deterministic
+        stack.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(threads or torch.get_num_threads())
+        deterministic, warn_only = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.float32)
+        if torch.get_default_device().type != "cpu":  # the context costs something at each call
+            stack.enter_context(torch.device("cpu"))
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        if torch.cuda.is_initialized():
+            stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        stack.enter_context(torch.inference_mode(mode=False))  # gradients are recorded, too
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 def _texts(texts: Iterable[str]) -> list[str]:
@@ -333,30 +375,18 @@ def _texts(texts: Iterable[str]) -> list[str]:
     return found
 
 
-# How it ended
-
-
-def _trained(config: Config, started: float, files: RowFiles) -> Ended:
-    """The run of `config`; this process is afterwards as it was."""
-    given = {key.removeprefix("data."): files.written[name] for key, name in _ROWS.items() if name in files.written}
-    if config.run.backend == "inline":
-        from andon.training.caller import torch_as_found
-
-        with chosen(config.run), torch_as_found():
-            return start(config, started, given=given)
-    if multiprocessing.current_process().daemon:
-        what = f"{config.run.backend} starts ranks, and a daemonic process may start none; take inline"
-        raise InputError([Problem("run.backend", what)])
-    with chosen(config.run), for_one_launch():
-        return start(config, started, given=given)
-
-
 def _raise(ended: Ended) -> NoReturn:
     again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)
-    if ended.exit is Exit.VIOLATION:
-        raise _violation(ended)
+    if ended.exit is Exit.VIOLATION:  # as it would have been raised in this process: the ledger has what a rank saw
+        clause, step = ("", 0) if ended.report is None else (ended.report.clause, ended.report.step)
+        finding = Finding(ended.why, step)
+        with suppress(OSError, LedgerError):
+            for record in read_ledger(ended.folder.ledger):
+                if isinstance(record, Broken) and (record.clause, record.step) == (clause, step):
+                    finding = Finding(record.seen, step, record.ranks, record.tensor, tuple(record.details.items()))
+        raise Violation(ended.why, clause=clause, finding=finding)
     if ended.asked_by and ended.exit in (Exit.PREEMPTED, Exit.RANK_LOST):
         say(f"{'ended at a step boundary' if ended.exit is Exit.PREEMPTED else ended.why}; {again}")
         signal.raise_signal(ended.asked_by)
@@ -368,26 +398,3 @@ def _raise(ended: Ended) -> NoReturn:
             error.add_note(ended.report.message)
     error.exit, error.path = ended.exit, ended.folder.path
     raise error
-
-
-def _violation(ended: Ended) -> Violation:
-    """The violation of a rank, as it would have been raised in this process: the ledger has what it saw."""
-    clause, step = ("", 0) if ended.report is None else (ended.report.clause, ended.report.step)
-    finding = Finding(ended.why, step)
-    with suppress(OSError, LedgerError):
-        for record in read_ledger(ended.folder.ledger):
-            if isinstance(record, Broken) and (record.clause, record.step) == (clause, step):
-                finding = Finding(record.seen, step, record.ranks, record.tensor, tuple(record.details.items()))
-    return Violation(ended.why, clause=clause, finding=finding)
-
-
-def _steps(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of the metrics at `path` that are of a step; those that nobody's run has written are passed over."""
-    try:
-        for line in metrics_lines(path):
-            with suppress(ValueError, RecursionError):
-                found = json.loads(line)
-                if isinstance(found, dict) and "loss" in found and "what" not in found:
-                    yield found
-    except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error

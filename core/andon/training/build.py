@@ -1,7 +1,7 @@
-"""How a run is put together: a configuration, a backend, a task and a plan become a trainer.
+"""A configuration, a backend, a task and a plan become a trainer.
 
-`andon train`, the coordinator and the falsifier's own subject are built here and nowhere else, so that the trainer
-that is accused is the one that ships. Whoever wants to look on hands in a backend or a task of his own around ours.
+`andon train`, the coordinator and the falsifier's subject are all built here, so that the trainer under test is the one
+that ships. An observer passes its own backend or task that wraps ours.
 """
 
 from __future__ import annotations
@@ -20,18 +20,16 @@ from andon.console.problems import InputError, Problem
 from andon.metrics.scores import Scores
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import Shape
-from andon.model.build import ModelInterface, build_base, checkpoint_layers, without_adapter
+from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
 from andon.model.compiled import compile_backbone
 from andon.model.masks import masking_of, padding_of
-from andon.model.stored import require_finite
 from andon.run.checkpoint import Checkpoint
 from andon.run.repeats import Repeats
 from andon.step.captured import CapturedPasses
-from andon.step.keyed import refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.step import TrainingStep
-from andon.step.task import Task
+from andon.step.task import Task, refuse_unkeyed
 from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.violation import first_line, kind_of
@@ -60,19 +58,14 @@ class Run:
         return self.replicas[0]
 
     @property
-    def models(self) -> list[nn.Module]:
-        """The model of each local replica."""
-        return [replica.model for replica in self.replicas]
-
-    @property
     def writes(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Whether this process writes the files."""
         return self.backend.ranks[0] == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Put every replica into the state of `checkpoint`.
 
-        Raises `InputError` for one of another model or plan, and for one whose weights are not finite.
+        Raises `InputError` for a checkpoint of another model or plan, and for weights that are not finite.
         """
         weights = {name: value for name, value in checkpoint.tensors.items() if name.startswith(f"{WEIGHTS}/")}
         require_finite(weights, checkpoint.path)
@@ -103,7 +96,7 @@ class Run:
         stop_asked: Callable[[], bool] = lambda: False,
         clock: StepClock | None = None,
     ) -> Trainer:
-        """What trains from `progress` to the end of the plan; the state of the replicas is to be that of `progress`."""
+        """The trainer from `progress`, the state that the replicas are in, to the end of the plan."""
         return Trainer(
             backend=self.backend,
             step=self.step,
@@ -148,7 +141,7 @@ def build_run(
         plan=plan,
         replicas=replicas,
         step=TrainingStep(backend, replicas, task, plan.micro_batches, clip_norm, config.contracts, late=late),
-        schedule=schedule_of(config, plan),
+        schedule=Schedule(config, plan.total_steps),
         initial_weights=replicas[0].weights_digest(),
         base=replicas[0].base_digest(),
     )
@@ -158,12 +151,6 @@ def build_model(config: Config, interface: ModelInterface) -> nn.Module:
     """The model with its adapter on the CPU, the same bits on every call. Raises `InputError`."""
     model = build_base(config.model, interface, config.seed)
     return attach(model, config.adapter, config.seed, interface.new_tokens)
-
-
-def schedule_of(config: Config, plan: BatchPlan) -> Schedule:
-    """The learning rate of each step of `plan`."""
-    own, peak = config.schedule, config.optimizer.lr
-    return Schedule(peak, plan.total_steps, own.warmup_fraction, own.min_lr, own.type, own.warmup_steps)
 
 
 def build_replicas(
@@ -179,20 +166,36 @@ def build_replicas(
 ) -> list[Replica]:
     """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
-    Each has trainable weights of its own; those on one device share the frozen base, unless each is to have its
-    `own_base`. sample: a row of `task` on which each model is tried. shapes: of the micro-batches, if passes are
-    compiled. capture: whether eager passes on GPUs become CUDA graphs, with the same bits; not together with activation
-    checkpointing, which would read the device's generator in the middle of a graph.
+    Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. sample: a row of
+    `task` on which each model is tried. shapes: of the micro-batches, if passes are compiled. capture: whether eager
+    passes on GPUs become CUDA graphs, with the same bits; not together with activation checkpointing, which would read
+    the device's generator in the middle of a graph.
 
     Raises `InputError` for a model that cannot be trained to the same bits anywhere: its random numbers cannot be keyed
     by micro-batch, or it keeps running statistics.
     """
-    placed: dict[torch.device, nn.Module] = {}
+    compiling, placed, replicas = config.training.compile, dict[torch.device, nn.Module](), list[Replica]()
     try:
-        replicas = [
-            _replica(_placed(model, device, placed, own_base=own_base), config, backend, task, sample, device, capture)
-            for device in backend.devices
-        ]
+        for device in backend.devices:
+            if device in placed:
+                first = placed[device]
+                shared = {} if own_base else {id(each): each for each in first.parameters() if not each.requires_grad}
+                own = copy.deepcopy(first, memo=dict(shared))
+            else:
+                own = placed[device] = (copy.deepcopy(model) if placed else model).to(device)
+            own.train()
+            padding_of(
+                own, device
+            )  # tried while it has the weights that every start has, and before anything is hooked
+            if config.training.activation_checkpointing:
+                checkpoint_layers(own)
+            _try(own, task, sample, device)
+            master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
+            # A replica that is alone in its process, and draws on its device.
+            captures = capture and device.type == "cuda" and backend.name in ("inline", "nccl")
+            passes = CapturedPasses(device) if captures else None
+            trained = trainable_parameters(own)
+            replicas.append(Replica(own, trained, config.optimizer, config.seed, device, master_on, passes))
     except InputError:
         raise
     except ValueError as error:
@@ -200,50 +203,22 @@ def build_replicas(
     for replica in replicas:
         masking_of(replica.model, replica.device)  # now, while it has the weights that every start of this run has
     # After the trials of masks, which need the model's own passes.
-    for replica in replicas if config.training.compile != "off" else ():
-        if replica.device.type == "cuda":
-            compile_backbone(replica.model, config.training.compile, shapes)
+    for replica in replicas:
+        if compiling != "off" and replica.device.type == "cuda":
+            compile_backbone(replica.model, compiling, shapes)
     return replicas
 
 
-def _replica(
-    model: nn.Module, config: Config, backend: Backend, task: Task, sample: int, device: torch.device, capture: bool
-) -> Replica:
-    model.train()
-    padding_of(model, device)  # tried while it has the weights that every start has, and before anything is hooked
-    if config.training.activation_checkpointing:
-        checkpoint_layers(model)
+def _try(model: nn.Module, task: Task, sample: int, device: torch.device) -> None:
+    """Run one row through the model. Raises `InputError` if its own code fails, or draws what cannot be keyed."""
     batch = task.load([sample], device)
     try:
         refuse_unkeyed(lambda: task.loss_sum(model, batch), device)
     except Exception as error:
-        if not _of_the_model(error):
+        frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        theirs = any(str(frame.f_globals.get("__name__")).startswith("transformers.models.") for frame in frames)
+        if isinstance(error, InputError) or kind_of(error) != "failed" or not theirs:  # out of memory is not "failed"
             raise
         name = type(without_adapter(model)).__name__
         what = f"{name} fails on a row of these settings ({first_line(error)}); change model.base or model.max_length"
         raise InputError([Problem("model.base", what)]) from error
-    master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
-    # A replica that is alone in its process, and draws on its device.
-    capture = capture and device.type == "cuda" and backend.name in ("inline", "nccl")
-    captured = CapturedPasses(device) if capture else None
-    return Replica(model, trainable_parameters(model), config.optimizer, config.seed, device, master_on, captured)
-
-
-def _of_the_model(error: Exception) -> bool:
-    """Whether the code of a transformers model raised `error`, out-of-memory errors excepted."""
-    if isinstance(error, InputError) or kind_of(error) != "failed":
-        return False
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(str(frame.f_globals.get("__name__")).startswith("transformers.models.") for frame in frames)
-
-
-def _placed(
-    model: nn.Module, device: torch.device, placed: dict[torch.device, nn.Module], *, own_base: bool
-) -> nn.Module:
-    """A replica's model on `device`; a second one there shares the frozen tensors of the first, or has its own."""
-    if device not in placed:
-        placed[device] = copy.deepcopy(model).to(device) if placed else model.to(device)
-        return placed[device]
-    first = placed[device]
-    shared = {} if own_base else {id(p): p for p in first.parameters() if not p.requires_grad}
-    return copy.deepcopy(first, memo=dict(shared))

@@ -1,4 +1,4 @@
-"""Runs that are there already: found without torch, before anything is started, so a wrong path is told at once."""
+"""Runs on disk: found and read without torch, before anything is started, so that a wrong path is refused at once."""
 
 from __future__ import annotations
 
@@ -28,16 +28,13 @@ def require_run(path: Path) -> RunFolder:
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
     if not folder.adapter.is_dir():
-        what = f"has no trained adapter yet; finish it: {go_on_with(folder)}"
-        raise InputError([Problem(str(path), what)])
+        raise InputError([Problem(str(path), f"has no trained adapter yet; finish it: {go_on_with(folder)}")])
     return folder
 
 
 def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
-    """The configuration that lies in `folder`, changed as by `load_config`, which says what it raises.
-
-    The folder may be anybody's: a link in the place of the file is an `InputError` too.
-    """
+    """The configuration in `folder`, changed as by `load_config`. Raises `InputError` as that does, and for a link in
+    the place of the file: the folder may be anybody's."""
     if folder.config.is_symlink():
         raise InputError([Problem(str(folder.config), "is a link; put what it leads to in its place")])
     return load_config(folder.config, overrides, flags)
@@ -46,10 +43,8 @@ def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[s
 def config_at_hand(
     folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Config:
-    """As `config_of`, its base one that is on this machine: nothing is fetched for what somebody's folder names.
-
-    Raises `InputError` for a base that is not here.
-    """
+    """As `config_of`, with a base on this machine: nothing is fetched for what somebody's folder names. Raises
+    `InputError` for a base that is not here."""
     config = config_of(folder, overrides, flags)
     if config.model.base is None:
         return config
@@ -70,9 +65,8 @@ def how_far(folder: RunFolder) -> str:
                 done = min(done, record.step)
     except (OSError, LedgerError):
         pass  # this only says where: whoever resumes is told what is wrong with the ledger
-    if not done:
-        return "before its first step"
-    return f"after step {done} of {planned}" if planned else f"after step {done}"
+    of = f" of {planned}" if planned else ""
+    return f"after step {done}{of}" if done else "before its first step"
 
 
 def go_on_with(folder: RunFolder) -> str:
@@ -111,23 +105,13 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
         Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder")
         for key, before, now in changed
     ]
-    if not found and _has_other_data(was, config, folder):
+    then, files = ([each.data.eval, *(file.path for file in each.data.files)] for each in (was, config))
+    data, gone = _data_of(folder), any(now is not None and not is_there(Path(now)) for now in files)
+    unreadable = data is None or (gone and len(then) == len(files) and all(map(_one_place, then, files)))
+    if not found and not unreadable and read_rows(config).digest != data:
         found = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
     if found:
         raise InputError(found)
-
-
-def _has_other_data(was: Config, config: Config, folder: RunFolder) -> bool:
-    then, files = _files_of(was), _files_of(config)
-    gone = any(now is not None and not is_there(Path(now)) for now in files)
-    before = _data_of(folder)
-    if before is None or (gone and len(then) == len(files) and all(map(_one_place, then, files))):
-        return False
-    return read_rows(config).digest != before
-
-
-def _files_of(config: Config) -> list[str | None]:
-    return [config.data.eval, *(file.path for file in config.data.files)]
 
 
 def _one_place(was: str | None, now: str | None) -> bool:
@@ -136,7 +120,7 @@ def _one_place(was: str | None, now: str | None) -> bool:
 
 
 def same_data(folder: RunFolder, config: Config) -> bool:
-    """Whether a run may go on in `folder` with the data of `config`: with those it began with, or where none has."""
+    """Whether a run may go on in `folder` with the data of `config`: with those it began with, or if it has none."""
     return not folder.begun() or _data_of(folder) in (read_rows(config).digest, None)
 
 
@@ -150,40 +134,33 @@ def require_task(folder: RunFolder, tasks: Collection[str], other: str) -> None:
 def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
 
-    It is the same run where both configurations have one identity and name the same data. Raises `InputError` for
-    data that is wrong, and if `config` names no data and the newest of other runs has some. Folders that hold no run,
-    or one whose configuration or provenance cannot be read, are not it; neither is a run with something else in the
-    place of a file, of which a line says that it was passed over.
+    It is the same run if both configurations have one identity and name the same data. Raises `InputError` for data
+    that is wrong, and if `config` names no data and the newest of other runs has some. Folders that hold no run, or
+    whose configuration or provenance cannot be read, are skipped; a run with something else in the place of a file is
+    skipped with a line.
     """
-    data, folders = "", _latest_first(base)
-    for folder in folders:
+    folders = []
+    for path in base.iterdir() if base.is_dir() else ():
+        folder = RunFolder(path)
+        try:
+            if path.is_dir() and folder.begun() and folder.state() is State.UNFINISHED:
+                written = folder.ledger.stat().st_mtime_ns if folder.ledger.exists() else 0
+                folders.append(((written, path.name), folder))
+        except InputError as error:
+            say(f"resume: {path} is passed over: {error.line}")
+    newest = [folder for _, folder in sorted(folders, key=lambda each: each[0], reverse=True)]
+    data = ""
+    for folder in newest:
         if _identity_of(folder) != identity(as_begun(config, folder)):
             continue
         data = data or read_rows(config).digest
         if _data_of(folder) == data:
             return folder
-    newest = _identity_of(folders[0]) if folders and config.data.train is None else None
-    if newest is not None and not newest["data.embedded"]:
-        what = f"no data was given, but the newest unfinished run, {folders[0].path}, has data files; continue it with"
-        raise InputError([Problem("--resume", f"{what}: {go_on_with(folders[0])}; or leave out --resume")])
+    other = _identity_of(newest[0]) if newest and config.data.train is None else None
+    if other is not None and not other["data.embedded"]:
+        what = f"no data was given, but the newest unfinished run, {newest[0].path}, has data files; continue it with"
+        raise InputError([Problem("--resume", f"{what}: {go_on_with(newest[0])}; or leave out --resume")])
     return None
-
-
-def _latest_first(base: Path) -> list[RunFolder]:
-    folders = [RunFolder(path) for path in (base.iterdir() if base.is_dir() else ()) if path.is_dir()]
-    return sorted(filter(_is_unfinished, folders), key=_last_written, reverse=True)
-
-
-def _is_unfinished(folder: RunFolder) -> bool:
-    try:
-        return folder.begun() and folder.state() is State.UNFINISHED
-    except InputError as error:
-        say(f"resume: {folder.path} is passed over: {error.line}")
-        return False
-
-
-def _last_written(folder: RunFolder) -> tuple[int, str]:
-    return folder.ledger.stat().st_mtime_ns if folder.ledger.exists() else 0, folder.path.name
 
 
 def _identity_of(folder: RunFolder) -> dict[str, object] | None:

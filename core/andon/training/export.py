@@ -20,8 +20,7 @@ from andon.config.source import is_there, loading
 from andon.console.problems import InputError, Problem
 from andon.data.chat import encode_prompt
 from andon.data.conversations import ConversationSet
-from andon.data.rows import Row
-from andon.metrics.confusion import read_confusion
+from andon.metrics.confusion import Confusion, read_confusion
 from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
 from andon.model.causal import generate
@@ -29,12 +28,12 @@ from andon.model.masks import padding_of
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.summary import read_summary
+from andon.run.summary import Summary, read_summary
 from andon.tasks.sft import Asked
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, logits_of_texts, rows_of
 from andon.training.material import HEADS
-from andon.training.outputs import Form, Result, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import Form, form_of, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,18 +49,13 @@ _MOST_DRIFT = 1e-3
 """For a model that computes and is written in fp32, relative to the largest number; sums in another order are far
 below."""
 NOT_MEASURED = "its drift was not measured: the run's rows are gone or have changed"
-NOT_COMPARED = "it was not compared with the run (--check none)"
-NOT_ASKED = "its drift was not measured: no evaluation prompt leaves the model room to answer"
+_NO_PROMPT = "its drift was not measured: no evaluation prompt leaves the model room to answer"
 _WORDS: Mapping[str, str] = {
-    CLASSIFICATION: "on {of} evaluation rows the largest difference from a probability of the run is {largest}, and "
-    "{changed} rows get another label",
-    REGRESSION: "on {of} evaluation rows the largest difference from a number of the run is {largest}",
-    MULTI_LABEL: "on {of} evaluation rows the largest difference from a probability of the run is {largest}, and "
-    "{changed} rows get other labels",
-    TOKEN_CLASSIFICATION: "on {of} evaluation rows the largest difference from a probability of the run, of a word's "
-    "tag, is {largest}, and {changed} words get another tag",
-    SFT: "on {of} evaluation prompts, answered with {tokens} tokens at most, the largest difference from a logit of "
-    "the run is {largest}, and {changed} greedy answers change",
+    CLASSIFICATION: "probability of the run is {largest}, and {changed} rows get another label",
+    REGRESSION: "number of the run is {largest}",
+    MULTI_LABEL: "probability of the run is {largest}, and {changed} rows get other labels",
+    TOKEN_CLASSIFICATION: "probability of the run, of a word's tag, is {largest}, and {changed} words get another tag",
+    SFT: "logit of the run is {largest}, and {changed} greedy answers change",
 }
 
 
@@ -73,8 +67,11 @@ def require_place(target: Path) -> None:
         raise InputError([Problem(str(target), f"there is no folder {target.parent}")])
 
 
-def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
-    """The result of the finished run in `folder`. Raises `InputError` for one that is not finished or not readable."""
+def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
+    """Summary, number of training rows and confusion matrix of the finished run in `folder`.
+
+    Raises `InputError` for a run that is not finished or not readable.
+    """
     summary = read_summary(folder.summary)
     if not summary.finished:
         raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {go_on_with(folder)}")])
@@ -85,18 +82,7 @@ def result_of(folder: RunFolder, labels: Sequence[str]) -> Result:
     if not isinstance(first, Start) or first.plan.rows is None:
         raise InputError([Problem(str(folder.ledger), "does not begin with the start of a run")])
     quoted = summary.eval.get("confusion")
-    return Result(
-        labels=tuple(labels),
-        rows=first.plan.rows,
-        steps=summary.steps,
-        kept_step=summary.kept_step,
-        scores=summary.eval,
-        evaluated_on=summary.evaluated_on,
-        weights=summary.weights_digest,
-        world_size=summary.world_size,
-        backend=summary.backend,
-        confusion=read_confusion(folder.confusion, quoted) if quoted is not None else None,
-    )
+    return summary, first.plan.rows, read_confusion(folder.confusion, quoted) if quoted is not None else None
 
 
 def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: str = "rows") -> tuple[str, ...]:
@@ -110,9 +96,9 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
     `require_place` and `result_of` do, and `RuntimeError` if the folder gives other answers than the run.
     """
     require_place(target)
-    result, config = result_of(run.folder, run.labels), config_of(run.folder)
+    result, config = result_of(run.folder), config_of(run.folder)
     asked = Asked.read(run.folder.adapter) if run.config.task == SFT else None
-    compared: tuple[Questions, Answers] | str = NOT_COMPARED
+    compared: tuple[Questions, Answers] | str = "it was not compared with the run (--check none)"
     if check != "none":
         questions = _questions_of(run, check)
         compared = questions if isinstance(questions, str) else (questions, _answers_of_run(run, questions))
@@ -128,7 +114,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
             save_base(run.model, path, run.labels, merged=DTYPES[dtype])
             write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
         else:
-            # Where peft looks for the base: a hub id, a folder's whole path, or the name of the one that goes along.
+            # Where peft looks for the base: a hub id, an absolute path, or the folder of the base beside the adapter.
             reference = config.model.base or "base"
             if config.model.base is not None and Path(config.model.base).expanduser().is_absolute():
                 reference = str(Path(str(base)).expanduser().resolve())
@@ -147,57 +133,49 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 "trained weights and the command in this card are those of the run's result"
             )
         notes = (of_checkpoint, how, own_code)
-        said = write_card(path, run.folder, config, result, form, target.name, run.tokenizer, asked, notes)
+        said = write_card(path, run.folder, config, *result, form, target.name, run.tokenizer, asked, notes)
         require_place(target)  # measuring the drift takes minutes
         return drift, *said
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows that both models predict, or the ids of prompts that both answer, out of a run's `total` rows.
+    """Texts that both models predict, or prompts that both answer, out of a run's `total` rows.
 
-    tokens: the limit of an answer.
+    pairs: the second texts, if there are any. prompts: the ids of each, and the most tokens of its answer. tokens: the
+    limit of all answers.
     """
 
-    rows: Sequence[Row[Any]]
-    prompts: Sequence[list[int]]
     total: int
     tokens: int
+    texts: Sequence[str] = ()
+    pairs: Sequence[str] = ()
+    prompts: Sequence[tuple[list[int], int]] = ()
 
-    def batches(self) -> Iterator[tuple[list[str], list[str] | None]]:
-        """Texts, and their second texts if they have any."""
-        for first in range(0, len(self.rows), _BATCH):
-            rows = self.rows[first : first + _BATCH]
-            pairs = [row.pair for row in rows if row.pair is not None]
-            yield [row.text for row in rows], pairs or None
-
-    def room(self, run: TrainedRun, ids: Sequence[int]) -> int:
-        """The most tokens of the answer to a prompt."""
-        return min(self.tokens, run.config.model.max_length - len(ids))
+    def batches(self) -> Iterator[tuple[Sequence[str], Sequence[str] | None]]:
+        for part in (slice(first, first + _BATCH) for first in range(0, len(self.texts), _BATCH)):
+            yield self.texts[part], self.pairs[part] or None
 
 
-@dataclass(frozen=True)
-class Answers:
-    """numbers: fp32 [n, k], what a model computes. decided: the decision that follows, one entry for each row."""
-
-    numbers: torch.Tensor
-    decided: Sequence[object]
+Answers = tuple[torch.Tensor, Sequence[object]]
+"""What a model computes, fp32 [n, k], and the decision that follows, one entry for each row."""
 
 
 def _questions_of(run: TrainedRun, check: str) -> Questions | str:
-    """Evaluation rows of the run, or their prompts, evenly spaced; a sentence if there are none."""
+    """Evaluation rows of the run, or their prompts, evenly spaced; if impossible, a sentence with the reason."""
     found = rows_of(run)
     if found is None:
         return NOT_MEASURED
     data: Any = found.evaluated_on
-    most, prompts, tokens = EXTENTS[check]
+    (most, prompts, tokens), limit = EXTENTS[check], run.config.model.max_length
     if isinstance(data, ConversationSet):
         vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
         most = min(prompts, max(1, _MOST_LOGITS // (vocabulary * tokens)))
     total = len(data)
     rows = [data.rows[place * total // most] for place in range(most)] if total > most else data.rows
     if not isinstance(data, ConversationSet):
-        return Questions(rows, (), total, tokens) if rows else NOT_ASKED
+        pairs = [row.pair for row in rows if row.pair is not None]
+        return Questions(total, tokens, [row.text for row in rows], pairs) if rows else _NO_PROMPT
     asked, text = [], data.form == "text"
     for row in rows:
         try:
@@ -206,25 +184,27 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
         except InputError:  # a template that writes no conversation without its answer
             continue
         ids = ids[: -(-len(ids) // 2)] if text else ids
-        if ids and len(ids) < run.config.model.max_length:
-            asked.append(ids)
-    return Questions((), asked, total, tokens) if asked else NOT_ASKED
+        if ids and len(ids) < limit:
+            asked.append((ids, min(tokens, limit - len(ids))))
+    return Questions(total, tokens, prompts=asked) if asked else _NO_PROMPT
 
 
 def _answers_of_run(run: TrainedRun, asked: Questions) -> Answers:
     if run.config.task == SFT:
-        stops = Asked.read(run.folder.adapter).stops
-        answers = generate(run.model, asked.prompts, stops, [asked.room(run, ids) for ids in asked.prompts])
+        prompts, most = zip(*asked.prompts, strict=True)
+        answers = generate(run.model, prompts, Asked.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
-            logits = _logits_along(without_adapter(run.model), asked.prompts, answers)
-        return Answers(logits, list(map(tuple, answers)))
+            return _logits_along(without_adapter(run.model), asked, answers), list(map(tuple, answers))
     return _decided(run, asked, [row for batch in asked.batches() for row in logits_of_texts(run, *batch)])
 
 
 def _answers_of_written(
-    run: TrainedRun, folder: Path, asked: Questions, before: Answers, base: Path | str | None
+    run: TrainedRun, folder: Path, asked: Questions, before: Any, base: Path | str | None
 ) -> Answers:
-    """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`."""
+    """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`.
+
+    before: the run's own answers to prompts; the logits are those along them.
+    """
     import transformers
 
     task, place = run.config.task or CLASSIFICATION, str(folder)
@@ -235,18 +215,28 @@ def _answers_of_written(
         if base is None:
             model: Any = loader.from_pretrained(place, dtype="auto", **local)
         else:
-            model = _with_peft(run, loader, folder, str(base), local)
+            from peft import PeftModel
+
+            named, dtype = folder / "classifier.json", run.config.model.dtype
+            config = transformers.AutoConfig.from_pretrained(named if named.is_file() else str(base), **local)
+            model = loader.from_pretrained(str(base), config=config, dtype=dtype, ignore_mismatched_sizes=True, **local)
+            if task == SFT:
+                model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+                rows = max(run.tokenizer.ids_of(run.config.model.new_tokens), default=-1) + 1
+                if rows > model.get_input_embeddings().weight.shape[0]:
+                    model.resize_token_embeddings(rows, mean_resizing=False)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = PeftModel.from_pretrained(model, folder)
     model.to(run.device).eval()
     with torch.no_grad():
         if task == SFT:
             answers = []
-            for ids in asked.prompts:
+            for ids, most in asked.prompts:
                 given = torch.tensor([ids], device=model.device)
-                most = asked.room(run, ids)
                 found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
                 answers.append(tuple(found[0, len(ids) :].tolist()))
-            decided: Any = before.decided
-            return Answers(_logits_along(model, asked.prompts, decided), answers)
+            return _logits_along(model, asked, before), answers
         logits = []
         for batch in asked.batches():
             parts = (part for part in batch if part is not None)
@@ -255,29 +245,11 @@ def _answers_of_written(
         return _decided(run, asked, logits)
 
 
-def _with_peft(run: TrainedRun, loader: Any, folder: Path, base: str, local: Mapping[str, Any]) -> Any:
-    import transformers
-    from peft import PeftModel
-
-    named = folder / "classifier.json"
-    config = transformers.AutoConfig.from_pretrained(named if named.is_file() else base, **local)
-    dtype = run.config.model.dtype
-    model = loader.from_pretrained(base, config=config, dtype=dtype, ignore_mismatched_sizes=True, **local)
-    if run.config.task == SFT:
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-        rows = max(run.tokenizer.ids_of(run.config.model.new_tokens), default=-1) + 1
-        if rows > model.get_input_embeddings().weight.shape[0]:
-            model.resize_token_embeddings(rows, mean_resizing=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return PeftModel.from_pretrained(model, folder)
-
-
-def _logits_along(model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> torch.Tensor:
+def _logits_along(model: Any, asked: Questions, answers: Sequence[Sequence[int]]) -> torch.Tensor:
     """fp32 [tokens of all answers, vocabulary]: the logits by which each of these tokens is chosen, or is not."""
     found = []
     with torch.no_grad():
-        for ids, answer in zip(prompts, answers, strict=True):
+        for (ids, _), answer in zip(asked.prompts, answers, strict=True):
             given = torch.tensor([[*ids, *answer[:-1]]], device=model.device)
             found.append(model(input_ids=given, use_cache=False).logits[0, len(ids) - 1 :].float().cpu())
     return torch.cat(found)
@@ -287,15 +259,15 @@ def _decided(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) 
     """Probabilities or numbers from the logits of each row, and labels or tags from these."""
     task = run.config.task or CLASSIFICATION
     if task == REGRESSION:
-        return Answers(torch.stack([*logits]), ())
+        return torch.stack([*logits]), ()
     if task == MULTI_LABEL:
         found = torch.stack([*logits]).sigmoid()
-        return Answers(found, (found > 0.5).tolist())
+        return found, (found > 0.5).tolist()
     if task == TOKEN_CLASSIFICATION:
-        _, firsts = run.tokenizer.encode_words([row.text for row in asked.rows], run.config.model.max_length)
+        firsts = run.tokenizer.encode(asked.texts, run.config.model.max_length, words=True).firsts
         logits = [row[place] for row, places in zip(logits, firsts, strict=True) for place in places if place >= 0]
     found = torch.stack([*logits]).softmax(dim=1)
-    return Answers(found, found.argmax(dim=1).tolist())
+    return found, found.argmax(dim=1).tolist()
 
 
 def _drift(
@@ -308,16 +280,14 @@ def _drift(
     folder gives no finite number.
     """
     run.model.to("meta")
-    after = _answers_of_written(run, path, asked, before, base)
-    largest, size = float((before.numbers - after.numbers).abs().max()), float(before.numbers.abs().max())
-    count, total = len(asked.rows) + len(asked.prompts), asked.total
-    sentence = _WORDS[run.config.task or CLASSIFICATION].format(
-        of=f"{total}" if count == total else f"{count} of {total}",
-        largest=f"{largest:.1e}",
-        changed=sum(one != other for one, other in zip(before.decided, after.decided, strict=True)),
-        tokens=asked.tokens,
-    )
+    (numbers, decided), (found, after) = before, _answers_of_written(run, path, asked, before[1], base)
+    largest, size = float((numbers - found).abs().max()), float(numbers.abs().max())
+    count, task = len(asked.texts) + len(asked.prompts), run.config.task or CLASSIFICATION
+    of = f"{asked.total}" if count == asked.total else f"{count} of {asked.total}"
+    rows = f"prompts, answered with {asked.tokens} tokens at most," if task == SFT else "rows"
+    changed = sum(one != other for one, other in zip(decided, after, strict=True))
+    words = _WORDS[task].format(largest=f"{largest:.1e}", changed=changed)
+    sentence = f"on {of} evaluation {rows} the largest difference from a {words}"
     if not math.isfinite(largest) or (exact and not largest <= _MOST_DRIFT * max(1.0, size)):
-        msg = f"the written model is not the run's: {sentence}"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"the written model is not the run's: {sentence}")
     return sentence

@@ -1,24 +1,34 @@
-"""`andon plan`: the bytes that a run will need on each device, for each number of workers (F-HET-002).
+"""The memory that a run needs, found before it starts, and what its GPUs are held to (F-HET-002).
 
 Nothing of the model is allocated or read but its configuration: its passes run on tensors that have no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from andon.backend.devices import placement
+import torch
+from torch import nn
+
+from andon.backend.base import Backend
+from andon.backend.devices import gpus_here, in_gib, look_at, of_all_ranks, placement, refuse_unfit
 from andon.backend.host import free_ram
-from andon.backend.machine import Accelerator, gpus_here
-from andon.config.schema import Config
-from andon.console.problems import InputError
-from andon.model.memory import MemoryPlan
+from andon.config.schema import SFT, Config
+from andon.console.messages import say
+from andon.console.problems import InputError, Problem
+from andon.model.adapter import attach, trainable_parameters
+from andon.model.batches import EvaluationBatching, padded_length
+from andon.model.build import build_base
+from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
 from andon.step.plan import efficiency, rank_leaves
-from andon.training.material import prepare
+from andon.training.material import Material, padding_multiple, prepare
 from andon.training.notices import idleness
-from andon.training.study import Study, largest, smaller_settings, updated_on_host, with_graphs_that_fit
+from andon_contracts.laws.law import Judgement
+from andon_contracts.laws.update import BUDGET, Peaks
 
 _MIB = 2**20
 CUDA_CONTEXT = 600 * _MIB
@@ -27,72 +37,146 @@ NCCL_BUFFERS = 500 * _MIB
 """Bytes of NCCL on each GPU of a group of several."""
 PROCESS = 500 * _MIB
 """Bytes of a process that has loaded torch, transformers and peft."""
+_CAPTURED_BYTES = 1 << 33
+"""The largest micro-batch whose passes become CUDA graphs if the user did not decide."""
+_WHERE = {"cpu": "{} on the CPU", "cuda": "{} on GPUs, each", "host": "{} that start on the CPU, before their GPUs"}
+_PARTS = {"base": ["base"], "trained weights": ["weights"], "gradient": ["gradient"], "moments": ["moments"]}
+_PARTS |= {"tree": ["partials"], "activations": ["activations"], "evaluation": ["evaluation"]}
+_PARTS |= {"reduction": ["reduction"], "graphs": ["graphs"], "workspace": ["workspace", "ramp"]}
+_PARTS |= {"outside of torch": ["outside"]}
+"""Parts of a plan as they are printed: of which fields each is the sum."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What there is. gpus: bytes free on each. ram: bytes that processes can still get, None where unknown."""
-
-    gpus: tuple[int, ...]
-    ram: int | None
+class NotPlannable(InputError):
+    """A model that cannot run on tensors without memory. It may well be trained."""
 
 
-@dataclass(frozen=True)
-class Need:
-    """One kind of device under one number of workers. ranks: those on it. budget: bytes free on each GPU, or in all.
+def largest(material: Material, config: Config) -> tuple[int, int]:
+    """Rows and padded length of the largest micro-batch."""
+    rows = -(-min(material.plan.batch_size, len(material.plan.ids)) // config.training.micro_batches)
+    longest = min(int(material.task.lengths[list(material.plan.ids)].max()), config.model.max_length)
+    return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
 
-    kind: 'cuda', 'cpu', or 'host' for the memory in which ranks build the model that they move to their GPUs.
+
+def evaluation_batching(material: Material, config: Config) -> EvaluationBatching:
+    """In which batches rows of `config` are scored: by M, rows and lengths alone."""
+    rows, length = largest(material, config)
+    return EvaluationBatching(rows * length, padding_multiple(config), config.model.max_length)
+
+
+class MemoryPlanner:
+    """Plans of single replicas of a run. Each combination of settings is traced once."""
+
+    def __init__(self, material: Material) -> None:
+        self.material = material
+        self._traced: dict[Any, tuple[int, int]] = {}
+
+    def shape(self, config: Config) -> nn.Module:
+        """The model with its adapter, on the meta device."""
+        interface = self.material.interface
+        base = build_base(config.model, interface, config.seed, weights=False)
+        return attach(base, config.adapter, config.seed, interface.new_tokens)
+
+    def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
+        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
+
+        Of compiled passes the plan is a bound: what eager ones need, and what captured graphs hold. Raises
+        `NotPlannable` if the model's own code fails on tensors without memory.
+        """
+        try:
+            return self._plan(config, kind, workers)
+        except InputError:
+            raise
+        except Exception as error:
+            reason = next(iter(str(error).splitlines()), "")
+            what = f"its memory cannot be planned ({type(error).__name__}: {reason})"
+            raise NotPlannable([Problem("model.base", what)]) from error
+
+    def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
+        material, training, optimizer = self.material, config.training, config.optimizer
+        model, checkpointing = self.shape(config), config.training.activation_checkpointing
+        plan = plan_bytes(
+            model,
+            trainable_parameters(model),
+            optimizer.name,
+            training.micro_batches,
+            0,  # of a micro-batch: traced below, because that leaves fake weights in the model
+            world_size=workers,
+            momentum=optimizer.momentum,
+            kind=kind,
+        )
+        trained = largest(material, config)
+        # Packs are trained on; their rows are scored alone.
+        scored = (
+            (material.validation_task, material.validation_ids),
+            (material.evaluation_task, material.evaluation_ids),
+        )
+        lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
+        batching = evaluation_batching(material, config)
+        evaluated = max(map(batching.largest, lengths), key=lambda shape: (shape[0] * shape[1], shape[1]))
+        key = (config.model.dtype, config.adapter, checkpointing, trained, evaluated, kind)
+        if key not in self._traced:
+            self._traced[key] = traced_bytes(model, kind, trained, evaluated, checkpointing=checkpointing)
+        activations, evaluation = self._traced[key]
+        graphs = 0
+        if captures(config, kind, activations):
+            graphs = activations + plan.workspace  # they are captured on a stream with a workspace of its own
+        elif kind == "cuda" and training.compile == "graphs":
+            # They keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
+            graphs = min(activations, evaluation)
+        on_host = kind == "cuda" and config.run.backend == "mixed"  # its update is made on the CPU, on buffers there
+        moments = 0 if on_host else plan.moments
+        return replace(plan, activations=activations, evaluation=evaluation, graphs=graphs, moments=moments)
+
+
+def captures(config: Config, kind: str, activations: int | None) -> bool:
+    """Whether a replica on a device of `kind` has its eager passes as CUDA graphs.
+
+    activations: bytes of a micro-batch, which the graphs hold beside those of eager passes; None: not known. A large
+    one gains little: its kernels take longer than their launches. Unpacked rows of `sft` gain nothing: their passes
+    hardly ever repeat a shape.
     """
-
-    kind: str
-    ranks: int
-    plan: MemoryPlan
-    needed: int
-    budget: int | None
-
-    @property
-    def fits(self) -> bool | None:
-        """None: how much there is is not known."""
-        return None if self.budget is None else self.needed <= self.budget
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, bytes each."""
-        own = {"kind": self.kind, "ranks": self.ranks, "needed": self.needed, "budget": self.budget, "fits": self.fits}
-        return own | {"each_rank": self.plan.as_dict()}
+    training, asked = config.training, config.run.cuda_graphs
+    if kind != "cuda" or config.run.backend not in ("inline", "nccl") or asked == "never":
+        return False
+    if training.compile != "off" or training.activation_checkpointing:
+        return False
+    repeats = config.task != SFT or training.packing
+    return asked == "always" or (activations is not None and activations <= _CAPTURED_BYTES and repeats)
 
 
-@dataclass(frozen=True)
-class WorldPlan:
-    """One number of workers: what it makes of M, and what it needs. problem: why it cannot be, "" if it can.
+def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
+    """`plan`, without CUDA graphs if `free` bytes have no room for them and no setting demands them; same bits."""
+    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # compiled ones are asked for
+    return replace(plan, graphs=0) if unasked and plan.needed > free else plan
 
-    idle: why some workers would never train on a row, "" if all do. note: what else there is to say of where they are.
-    """
 
-    workers: int
-    leaves: tuple[int, ...]
-    efficiency: float
-    needs: tuple[Need, ...] = ()
-    problem: str = ""
-    idle: str = ""
-    note: str = ""
+def smaller_settings(config: Config) -> Iterator[tuple[str, Config, str]]:
+    """Settings that may need less memory, first those that cost no accuracy: each as it is written, the configuration
+    with it, and what it costs."""
 
-    @property
-    def fits(self) -> bool:
-        """Whether nothing says that it does not."""
-        return not self.problem and all(need.fits is not False for need in self.needs)
+    def change(section: str, key: str, value: Any, price: str) -> tuple[str, Config, str]:
+        part = getattr(config, section).model_copy(update={key: value})
+        written = str(value).lower() if isinstance(value, bool) else value
+        return f"{section}.{key}={written}", config.model_copy(update={section: part}), price
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {
-            "workers": self.workers,
-            "micro_batches_of_each": list(self.leaves),
-            "efficiency": round(self.efficiency, 4),
-            "fits": self.fits,
-            "problem": self.problem,
-            "idle": self.idle,
-            "note": self.note,
-            "devices": [need.as_dict() for need in self.needs],
-        }
+    training = config.training
+    if config.run.cuda_graphs == "always":
+        yield change("run", "cuda_graphs", "never", "same bits; small models wait for their launches")
+    for more in sorted({min(factor * training.micro_batches, training.batch_size) for factor in (2, 4, 8)}):
+        if more > training.micro_batches:
+            yield change("training", "micro_batches", more, "another result, as valid")
+    if not training.activation_checkpointing:
+        price = "same bits if not compiled; about a third more time"
+        yield change("training", "activation_checkpointing", True, price)
+    if config.model.dtype == "float32" and config.adapter.kind == "lora":
+        yield change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
+    if config.model.max_length >= 32:
+        yield change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
+    if config.adapter.kind == "none":
+        yield change("adapter", "kind", "lora", "trains an adapter instead of all weights")
+    elif config.adapter.r > 1:
+        yield change("adapter", "r", config.adapter.r // 2, "a smaller adapter")
 
 
 @dataclass(frozen=True)
@@ -104,10 +188,59 @@ class Remedy:
     price: str
 
 
+def first_that_fits(config: Config, needed_if_fits: Callable[[Config], int | None]) -> Remedy | None:
+    """The first of `smaller_settings` with which the run fits; None: no single one is enough."""
+    for setting, changed, price in smaller_settings(config):
+        with suppress(InputError):  # this model or these rows do not allow it
+            needed = needed_if_fits(changed)
+            if needed is not None:
+                return Remedy(setting, needed, price)
+    return None
+
+
+# `andon plan`: each number of workers, on the devices of a machine.
+
+
+@dataclass(frozen=True)
+class Machine:
+    """gpus: bytes free on each. ram: bytes that processes can still get, None if unknown."""
+
+    gpus: tuple[int, ...]
+    ram: int | None
+
+
+@dataclass(frozen=True)
+class Need:
+    """One kind of device under one number of workers: 'cuda', 'cpu', or 'host', the memory in which ranks build models
+    that they move to their GPUs. ranks: those on it. budget: bytes free on each GPU, or in all; None: not known."""
+
+    kind: str
+    ranks: int
+    needed: int
+    budget: int | None
+    fits: bool | None
+    each_rank: MemoryPlan
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """One number of workers. problem: why it is impossible, or empty. idle: why some workers would train on no row, or
+    empty. note: for the user, about the devices. fits: False for a problem, and for a need above a known budget."""
+
+    workers: int
+    micro_batches_of_each: tuple[int, ...]
+    efficiency: float
+    fits: bool = False
+    problem: str = ""
+    idle: str = ""
+    note: str = ""
+    devices: tuple[Need, ...] = ()
+
+
 @dataclass(frozen=True)
 class Forecast:
-    """All that is said. remedy: for the first number of workers that does not fit; None if all fit, or no setting is
-    enough."""
+    """rows, length: of the largest micro-batch. weights, trained: how many. remedy: for the first number of workers
+    that does not fit; None if all fit, or no setting is enough."""
 
     rows: int
     length: int
@@ -117,97 +250,182 @@ class Forecast:
     remedy: Remedy | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
+        """Plain values for `--json`, in bytes."""
+        worlds = []
+        for world in self.worlds:
+            devices = [asdict(need) | {"each_rank": need.each_rank.as_dict()} for need in world.devices]
+            worlds.append(asdict(world) | {"efficiency": round(world.efficiency, 4), "devices": devices})
         return {
             "micro_batch": {"rows": self.rows, "length": self.length},
             "weights": self.weights,
             "trained": self.trained,
-            "worlds": [world.as_dict() for world in self.worlds],
+            "worlds": worlds,
             "remedy": None if self.remedy is None else asdict(self.remedy),
         }
+
+    def lines(self) -> Iterator[str]:
+        """What `andon plan` prints."""
+        yield f"model: {self.weights:,} weights, {self.trained:,} of them trained"
+        yield f"largest micro-batch: {self.rows} rows of {self.length} tokens"
+        for world in self.worlds:
+            parts = world.micro_batches_of_each
+            busiest = max(parts)
+            share = f"{world.efficiency:.0%} busy, at most {busiest} of {sum(parts)} micro-batches on one"
+            yield f"workers {world.workers}: {share}"
+            if world.idle:
+                yield f"  note: {world.idle}"
+            elif world.efficiency < 1:
+                waiting = sum(count < busiest for count in parts)
+                yield f"  note: {waiting} of {world.workers} workers would wait for the others in every step"
+            if world.note:
+                yield f"  note: {world.note}"
+            if world.problem:
+                yield f"  cannot be: {world.problem}"
+            for need in world.devices:
+                verdict = "what is free is unknown"
+                if need.budget is not None:
+                    verdict = f"{'fits' if need.fits else 'DOES NOT FIT'} in the {in_gib(need.budget)} that are free"
+                yield f"  {_WHERE[need.kind].format(need.ranks)}: {in_gib(need.needed)}, {verdict}"
+                sizes = {name: sum(getattr(need.each_rank, part) for part in of) for name, of in _PARTS.items()}
+                shown = [f"{name} {size / _MIB:,.1f} MiB" for name, size in sizes.items() if size]
+                yield f"    a replica: {', '.join(shown)}"
+        if self.remedy is not None:
+            yield f"would fit with --set {self.remedy.setting}: {in_gib(self.remedy.needed)} ({self.remedy.price})"
+        elif not all(world.fits or world.problem for world in self.worlds):
+            yield "no single setting would make it fit"
 
 
 def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
     """This machine; gpu_bytes: another one, with a GPU of so many for each of `workers`, and any amount of memory."""
-    found: Sequence[Accelerator] = gpus_here() if gpu_bytes is None else ()
+    if gpu_bytes is not None:
+        return Machine((gpu_bytes,) * workers, None)
     # To look at a GPU starts a context on it, which a plan counts by itself.
-    free = (min(each.free + CUDA_CONTEXT, each.total) for each in found)
-    gpus = tuple(free) if gpu_bytes is None else (gpu_bytes,) * workers
-    return Machine(gpus, free_ram() if gpu_bytes is None else None)
+    return Machine(tuple(min(each.free + CUDA_CONTEXT, each.total) for each in gpus_here()), free_ram())
 
 
 def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Forecast:
     """The plan for each of `workers`. Raises `InputError` for what a run would refuse before it reads weights."""
     material = prepare(config)
-    config = material.config
-    study = Study(material)
-    worlds = tuple(_world(study, config, count, machine) for count in workers)
+    config, planner = material.config, MemoryPlanner(material)
+    worlds = tuple(_world(planner, config, count, machine) for count in workers)
+    model, remedy = planner.shape(config), None
     short = next((world for world in worlds if not world.fits and not world.problem), None)
-    rows, length = largest(material, config)
-    weights, trained = study.sizes(config)
-    remedy = None if short is None else _remedy(study, config, short, machine)
-    return Forecast(rows, length, weights, trained, worlds, remedy)
+    if short is not None:
+        lacking = max((need for need in short.devices if need.fits is False), key=lambda n: n.needed - (n.budget or 0))
+
+        def needed_if_fits(changed: Config) -> int | None:
+            same_rows = changed.model.max_length == config.model.max_length  # else they are cut, and packed, otherwise
+            other = planner if same_rows else MemoryPlanner(prepare(changed))
+            world = _world(other, changed, short.workers, machine)
+            return next((n.needed for n in world.devices if n.kind == lacking.kind), 0) if world.fits else None
+
+        remedy = first_that_fits(config, needed_if_fits)
+    trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return Forecast(*largest(material, config), weights, trained, worlds, remedy)
 
 
-def _world(study: Study, config: Config, workers: int, machine: Machine) -> WorldPlan:
+def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machine) -> WorldPlan:
     parts = config.training.micro_batches
-    leaves = tuple(map(len, rank_leaves(parts, workers)))
-    idle = idleness(study.material.plan, workers)
+    leaves, idle = tuple(map(len, rank_leaves(parts, workers))), idleness(planner.material.plan, workers)
+    world = WorldPlan(workers, leaves, efficiency(parts, workers), idle=idle)
     named = config.run.devices if workers == config.run.workers else None
+    fallback = config.run.cpu_fallback
     try:
-        backend, devices, note = placement(
-            config.run.backend, workers, named, len(machine.gpus), fallback=config.run.cpu_fallback
-        )
+        backend, devices, note = placement(config.run.backend, workers, named, len(machine.gpus), fallback=fallback)
     except InputError as error:
-        return WorldPlan(workers, leaves, efficiency(parts, workers), problem=str(error), idle=idle)
-    needs = []
+        return replace(world, problem=str(error))
+    needs: list[Need] = []
+
+    def add(kind: str, ranks: int, needed: int, budget: int | None, each_rank: MemoryPlan) -> None:
+        needs.append(Need(kind, ranks, needed, budget, None if budget is None else needed <= budget, each_rank))
+
     gpus = [device.index for device in devices if device.type == "cuda"]
     if gpus:
-        plan = study.plan(config, "cuda", workers)
+        plan = planner.plan(config, "cuda", workers)
         plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
         free = min(machine.gpus[index] for index in gpus)
         plan = with_graphs_that_fit(plan, config, free)
-        needs.append(Need("cuda", len(gpus), plan, plan.needed, free))
-        host = _on_host(study, config, plan, workers)
-        needs.append(Need("host", len(gpus), host, len(gpus) * host.needed, machine.ram))
-    if len(gpus) < workers:
-        plan = replace(study.plan(config, "cpu", workers), outside=PROCESS)
-        ranks = workers - len(gpus)
-        needs.append(Need("cpu", ranks, plan, _in_ram(plan, ranks, backend), machine.ram))
-    return WorldPlan(workers, leaves, efficiency(parts, workers), tuple(needs), idle=idle, note=note)
+        add("cuda", len(gpus), plan.needed, free, plan)
+        # A rank's part of the machine's memory: the model that it builds for its GPU, or its updates if they are more.
+        phases = [{"base": plan.base, "weights": plan.weights}]
+        if config.run.backend == "mixed":
+            lasting = planner.plan(config, "cpu", workers)
+            phases.append({"weights": lasting.weights, "gradient": lasting.gradient, "moments": lasting.moments})
+        most = max(phases, key=lambda phase: sum(phase.values()))
+        host = MemoryPlan(**most, outside=PROCESS)
+        add("host", len(gpus), len(gpus) * host.needed, machine.ram, host)
+    ranks = workers - len(gpus)
+    if ranks:
+        plan = replace(planner.plan(config, "cpu", workers), outside=PROCESS)
+        needed = ranks * plan.needed
+        if backend == "inline":  # one process: they share it and the base, and compute in turn
+            needed = plan.needed + (ranks - 1) * (plan.weights + plan.gradient + plan.moments + plan.partials)
+        add("cpu", ranks, needed, machine.ram, plan)
+    return replace(world, fits=all(need.fits is not False for need in needs), note=note, devices=tuple(needs))
 
 
-def _in_ram(plan: MemoryPlan, ranks: int, backend: str) -> int:
-    """Bytes of all CPU ranks together: in one process they share it, and the base; in turn, the largest phase too."""
-    if backend != "inline":
-        return ranks * plan.needed
-    lasting = plan.weights + plan.gradient + plan.moments + plan.partials
-    phase = plan.needed - plan.outside - lasting - plan.base - plan.ramp
-    return plan.outside + plan.base + plan.ramp + ranks * lasting + (phase if backend == "inline" else ranks * phase)
+# A run on GPUs: agreed on before the first step, and compared with what it needed.
 
 
-def _on_host(study: Study, config: Config, plan: MemoryPlan, workers: int) -> MemoryPlan:
-    """What a rank holds of the machine's memory: while it builds the model for its GPU, or for its updates if more."""
-    phases = [{"base": plan.base, "weights": plan.weights}]
-    if updated_on_host(config, "cuda"):
-        lasting = study.plan(config, "cpu", workers)
-        phases.append({"weights": lasting.weights, "gradient": lasting.gradient, "moments": lasting.moments})
-    kept = max(phases, key=lambda parts: sum(parts.values())) | {"outside": PROCESS}
-    return MemoryPlan(**dict.fromkeys((part.name for part in fields(MemoryPlan)), 0) | kept)
+def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
+    """What each GPU replica may need; None if no rank is on a GPU, or, with a warning, if it cannot be planned.
+
+    Collective if ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU with too little memory
+    free. What else keeps GPUs from training was refused before a backend was made on them. Compiled passes mostly need
+    less than eager ones, so for them the plan is only a bound, and no GPU is refused for it.
+    """
+    if backend.name not in ("nccl", "mixed"):
+        return None
+    device, config, planner = backend.devices[0], material.config, MemoryPlanner(material)
+    found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
+    if not found:
+        return None
+    try:
+        planned = planner.plan(config, "cuda", backend.world_size)
+    except NotPlannable as error:
+        if 0 in backend.ranks:
+            say(f"warning: {error}")
+        planned = None
+    if planned is None or config.training.compile != "off":
+        refuse_unfit(backend.name, found, None)
+        return planned
+    planned = with_graphs_that_fit(planned, config, min(each.free for each in found.values()))
+    size = min((each.total for each in found.values() if not each.fault), default=0)
+    remedy = fitting_setting(planner, backend.world_size, size) if 0 < size < planned.needed else ""
+    refuse_unfit(backend.name, found, planned.needed, remedy)
+    return planned
 
 
-def _remedy(study: Study, config: Config, short: WorldPlan, machine: Machine) -> Remedy | None:
-    """The first setting with which `short` fits, from those that cost no accuracy to those that may."""
-    lacking = max(
-        (need for need in short.needs if need.fits is False), key=lambda need: need.needed - (need.budget or 0)
-    )
-    for setting, changed, price in smaller_settings(config):
-        try:
-            same_rows = changed.model.max_length == config.model.max_length  # else they are cut, and packed, otherwise
-            world = _world(study if same_rows else Study(prepare(changed)), changed, short.workers, machine)
-        except InputError:  # this model or these rows do not allow it
-            continue
-        if world.fits:
-            needed = next((need.needed for need in world.needs if need.kind == lacking.kind), 0)
-            return Remedy(setting, needed, price)
-    return None
+def fitting_setting(planner: MemoryPlanner, workers: int, size: int) -> str:
+    """What to do if the run needs more than the `size` bytes of a GPU: the first setting with which it fits."""
+    config = planner.material.config
+
+    def needed_if_fits(changed: Config) -> int | None:
+        if changed.model.max_length != config.model.max_length:
+            return None  # it needs the rows tokenised again
+        needed = with_graphs_that_fit(planner.plan(changed, "cuda", workers), changed, size).needed
+        return needed if needed <= size else None
+
+    found = first_that_fits(config, needed_if_fits)
+    if found is None:
+        return "no single setting would make it fit; andon plan says what needs most"
+    return f"it would fit with --set {found.setting} ({found.price})"
+
+
+def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, int]:
+    """What the run needed, in bytes, for the summary: `planned` and `peak` of GPUs, `process_peak` of this process.
+    Collective if ranks are on GPUs. A peak above the plan is a warning, since it makes no result wrong."""
+    process = {"process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    if not planned:
+        return process
+    local = [
+        torch.tensor([torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0], device=device)
+        for device in backend.devices
+    ]
+    peaks = [int(peak) for peak in backend.gather(local)]
+    judgement = Judgement(BUDGET, Peaks(peaks, planned, step))
+    for law in judgement.broken():
+        if 0 in backend.ranks:
+            say(f"warning: {judgement.violation(law)}")
+    return {"planned": planned, "peak": max(peaks), **process}

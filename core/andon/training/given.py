@@ -35,9 +35,19 @@ class RowFiles:
     written: dict[str, Path] = field(default_factory=dict)
 
     def files_of(self, data: object, name: str) -> object:
-        """The value of `data.train` for `data`: a list of files unchanged, else one file (`path_of`)."""
-        if isinstance(data, list | tuple) and data and all(map(_is_file, data)):
-            return [_named_file(each) for each in data]
+        """The value of `data.train` for `data`: a list of files, each perhaps with a weight like an entry of
+        `data.train`, else one file (`path_of`). A string without the ending of a data file may be a row by mistake."""
+
+        def is_file(given: object) -> bool:
+            if isinstance(given, Mapping):
+                return {"path"} <= given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
+            return isinstance(given, PathLike) or (isinstance(given, str) and Path(given).suffix.lower() in KINDS)
+
+        if isinstance(data, list | tuple) and data and all(map(is_file, data)):
+            return [
+                {**each, "path": os.fspath(each["path"])} if isinstance(each, Mapping) else os.fspath(each)
+                for each in data
+            ]
         return self.path_of(data, name)
 
     def path_of(self, data: object, name: str) -> str:
@@ -52,24 +62,10 @@ class RowFiles:
     def named(self, text: str) -> str:
         """The message `text` with name[i] for a line of a written file, and the name for the file."""
         for name, path in self.written.items():
-            text = re.sub(rf"{re.escape(str(path))}:(\d+)", partial(_row_of, name), text).replace(str(path), name)
+            lines = re.compile(rf"{re.escape(str(path))}:(\d+)")
+            numbered = partial(lambda name, line: f"{name}[{int(line[1]) - 1}]", name)
+            text = lines.sub(numbered, text).replace(str(path), name)
         return text
-
-
-def _is_file(given: object) -> bool:
-    """Whether it is a path, or a path with a weight like an entry of `data.train`. A string without the ending of a
-    data file may be a row by mistake."""
-    if isinstance(given, Mapping):
-        return "path" in given and given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
-    return isinstance(given, PathLike) or (isinstance(given, str) and Path(given).suffix.lower() in KINDS)
-
-
-def _named_file(given: Any) -> object:
-    return {**given, "path": os.fspath(given["path"])} if isinstance(given, Mapping) else os.fspath(given)
-
-
-def _row_of(name: str, line: re.Match[str]) -> str:
-    return f"{name}[{int(line[1]) - 1}]"
 
 
 def write_rows(data: object, path: Path, name: str) -> None:

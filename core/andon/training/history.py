@@ -1,7 +1,7 @@
-"""What the ledger of a run tells of it: what was done, and how it ended; and the lines of a new step and a violation.
+"""What a run's ledger tells of the run so far, and the records of a new step and a violation.
 
-Every rank reads the same ledger and judges the same step by it (`run/repeats`), so all of them end alike where one was
-not repeated.
+Every rank reads the same ledger and compares a repeated step with it (`run/repeats`), so all ranks end alike if one is
+not repeated exactly.
 """
 
 from __future__ import annotations
@@ -35,19 +35,16 @@ from andon_contracts.record import (
 )
 from andon_contracts.violation import Violation
 
-_CLOSING = ("finished", "early-stopping")
-
 
 @dataclass
 class History:
-    """The run so far, as seen from the checkpoint that it goes on from.
+    """The run so far, as its ledger tells it to the checkpoint that the run goes on from.
 
-    head: the digest of the line that the checkpoint quotes, None where the ledger is shorter. steps: those that will
-    be done again, the last record of each, unless that was taken back, or was made on another machine or with other
-    versions: equal bits are promised for one of both. retraction: what a violation should have taken back, where the
-    process ended before it did, or was of a version that did not. violations: recorded. evaluated, ended: the last
-    scores and the end, where the run was interrupted after them on this machine and versions. world, backend: where it
-    ran last. kept: the step of the last checkpoint. last: the highest of an update that counts.
+    head: the digest of the line that the checkpoint quotes; None if the ledger is shorter. steps: those that will be
+    done again, the last record of each, unless it was taken back, or was made on another machine or with other
+    versions, whose bits may differ. retraction: of a violation that the process ended too early to write. violations:
+    the number recorded. evaluated, ended: the last scores and the end, if the run was interrupted after them on this
+    machine and versions. world, backend: where it ran last. last: the highest update that counts.
     """
 
     head: str | None = None
@@ -58,41 +55,15 @@ class History:
     ended: End | None = None
     world: int = 0
     backend: str = ""
-    kept: int = 0
     last: int = 0
-
-    def note(self, record: Record, after: int, *, comparable: bool) -> None:
-        """Take in the next line. after: the step of the checkpoint. comparable: made on this machine and versions."""
-        if isinstance(record, Start | Resume):
-            self.world, self.backend = record.world, record.backend
-            self.kept = record.step if isinstance(record, Resume) else 0
-        elif isinstance(record, Broken):
-            self.violations += 1
-            self.retraction = retracted(record, self.kept, self.last)
-            self._take_back(self.kept)  # `last` stays until a line of the ledger says so
-        elif isinstance(record, Retraction):
-            self.retraction = None
-            self.last = min(self.last, record.step)
-            self._take_back(record.step)
-        elif isinstance(record, Saved):
-            self.kept = record.step
-        elif isinstance(record, Step):
-            self.last = max(self.last, record.step)
-            if record.step > after:
-                self.steps.pop(record.step, None)  # done elsewhere later: what was done here before counts no more
-                if comparable:
-                    self.steps[record.step] = record
-
-    def _take_back(self, kept: int) -> None:
-        self.steps = {step: record for step, record in self.steps.items() if step <= kept}
 
 
 def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
-    """What `violation` takes back of a run with updates up to `last`, whose last checkpoint is of step `kept`, if any.
+    """What `violation` takes back of a run with updates up to `last` and its last checkpoint of step `kept`, if any.
 
-    A clause that is looked at now and then (the frozen base, an audit, a checkpoint read back) may have been broken
-    since any update after the last look, and before each checkpoint all that is looked at is: so what lies behind the
-    checkpoint stands, and what lies after it is nobody's truth.
+    A clause that is only checked now and then (the frozen base, an audit, a checkpoint read back) may have been broken
+    by any update after its last check. Every such clause is checked before a checkpoint, so the steps up to the
+    checkpoint stand and the steps after it cannot be trusted.
     """
     return Retraction(kept, last, violation.clause, violation.seen) if last > kept else None
 
@@ -105,46 +76,62 @@ def begin_anew(config: Path) -> str:
 def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Checkpoint | None = None) -> History:
     """What `ledger` tells of the run that goes on from `checkpoint` (None: that begins anew); nothing without one.
 
-    fingerprint: of this machine and these versions. Every line is read and, but for the steps that are done again, none
-    is kept: a run of a million steps is resumed in the memory of one of ten. Raises `InputError` at the line of a
-    ledger that is damaged.
+    fingerprint: of this machine and these versions. Only the steps that are done again are held in memory. Raises
+    `InputError` at the line of a ledger that is damaged.
     """
     step, count = (checkpoint.step, checkpoint.head[0]) if checkpoint is not None else (0, 0)
     history = History(head=GENESIS if count == 0 else None)
     if not ledger.exists():
         return history
-    comparable = False
+    comparable, saved = False, 0  # saved: the step of the last checkpoint
     try:
         for number, (record, digest) in enumerate(digested_ledger(ledger), start=1):
-            if isinstance(record, Start | Resume):
-                comparable = dict(record.fingerprint) == dict(fingerprint)
-            history.note(record, step, comparable=comparable)
+            # After the checkpoint of the last step come only the last scores, of it or of the best step, and the end.
+            closing = checkpoint is not None and number > count and comparable
             if number == count:
                 history.head = digest
-            elif number > count and checkpoint is not None:
-                _note_closing(history, record, step, comparable=comparable)
+            match record:
+                case Start() | Resume():
+                    comparable = dict(record.fingerprint) == dict(fingerprint)
+                    history.world, history.backend = record.world, record.backend
+                    saved = record.step if isinstance(record, Resume) else 0
+                case Step():
+                    history.evaluated = history.ended = None
+                    history.last = max(history.last, record.step)
+                    if record.step > step:
+                        history.steps.pop(record.step, None)  # the latest record counts, even from another machine
+                        if comparable:
+                            history.steps[record.step] = record
+                case Saved():
+                    saved = record.step
+                case Broken():
+                    history.evaluated = history.ended = None
+                    history.violations += 1
+                    history.retraction = retracted(record, saved, history.last)
+                    history.steps = _up_to(saved, history.steps)  # `last` stays until the retraction is in the ledger
+                case Retraction():
+                    history.retraction, history.last = None, min(history.last, record.step)
+                    history.steps = _up_to(record.step, history.steps)
+                case Evaluation() if closing and record.step <= step == history.last:
+                    history.evaluated = record
+                case End() if closing and record.step == step and record.reason in ("finished", "early-stopping"):
+                    history.ended = record
     except LedgerError as error:
         anew = f"put the file back as it was, or begin anew: {begin_anew(ledger.with_name('config.yaml'))}"
         raise InputError([Problem("", f"{error}; the run cannot be resumed: {anew}")]) from error
-    if history.retraction is not None:  # which is written before anything else is
+    if history.retraction is not None:  # it is written before anything else is
         history.last = history.retraction.step
     return history
 
 
-def _note_closing(history: History, record: Record, step: int, *, comparable: bool) -> None:
-    """After the checkpoint of the last step there are only the last scores, of it or of the best step, and the end."""
-    if isinstance(record, Step | Broken):
-        history.evaluated = history.ended = None
-    elif isinstance(record, Evaluation) and record.step <= step == history.last and comparable:
-        history.evaluated = record
-    elif isinstance(record, End) and record.step == step and record.reason in _CLOSING and comparable:
-        history.ended = record
+def _up_to(last: int, steps: Mapping[int, Step]) -> dict[int, Step]:
+    return {step: record for step, record in steps.items() if step <= last}
 
 
 def violation_records(violation: Violation, step: int, weights: int, kept: int, last: int) -> Iterator[Record]:
-    """The last lines of a run: the violation, what it takes back, and the end.
+    """The last records of a run: the violation, what it takes back, and the end.
 
-    step: the update that was done last. weights: the digest of what it left. kept, last: see `retracted`.
+    step, weights: the last update and the digest of its weights. kept, last: see `retracted`.
     """
     finding = violation.finding
     broken = Broken(

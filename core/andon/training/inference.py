@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
-from andon.backend.inprocess import InlineBackend
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
@@ -26,21 +26,18 @@ from andon.model.adapter import base_digest, load_adapter, read_labels, trainabl
 from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
-from andon.run.checkpoint import load_checkpoint, saved_steps
+from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
-from andon.run.sealed import CheckpointError
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
-from andon.tasks.encoded import EncodedRows
 from andon.tasks.sft import Asked
+from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
-from andon.training.evaluation import evaluate
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
     cut_note,
-    encoded,
     interface_of,
     loss_weights,
     skipped_of,
@@ -48,7 +45,8 @@ from andon.training.material import (
     usable_ids,
     warnings_of,
 )
-from andon.training.rows import READERS, Rows, read_rows, selection_of, skip_notes
+from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
+from andon.training.trainer import evaluate
 from andon_contracts.digest import hex64
 
 _WINDOW, _PROMPTS = 2048, 256
@@ -83,7 +81,7 @@ class Prediction:
     probabilities: tuple[float, ...]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """Values for a file or a screen. labels: the names of all probabilities, if they are to be shown."""
+        """Values for a file or a screen. labels: the names of all probabilities, if all are to be shown."""
         row: dict[str, Any] = {"text": self.text, "label": self.label, "probability": rounded(self.probability)}
         if labels is not None:
             row["scores"] = dict(zip(labels, map(rounded, self.probabilities), strict=True))
@@ -98,7 +96,6 @@ class PredictedNumber:
     value: float
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """See `Prediction.record`."""
         return {"text": self.text, "value": rounded(self.value)}
 
 
@@ -111,7 +108,6 @@ class PredictedLabels:
     probabilities: Mapping[str, float]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """See `Prediction.record`."""
         told = self.labels if labels is None else labels
         scores = {name: rounded(self.probabilities[name]) for name in told}
         return {"text": self.text, "labels": list(self.labels), "scores": scores}
@@ -125,7 +121,6 @@ class PredictedTags:
     tags: tuple[str | None, ...]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        """See `Prediction.record`."""
         return {"tokens": self.text.split(), "tags": list(self.tags)}
 
 
@@ -141,24 +136,37 @@ def device_named(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda:0" if gpus else "cpu")
     try:
-        (device,) = named_devices([name], gpus)
+        return named_devices([name], gpus)[0]
     except InputError as error:
         raise InputError([Problem("--device", f"{each.what}; or use auto") for each in error.problems]) from None
-    return device
 
 
 def load_run(
     folder: RunFolder, base: str | None = None, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> TrainedRun:
-    """Build the run's base again, check that it is the same one, load what was trained, and move it to `device`.
+    """Build the run's base again, check its weights, load what was trained, and move the model to `device`.
 
-    base: the path of the base now; None: as the run names it, or the embedded one. checkpoint: `best`, `last` or a
-    step; None loads the run's result, from its adapter folder. device: as `device_named` takes it.
-    Raises `InputError` for a base whose weights are not those that the adapter was trained on, for a `base` of a run
-    that needs none, and for a checkpoint that is not there.
+    base: the path of the base now; None: as the run names it. checkpoint: `best`, `last` or a step; None: the run's
+    result, from its adapter folder. device: see `device_named`. Raises `InputError` for a base with other weights than
+    the adapter was trained on, for a `base` of a run that needs none, and for a checkpoint that does not exist.
     """
-    place = device_named(device)
-    step = None if checkpoint is None else _step_named(folder, checkpoint)
+    place, step = device_named(device), None
+    if checkpoint is not None:
+        saved = saved_steps(folder.checkpoints)
+        there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
+        if checkpoint in ("best", "last"):
+            summary = read_summary(folder.summary)
+            step = summary.best_step if checkpoint == "best" else summary.steps
+            if step is None:
+                what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
+                raise InputError([Problem("--checkpoint", f"{what}: {there}")])
+        elif checkpoint.isascii() and checkpoint.isdecimal():
+            step = int(checkpoint)
+        else:
+            raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
+        if step not in saved:
+            what = f"{folder.checkpoints} has no checkpoint of step {step}; {there}"
+            raise InputError([Problem("--checkpoint", what)])
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):
@@ -187,11 +195,11 @@ def load_run(
         except CheckpointError as error:
             raise InputError([Problem("--checkpoint", str(error))]) from error
         prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
-        saved = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-        if {name: value.shape for name, value in saved.items()} != {name: each.shape for name, each in trained.items()}:
+        values = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
             raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
         with torch.no_grad():
-            for name, value in saved.items():
+            for name, value in values.items():
                 trained[name].copy_(value)
     model = model.to(place).eval()
     for warning in warnings_of(model, tokenizer):
@@ -199,39 +207,19 @@ def load_run(
     return TrainedRun(folder, config, model, tokenizer, labels, place, step)
 
 
-def _step_named(folder: RunFolder, checkpoint: str) -> int:
-    saved = saved_steps(folder.checkpoints)
-    there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
-    if checkpoint in ("best", "last"):
-        summary = read_summary(folder.summary)
-        step = summary.best_step if checkpoint == "best" else summary.steps
-        if step is None:
-            what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
-            raise InputError([Problem("--checkpoint", f"{what}: {there}")])
-    elif checkpoint.isascii() and checkpoint.isdecimal():
-        step = int(checkpoint)
-    else:
-        raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
-    if step not in saved:
-        raise InputError([Problem("--checkpoint", f"{folder.checkpoints} has no checkpoint of step {step}; {there}")])
-    return step
-
-
 def read_labelled(
     folder: RunFolder, data: Path, *, text_column: str | None = None, label_column: str | None = None
 ) -> Examples:
     """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong.
 
-    text_column, label_column: where they stand in this file; None: where the run's configuration says.
+    text_column, label_column: in this file; None: as the run's configuration names them.
     """
     config = config_of(folder)
-    columns = config.data
-    if text_column or label_column:
-        named = {"text_column": text_column, "label_column": label_column}
-        columns = columns.model_copy(update={key: name for key, name in named.items() if name is not None})
+    named = {"text_column": text_column, "label_column": label_column}
+    columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    found = READERS[task].read(columns, [data], labels, selection_of(config.data, train=False))
+    found = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
     for note in skip_notes(found.origins.skipped if found.origins is not None else ()):
         say(note)
     return found
@@ -240,8 +228,8 @@ def read_labelled(
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     """Scores of the rows in `data` (`read_labelled`), as the run's own summary has them.
 
-    The loss is weighted as in training. Weights by frequency are those of the training rows: where these are gone or
-    have changed, there is no loss, and a line says so.
+    The loss is weighted as in training. Weights by frequency need the training rows: without these the loss is left
+    out, and a line says so.
     """
     kind, weights = run.config.data.class_weights, (1.0,) * len(run.labels)
     if kind != "uniform":
@@ -261,7 +249,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 
 
 def rows_of(run: TrainedRun) -> Rows | None:
-    """The rows that the run was trained and scored on; None where they are gone or have changed."""
+    """The rows that the run was trained and scored on; None if they are gone or have changed."""
     try:
         rows = read_rows(run.config)
     except InputError:
@@ -286,9 +274,9 @@ class Answer:
 def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_tokens: int) -> Iterator[Answer]:
     """The model's answer to each prompt, in order: the likeliest token at each place (greedy).
 
-    A prompt is messages, or a text that is one message of a user, written as the conversations were that the run was
-    trained on. In fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in
-    half precision a merge would lose part of it. Raises `InputError` for a prompt that leaves the model no room.
+    A prompt is messages, or a text that becomes one message of a user, in the format of the training conversations. In
+    fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in half precision a
+    merge would lose part of it. Raises `InputError` for a prompt that leaves the model no room.
     """
     merged = any(getattr(each, "merged", False) for each in run.model.modules())
     if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
@@ -323,9 +311,25 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError([Problem(str(run.folder.path), what)])
     waiting, others = iter(texts), iter(pairs or ())
+    task, labels = run.config.task or CLASSIFICATION, run.labels
     while window := list(islice(waiting, _WINDOW)):
         second = None if pairs is None else list(islice(others, len(window)))
-        yield from _predicted(run, window, logits_of_texts(run, window, second))
+        logits = logits_of_texts(run, window, second)
+        if task == REGRESSION:
+            yield from (PredictedNumber(text, float(row[0])) for text, row in zip(window, logits, strict=True))
+        elif task == MULTI_LABEL:
+            for text, row in zip(window, logits, strict=True):
+                chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
+                yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
+        elif task == TOKEN_CLASSIFICATION:
+            firsts = run.tokenizer.encode(window, run.config.model.max_length, words=True).firsts
+            for text, places, row in zip(window, firsts, logits, strict=True):
+                best = row.argmax(dim=1).tolist()
+                yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
+        else:
+            for text, found in zip(window, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
+                likeliest = max(range(len(found)), key=found.__getitem__)
+                yield Prediction(text, labels[likeliest], found[likeliest], tuple(found))
 
 
 def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
@@ -333,36 +337,12 @@ def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] 
 
     Texts of like lengths are computed together, as `EvaluationBatching` says.
     """
-    limit = run.config.model.max_length
-    tokens, columns = encoded(run.tokenizer, texts, pairs, limit)
-    asked = EncodedRows(
-        tokens,
-        None,
-        pad_id=run.tokenizer.pad_id,
-        vocab_size=run.tokenizer.vocab_size,
-        max_length=limit,
-        columns=columns,
+    own, limit = run.tokenizer, run.config.model.max_length
+    found = own.encode(texts, limit, pairs)
+    rows = EncodedRows(
+        found.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=found.columns
     )
-    found: dict[int, torch.Tensor] = {}
-    for batch in EvaluationBatching(_TOKENS, limit=limit).of(asked.lengths.tolist()):
-        found |= zip(batch, predictions(run.model, asked.load(batch, run.device)).cpu(), strict=True)
-    return [found[place] for place in range(len(texts))]
-
-
-def _predicted(run: TrainedRun, texts: Sequence[str], logits: Sequence[torch.Tensor]) -> Iterator[Predicted]:
-    task, labels = run.config.task or CLASSIFICATION, run.labels
-    if task == REGRESSION:
-        yield from (PredictedNumber(text, float(row[0])) for text, row in zip(texts, logits, strict=True))
-    elif task == MULTI_LABEL:
-        for text, row in zip(texts, logits, strict=True):
-            chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
-            yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
-    elif task == TOKEN_CLASSIFICATION:
-        _, firsts = run.tokenizer.encode_words(texts, run.config.model.max_length)
-        for text, places, row in zip(texts, firsts, logits, strict=True):
-            best = row.argmax(dim=1).tolist()
-            yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
-    else:
-        for text, found in zip(texts, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
-            likeliest = max(range(len(found)), key=found.__getitem__)
-            yield Prediction(text, labels[likeliest], found[likeliest], tuple(found))
+    logits: dict[int, torch.Tensor] = {}
+    for batch in EvaluationBatching(_TOKENS, limit=limit).of(rows.lengths.tolist()):
+        logits |= zip(batch, predictions(run.model, rows.load(batch, run.device)).cpu(), strict=True)
+    return [logits[place] for place in range(len(texts))]

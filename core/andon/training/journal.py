@@ -1,58 +1,45 @@
-"""What a run leaves in its folder while it trains: the ledger, metrics, checkpoints. Rank 0 alone writes."""
+"""The writer of a run's folder: ledger, metrics, checkpoints; and what is shown meanwhile. Rank 0 alone writes."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from andon.console.messages import BROKEN_STREAM, write
 from andon.console.problems import InputError, Problem
 from andon.integrations.trackers import Tracker
 from andon.metrics.confusion import digest_of, write_confusion
 from andon.metrics.scores import Scores
 from andon.run.atomic import storage, write_all, write_whole
-from andon.run.checkpoint import Checkpoint, prune, save_checkpoint
+from andon.run.checkpoint import MANIFEST, Checkpoint, prune, save_checkpoint
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.ledger import LedgerWriter
-from andon.run.sealed import MANIFEST
-from andon.run.summary import HELD_OUT, LAST_VALIDATION
+from andon.run.summary import HELD_OUT, LAST_VALIDATION, quoted
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult
-from andon.training.progress import ProgressView
-from andon.training.trainer import Progress
+from andon.training.trainer import Journal, Progress
 from andon_contracts.fields import Real
-from andon_contracts.record import Evaluation, Record, Saved, Step, outside_change
+from andon_contracts.record import Evaluation, Saved, Step, outside_change
 
-
-class SilentJournal:
-    """The journal of every rank but 0."""
-
-    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
-        """Nothing is written."""
-
-    def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
-        """Nothing is written."""
-
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """Nothing is written."""
-
-    def close(self) -> None:
-        """Nothing is held."""
+_SILENT_S = 12.0
+"""The longest time without a line: an update of a large model can take minutes, and its log is not a hung run."""
 
 
 class MetricsWriter:
-    """Appends lines of JSON, each whole or not at all.
+    """Appends lines of JSON, each whole or not at all, and gives every tracker every line.
 
     A disk that refuses a line, and a file that another program truncated or replaced, is an `InputError`.
     Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
-    and the scores of the rows never trained on. Every tracker is given every line too.
+    and the scores of the rows never trained on.
     """
 
     def __init__(self, path: Path, done: int, trackers: Iterable[Tracker] = ()) -> None:
@@ -67,7 +54,6 @@ class MetricsWriter:
         self._size = os.fstat(self._handle).st_size
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line."""
         data = (json.dumps(line) + "\n").encode()
         what = outside_change(self._handle, self._path, self._size)
         if what:
@@ -76,7 +62,7 @@ class MetricsWriter:
             try:
                 write_all(self._handle, data)
             except BaseException:
-                # A line is whole or not there, also where who catches this writes on.
+                # A line is whole or absent, even if the caller catches this and writes on.
                 os.ftruncate(self._handle, self._size)
                 raise
         self._size += len(data)
@@ -84,7 +70,6 @@ class MetricsWriter:
             tracker.line(line)
 
     def close(self) -> None:
-        """Close the file; more than once is harmless."""
         if self._handle >= 0:
             os.close(self._handle)
             self._handle = -1
@@ -95,119 +80,156 @@ class MetricsWriter:
 def _is_up_to(line: bytes, done: int) -> bool:
     try:
         found = json.loads(line)
-        return (
-            line.endswith(b"\n") and int(found["step"]) <= done and found.get("what") not in (HELD_OUT, LAST_VALIDATION)
-        )
+        of_last_rows = found.get("what") in (HELD_OUT, LAST_VALIDATION)
+        return line.endswith(b"\n") and int(found["step"]) <= done and not of_last_rows
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
 
 
-class FolderJournal:
-    """Writes the run folder. Each line is written at its step; a full disk is an `InputError` at that step."""
+class ProgressView:
+    """Shows lines of metrics on standard error, in a form that `grep` can find; a rich bar if that is a terminal.
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        ledger: LedgerWriter,
-        metrics: MetricsWriter,
-        view: ProgressView,
-        tensors: Callable[[], Mapping[str, torch.Tensor]],
-        fixed_state: Mapping[str, Any],
-        keep: int,
-        saved_at: int,
-        *,
-        counts_right: bool = True,
-    ) -> None:
-        """tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep.
+    mode: auto (a bar on a terminal), always (a bar), never (lines), quiet (nothing), json (the metrics on standard
+    output and nothing else). done: steps already taken.
+    """
 
-        saved_at: the step of the checkpoint that the run goes on from, or 0. counts_right: as a `ScoredTask` says it.
-        """
-        self._counts_right = counts_right
-        self._folder = folder
-        self._ledger = ledger
-        self._metrics = metrics
-        self._view = view
-        self._tensors = tensors
-        self._fixed_state = dict(fixed_state)
-        self._keep = keep
-        self.saved_at = saved_at
-        """The step of the checkpoint that was saved, or loaded, last; 0 without one."""
-        self._since = time.perf_counter()
-        self._norms: Counter[bool] = Counter()
+    def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0) -> None:
+        self._mode, self._total, self._every, self._done_before = mode, total_steps, log_every, done
+        self._started = self._last_line = time.perf_counter()
+        self._bar: Any = None
+        try:
+            on_terminal = sys.stderr.isatty()
+        except ValueError:  # it was closed
+            on_terminal = False
+        if mode == "always" or (mode == "auto" and on_terminal):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._bar.add_task("starting", total=total_steps, completed=done)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show the metrics of an update."""
+        step, epoch, loss, now = line["step"], line["epoch"], line["loss"], time.perf_counter()
+        shown = step % self._every == 0 or step == self._total
+        if self._mode == "json" and shown:
+            write(f"{json.dumps(line)}\n", sys.stdout)
+        elif self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar.update(self._bar.task_ids[0], completed=step, description=f"epoch {epoch} loss {loss:.4f}")
+        elif shown or now - self._last_line > _SILENT_S:
+            rate = (step - self._done_before) / (now - self._started)
+            right = f"train_acc {line['accuracy']:.3f} " if "accuracy" in line else ""
+            self._line(
+                f"step {step}/{self._total} epoch {epoch} loss {loss:.4f} {right}"
+                f"grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} {rate:.3g} steps/s"
+            )
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Show the metrics of an evaluation."""
+        if self._mode == "json":
+            write(f"{json.dumps(line)}\n", sys.stdout)
+        loss = f" loss {line['loss']:.4f}" if "loss" in line else ""
+        told = " ".join(f"{word} {value:.4f}" for word, value in quoted(line).items())
+        self._line(f"{line['what']} after step {line['step']}: {told}{loss} ({line['rows']} rows)")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar.stop()
+            self._bar = None
+
+    def _line(self, text: str) -> None:
+        if self._mode in ("quiet", "json"):
+            return
+        self._last_line = time.perf_counter()
+        if self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar.console.print(text)
+        else:
+            write(f"{text}\n")
+
+
+@dataclass
+class FolderJournal(Journal):
+    """Writes the run folder. Each line is written at its step; a full disk is an `InputError` at that step.
+
+    tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep. saved_at:
+    the step of the checkpoint that was saved, or loaded, last; 0 without one. counts_right: as a `ScoredTask` says it.
+    """
+
+    folder: RunFolder
+    ledger: LedgerWriter
+    metrics: MetricsWriter
+    view: ProgressView
+    tensors: Callable[[], Mapping[str, torch.Tensor]]
+    fixed_state: Mapping[str, Any]
+    keep: int
+    saved_at: int
+    counts_right: bool = True
+    zero_updates: int = field(default=0, init=False)
+    """Updates of this process whose gradient was exactly zero."""
+    updates: int = field(default=0, init=False)
+    _since: float = field(default_factory=time.perf_counter, init=False)
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
-        """The ledger line, the metrics line, the progress."""
-        self._ledger.append(record if self._counts_right else replace(record, correct=None))
+        self.ledger.append(record if self.counts_right else replace(record, correct=None))
         now = time.perf_counter()
         line = {
             "step": result.step,
             "epoch": batch.epoch,
             "loss": result.loss,
-            **({"accuracy": result.correct / max(result.terms, 1)} if self._counts_right else {}),
+            **({"accuracy": result.correct / max(result.terms, 1)} if self.counts_right else {}),
             "grad_norm": result.grad_norm,
             "lr": result.rate,
             "rows": result.rows,
             "seconds": round(now - self._since, 6),
         }
         self._since = now
-        self._norms[result.grad_norm != 0] += 1
-        self._metrics.write(line)
-        self._view.step(batch, result)
-        self._view.measured(line)
+        self.updates += 1
+        self.zero_updates += result.grad_norm == 0
+        self.metrics.write(line)
+        self.view.step(line)
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str, *, recorded: bool = False) -> None:
-        """The scores, in the ledger, unless they are `recorded` there already, and among the metrics.
+        """Write scores to the ledger, unless they are `recorded` there already, and to the metrics.
 
         The confusion matrix is on the disk before the ledger's line that quotes it.
         """
         if scores.confusion is not None:
-            write_confusion(self._folder.confusion, scores.confusion)
+            write_confusion(self.folder.confusion, scores.confusion)
         if not recorded:
-            self._ledger.append(evaluation_of(step, epoch, scores))
+            self.ledger.append(evaluation_of(step, epoch, scores))
         line = {"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **_reals(scores)}
-        self._metrics.write(line)
-        self._view.evaluated(step, scores, what)
-        self._view.measured(line)
+        self.metrics.write(line)
+        self.view.evaluated(line)
 
     def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """The whole state, written whole or not at all; then old ones are pruned, the best is always kept.
+        """Write the whole state, whole or not at all; then remove old checkpoints, but never the best.
 
         Raises `InputError` if the disk refuses, and `Violation` if it reads back other bytes.
         """
-        self._ledger.sync()
+        self.ledger.sync()
         # Reals as hex, so that a checkpoint's state is strict JSON and exact.
         exact = {name: value.hex() if isinstance(value, float) else value for name, value in asdict(progress).items()}
-        state = {**self._fixed_state, "progress": exact}
-        path = save_checkpoint(self._folder.checkpoints, progress.step, self._tensors(), state, self._ledger.head)
+        state = {**self.fixed_state, "progress": exact}
+        path = save_checkpoint(self.folder.checkpoints, progress.step, self.tensors(), state, self.ledger.head)
         digest = json.loads((path / MANIFEST).read_bytes())["digest"]
-        self._ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
+        self.ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
         self.saved_at = progress.step
-        prune(self._folder.checkpoints, self._keep, best=progress.best_step, newest=progress.step)
-
-    @property
-    def all_zero(self) -> int:
-        """The number of updates of this process if the gradient of every one of them was exactly zero, else 0."""
-        return 0 if self._norms[True] else self._norms[False]
-
-    def append(self, record: Record) -> None:
-        """Any other record: start, resume, violation, retraction, end."""
-        self._ledger.append(record)
-
-    @property
-    def head(self) -> tuple[int, str]:
-        """Lines of the ledger and the digest of the last, after all of them are on the disk."""
-        self._ledger.sync()
-        return self._ledger.head
+        prune(self.folder.checkpoints, self.keep, best=progress.best_step, newest=progress.step)
 
     def close(self) -> None:
-        """Close everything; more than once is harmless."""
-        self._view.close()
-        self._metrics.close()
-        self._ledger.close()
+        self.view.close()
+        self.metrics.close()
+        self.ledger.close()
 
 
 def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
-    """What the ledger says of scores after `step` updates."""
+    """The ledger's record of scores after `step` updates."""
     reals = {name: Real.of(value) for name, value in _reals(scores).items()}
     confusion = digest_of(scores.confusion) if scores.confusion is not None else None
     return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=confusion)

@@ -24,18 +24,22 @@ from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
-from andon.tasks.classification import ClassificationTask
-from andon.tasks.encoded import Columns, EncodedRows
-from andon.tasks.multi_label import MultiLabelTask
-from andon.tasks.regression import RegressionTask
 from andon.tasks.sft import Asked, SftTask
-from andon.tasks.tagging import NO_TAG, TaggingTask
-from andon.tasks.task import ScoredTask
+from andon.tasks.text import (
+    NO_TAG,
+    ClassificationTask,
+    EncodedRows,
+    MultiLabelTask,
+    RegressionTask,
+    RowOptions,
+    ScoredTask,
+    TaggingTask,
+)
 from andon.tasks.token_rows import TokenRows
-from andon.training.choices import Base, capped, for_rows, with_micro_batches, with_values
-from andon.training.limits import require_records_fit
+from andon.training.choices import Base, capped, for_rows, with_micro_batches
+from andon.training.notices import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
-from andon.training.token_cache import TokenisedConversations, tokenised
+from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
 
 
 @dataclass(frozen=True)
@@ -69,63 +73,72 @@ class Material:
 
 
 def prepare(config: Config, cache: Path | None = None) -> Material:
-    """Read, split, encode, choose what nobody set, and plan. Raises `InputError` for anything that the user got wrong.
+    """Read, split, encode, choose unset values, and plan. Raises `InputError` for anything that the user got wrong.
 
     cache: a folder that keeps tokens of conversations, if the configuration names none; None: they are made each time.
     """
-    task_name, base = task_of_run(config), None
-    tokenizer = _tokenizer(config, task_name)
-    if task_name == SFT:
-        if config.model.base is not None:
-            # Refused here, before the tokenizer asks for a chat template.
-            require_decoder(config.model.base, config.model.revision)
+    name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
+    if own.new_tokens and name != SFT:
+        what = f"are for conversations (task sft), and this is {name} ({', '.join(map(repr, own.new_tokens))})"
+        raise InputError([Problem("model.new_tokens", what)])
+    if own.base is None:
+        tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=name == SFT)
+    else:
+        tokenizer = pretrained_tokenizer(own.base, local_only=is_folder(Path(own.base)), revision=own.revision)
+    if own.new_tokens:
+        tokenizer = tokenizer.with_tokens(own.new_tokens)
+
+    def base_with(labels: tuple[str, ...]) -> Base | None:
+        if own.base is None:
+            return None
+        return Base(*facts_of_shape(own, interface_of(config, HEADS[name], labels, tokenizer)))
+
+    base = None
+    if name == SFT:
         # Conversations are tokenised as they are read, so the longest length must be known before.
-        base = _base(config, SFT, (), tokenizer)
+        if own.base is not None:
+            require_decoder(own.base, own.revision)  # before the tokenizer asks for a chat template
+        base = base_with(())
         config = capped(config, SFT, base)
 
     def conversations(paths: Sequence[Path], selection: RowSelection) -> Examples:
-        return tokenised(
-            cache_of(config, cache),
-            paths,
-            selection,
-            tokenizer,
-            max_length=config.model.max_length,
-            train_on=config.data.train_on,
-            positions=None if base is None else base.positions,
-        )
+        limit, positions = config.model.max_length, None if base is None else base.positions
+        train_on = config.data.train_on
+        return tokenised(cache, paths, selection, tokenizer, max_length=limit, train_on=train_on, positions=positions)
 
-    rows = read_rows(config, conversations, cache_of(config, cache))
-    if task_name != SFT:
+    rows = read_rows(config, conversations, cache)
+    if name != SFT:
         labels = rows.train.labels
-        if config.model.base is not None and rows.task != REGRESSION:
+        if own.base is not None and name != REGRESSION:
             # In the order in which the base names the same classes, so that a head it brings stays meaningful.
-            labels = labels_in_own_order(config.model.base, HEADS[rows.task], labels, config.model.revision)
+            labels = labels_in_own_order(own.base, HEADS[name], labels, own.revision)
         rows = rows.numbered_by(labels)
-        base = _base(config, task_name, rows.train.labels, tokenizer)
-        config = capped(config, task_name, base)
+        base = base_with(rows.train.labels)
+        config = capped(config, name, base)
 
-    # Rows become tokens; what nobody set is chosen from their lengths.
+    # Rows become tokens; unset values are chosen from their lengths.
     weights: tuple[float, ...] = ()
-    if rows.task == CLASSIFICATION:
+    if name == CLASSIFICATION:
         weights = loss_weights(config, rows)
     elif config.data.class_weights != "uniform":
-        what = f"{config.data.class_weights} is of classes, and {rows.task} has no weights"
+        what = f"{config.data.class_weights} is of classes, and {name} has no weights"
         raise InputError([Problem("data.class_weights", what)])
-    whole = task_of(config, rows.train, tokenizer, weights)
-    scored = None if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights)
+    whole = task_of(config, rows.train, tokenizer, weights, cache)
+    scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
-    longest = max(int(each.lengths.max()) for each in (whole, scored) if each is not None)
-    config = for_rows(config, rows.task, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
-    padding = padding_multiple(config), config.model.max_length
-    whole, scored = whole.padded_to(*padding), None if scored is None else scored.padded_to(*padding)
+    longest = max(int(each.lengths.max()) for each in (whole, scored))
+    config = for_rows(config, name, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
+    training, padding = config.training, (padding_multiple(config), config.model.max_length)
+    whole, scored = whole.padded_to(*padding), scored.padded_to(*padding)
 
     # Trained on are packs, or copies of rows by weight; scored are the rows themselves, or some of them.
     task, train_ids = whole, rows.train_ids
-    if config.training.packing:
+    if training.packing:
         if not isinstance(whole, SftTask):
-            what = "is for conversations (task sft); a class is that of one row"
-            raise InputError([Problem("training.packing", what)])
+            raise InputError(
+                [Problem("training.packing", "is for conversations (task sft); a class is that of one row")]
+            )
         task = whole.packed([rows.row_of(id_) for id_ in train_ids])
         train_ids = tuple(range(len(task)))
     elif rows.copies > 1:
@@ -133,15 +146,35 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if rows.sources and isinstance(whole, EncodedRows):
         whole = whole.by_source(rows.sources)
     scored_ids = [rows.validation_ids]
-    if rows.evaluation is not None and scored is not None:
+    if rows.evaluation is None:
+        scored = whole
+    else:
         scored_ids.append(usable_ids(scored, rows.evaluation.ids))
-    most = config.training.eval_rows
+    most = training.eval_rows
     for place, ids in enumerate(scored_ids):
         if most is not None and most < len(ids):
             drawn = Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]
             scored_ids[place] = tuple(sorted(drawn))
-    plan = _plan(config, rows, train_ids, task)
-    config = with_values(config, {"training.micro_batches": plan.micro_batches})
+
+    # The batches. Packs are shared out to as many updates an epoch as their rows would have unpacked.
+    if not train_ids:
+        raise InputError("data.validation_fraction: leaves no row to train on")
+    batch, updates = training.batch_size, None
+    if training.packing:
+        updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
+        batch = -(-len(train_ids) // updates)
+    lengths = task.lengths[list(train_ids)].tolist()
+    config = with_micro_batches(config, min(batch, len(train_ids)), padded_length(max(lengths), *padding))
+    plan = BatchPlan(
+        ids=train_ids,
+        batch_size=batch,
+        micro_batches=config.training.micro_batches,
+        seed=config.seed,
+        epochs=training.epochs,
+        max_steps=training.max_steps,
+        lengths=tuple(lengths) if training.group_by_length else None,
+        updates=updates,
+    )
     require_records_fit(config, rows, plan, max(map(len, scored_ids)))
     return Material(
         config=config,
@@ -149,18 +182,12 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         tokenizer=tokenizer,
         task=task,
         validation_task=whole,
-        evaluation_task=whole if scored is None else scored,
+        evaluation_task=scored,
         validation_ids=scored_ids[0],
         evaluation_ids=scored_ids[-1],
         plan=plan,
-        interface=interface_of(config, HEADS[rows.task], rows.train.labels, tokenizer),
+        interface=interface_of(config, HEADS[name], rows.train.labels, tokenizer),
     )
-
-
-def _base(config: Config, task: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> Base | None:
-    if config.model.base is None:
-        return None
-    return Base(*facts_of_shape(config.model, interface_of(config, HEADS[task], labels, tokenizer)))
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
@@ -185,19 +212,6 @@ def eval_rows_note(material: Material) -> str:
     return f"note: scores are of {' and '.join(counts)} (training.eval_rows)" if counts else ""
 
 
-def _tokenizer(config: Config, task: str) -> Tokenizer:
-    new = config.model.new_tokens
-    if new and task != SFT:
-        what = f"are for conversations (task sft), and this is {task} ({', '.join(map(repr, new))})"
-        raise InputError([Problem("model.new_tokens", what)])
-    if config.model.base is None:
-        found = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
-    else:
-        local = is_folder(Path(config.model.base))
-        found = pretrained_tokenizer(config.model.base, local_only=local, revision=config.model.revision)
-    return found.with_tokens(new) if new else found
-
-
 def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     """The weight of each class in the loss, from the rows that are trained on, each as often as an epoch has it."""
     trained_on = rows.train.subset(map(rows.row_of, rows.train_ids))
@@ -205,69 +219,46 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
 
 
-def task_of(config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = ()) -> ScoredTask:
-    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss."""
+def task_of(
+    config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = (), cache: Path | None = None
+) -> ScoredTask:
+    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss.
+
+    cache: the folder of the token file; None: this process encodes texts and keeps no tokens.
+    """
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
-    if isinstance(data, Tagged):
-        return _tagging(config, data, tokenizer)
-    pairs = [row.pair for row in data.rows if row.pair is not None]
-    tokens, columns = encoded(tokenizer, [row.text for row in data.rows], pairs or None, config.model.max_length)
-    shared: dict[str, Any] = {"tokens": tokens, "columns": columns, **_batching(config, data, tokenizer)}
-    shared["labels"] = [row.label for row in data.rows]
-    if isinstance(data, Targets):
-        return RegressionTask(**shared)
-    shared |= {"num_labels": len(data.labels), "names": data.labels}
-    if isinstance(data, LabelSets):
-        return MultiLabelTask(**shared)
-    return ClassificationTask(class_weights=weights, **shared)
-
-
-def _tagging(config: Config, data: Tagged, tokenizer: Tokenizer) -> TaggingTask:
-    if config.data.text_pair_column is not None:
+    if isinstance(data, Tagged) and config.data.text_pair_column is not None:
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
-    texts, limit = [row.text for row in data.rows], config.model.max_length
-    tokens, firsts = tokenizer.encode_words(texts, limit)
-    tags = [[NO_TAG] * len(ids) for ids in tokens]
-    unread: dict[int, dict[int, int]] = {}
-    for id_, (row, places, each) in enumerate(zip(data.rows, firsts, tags, strict=True)):
-        for word, (tag, place) in enumerate(zip(row.label, places, strict=True)):
-            if place >= 0:
-                each[place] = tag
-            else:
-                unread.setdefault(id_, {})[word] = tag
-    batching = _batching(config, data, tokenizer)
-    columns = _typed(tokenizer.types_of(texts, limit))
-    return TaggingTask(tokens, tags, names=data.labels, unread=unread, columns=columns, **batching)
-
-
-def _batching(config: Config, data: Examples, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The arguments that all text tasks share, for the rows that the tokenizer encoded last."""
+    found = encoded_texts(cache, data, tokenizer, config.model.max_length)
+    tokens = found.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
-    return {
-        "cut": tokenizer.last_cut,
+    shared: RowOptions = {
+        "columns": found.columns,
+        "cut": found.cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
         "max_length": config.model.max_length,
         "places": [several.where(id_) if several else f"{data.source}: row {id_}" for id_ in data.ids],
     }
-
-
-def encoded(
-    tokenizer: Tokenizer, texts: Sequence[str], pairs: Sequence[str] | None, max_length: int
-) -> tuple[list[list[int]], Columns]:
-    """The tokens of texts, or of pairs of texts, and their types, such as which text of a pair each is of, where the
-    tokenizer has any."""
-    if pairs is None:
-        tokens = tokenizer.encode(texts, max_length)
-        return tokens, _typed(tokenizer.types_of(texts, max_length))
-    tokens, types = tokenizer.encode_pairs(texts, pairs, max_length)
-    return tokens, _typed(types)
-
-
-def _typed(types: Sequence[Sequence[int]]) -> Columns:
-    return {"token_type_ids": (types, 0)} if any(map(any, types)) else {}
+    labels, names, count = [row.label for row in data.rows], data.labels, len(data.labels)
+    if isinstance(data, Targets):
+        return RegressionTask(tokens, labels, **shared)
+    if isinstance(data, LabelSets):
+        return MultiLabelTask(tokens, labels, num_labels=count, names=names, **shared)
+    if not isinstance(data, Tagged):
+        return ClassificationTask(tokens, labels, num_labels=count, class_weights=weights, names=names, **shared)
+    # The tag of a word is that of its first token; a word may have none.
+    tags = [[NO_TAG] * len(ids) for ids in tokens]
+    unread: dict[int, dict[int, int]] = {}
+    for id_, (row_tags, places) in enumerate(zip(labels, found.firsts, strict=True)):
+        for word, (tag, place) in enumerate(zip(row_tags, places, strict=True)):
+            if place >= 0:
+                tags[id_][place] = tag
+            else:
+                unread.setdefault(id_, {})[word] = tag
+    return TaggingTask(tokens, tags, names=names, unread=unread, **shared)
 
 
 def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
@@ -277,7 +268,9 @@ def _conversations(config: Config, data: TokenisedConversations | ConversationSe
         tokens, encoding = data.tokens, data.encoding
     else:
         rows: list[EncodedRow] = []
-        encoding = encode_each(tokenizer, data, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip")
+        encoding = encode_each(
+            tokenizer, data.form, data.rows, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip"
+        )
         tokens = TokenRows.of(rows)
     new = config.model.new_tokens
     ids = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
@@ -321,28 +314,6 @@ def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
     missed = config.task in (SFT, TOKEN_CLASSIFICATION)
     means = "; what was cut off counts as missed, and is not in the loss" if missed else ""
     return f"note: {cut} of {len(ids)} evaluation rows are cut to {config.model.max_length} tokens{means}"
-
-
-def _plan(config: Config, rows: Rows, train_ids: tuple[int, ...], task: ScoredTask) -> BatchPlan:
-    """The batches of a run. Packs are shared out to as many updates an epoch as their rows would have unpacked."""
-    if not train_ids:
-        raise InputError("data.validation_fraction: leaves no row to train on")
-    training, batch, updates = config.training, config.training.batch_size, None
-    if training.packing:
-        updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
-        batch = -(-len(train_ids) // updates)
-    lengths = task.lengths[list(train_ids)].tolist()
-    padded = padded_length(max(lengths), padding_multiple(config), config.model.max_length)
-    return BatchPlan(
-        ids=train_ids,
-        batch_size=batch,
-        micro_batches=with_micro_batches(config, min(batch, len(train_ids)), padded).training.micro_batches,
-        seed=config.seed,
-        epochs=training.epochs,
-        max_steps=training.max_steps,
-        lengths=tuple(lengths) if training.group_by_length else None,
-        updates=updates,
-    )
 
 
 def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:

@@ -1,11 +1,25 @@
-"""What a user should know of a plan of batches before it is trained. Imports no torch."""
+"""What is checked of a plan before it is trained: notes to the user, and files that would be too large. No torch."""
 
 from __future__ import annotations
 
-from andon.config.schema import Config
+import json
+
+from andon.config.schema import CLASSIFICATION, REGRESSION, Config
+from andon.config.source import MOST_BYTES as MOST_SETTINGS
+from andon.console.problems import ProblemList
+from andon.metrics import confusion
 from andon.step.plan import BatchPlan, Schedule
+from andon.training.rows import Rows
+from andon_contracts.record import MAX_LINE
+from andon_contracts.untrusted import MOST_JSON
 
 _FEW_UPDATES = 100
+_CLASS = 250
+"""Bytes that the scores of a class take in a summary at most, without its name: four numbers, indented."""
+_RANK = 300
+"""Bytes of a step's line that one rank takes at most, without its rows and micro-batches: digests and names."""
+_REST = 1 << 16
+"""Bytes of a summary, or of a step's line, that depend on none of these numbers."""
 
 
 def idleness(plan: BatchPlan, workers: int) -> str:
@@ -25,8 +39,7 @@ def few_updates(plan: BatchPlan, config: Config) -> str:
 
 def learns_nothing(plan: BatchPlan, config: Config) -> str:
     """A warning if the only update of the run is the last of its schedule, whose rate is the lowest; else empty."""
-    own, peak = config.schedule, config.optimizer.lr
-    rate = Schedule(peak, plan.total_steps, own.warmup_fraction, own.min_lr, own.type, own.warmup_steps).rate(1)
+    rate, peak = Schedule(config, plan.total_steps).rate(1), config.optimizer.lr
     if plan.total_steps > 1 or rate >= peak:
         return ""
     return (
@@ -34,3 +47,34 @@ def learns_nothing(plan: BatchPlan, config: Config) -> str:
         "ends at schedule.min_lr with the last update. Set training.epochs higher or training.batch_size lower, or "
         "schedule.type=constant for one update at the full rate"
     )
+
+
+def require_records_fit(config: Config, rows: Rows, plan: BatchPlan, evaluated: int) -> None:
+    """Raise `InputError` for a run whose ledger, confusion matrices, summary or label names would be too long.
+
+    evaluated: the most rows that are scored at once. Each size is that of the worst case.
+    """
+    problems = ProblemList()
+    labels = rows.train.labels
+    if rows.task == CLASSIFICATION:
+        size = confusion.most_bytes(len(labels), evaluated)
+        if size > confusion.MOST_BYTES:
+            what = f"the confusion matrix of {evaluated} rows of {len(labels)} classes may take {size} bytes"
+            fewer = "evaluate on fewer rows (training.eval_rows)"
+            problems.add("data.eval", f"{what}, more than {confusion.MOST_BYTES}; {fewer}")
+    if rows.task != REGRESSION:
+        names = [len(json.dumps(label, ensure_ascii=False).encode("utf-8", "surrogatepass")) for label in labels]
+        for file, size, most in (
+            ("summary.json", 2 * sum(names) + _CLASS * len(names) + _REST, MOST_JSON),
+            ("adapter/config.json", 2 * (sum(names) + len("    00000000: ,\n") * len(names)) + _REST, MOST_SETTINGS),
+        ):
+            if size > most:
+                what = f"{len(names)} labels of {sum(names)} bytes in all may make {file} {size} bytes long"
+                problems.add("data.train", f"{what}, more than {most}; shorten the labels, or train on fewer")
+    count = min(plan.batch_size, len(plan.ids))
+    digits = len(str(max(plan.ids, default=0))) + 1
+    size = 2 * count * digits + plan.micro_batches * digits + config.run.workers * _RANK + _REST
+    if size > MAX_LINE:
+        what = f"the ledger's line of a step of {count} rows on {config.run.workers} workers may take {size} bytes"
+        problems.add("training.batch_size", f"{what}, more than {MAX_LINE}; make the batch smaller")
+    problems.raise_if_any()

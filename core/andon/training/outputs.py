@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
@@ -31,13 +31,12 @@ from andon.model.build import LOADERS
 from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import Provenance, read_provenance
+from andon.run.summary import Summary
 from andon.tasks.sft import Asked
 from andon.training.choices import automatic_keys
 from andon.training.material import HEADS
 from andon_contracts.legible import legible_line
 
-CARD = "README.md"
-"""Where hubs look for the card of a model."""
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
 """Classes that are listed, and up to which the confusion matrix is shown."""
 _PIPELINES = {
@@ -105,38 +104,13 @@ _HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
 
 
 class Form(Enum):
-    """What lies in the folder of a card."""
+    """What lies in the folder of a card: an adapter alone, an adapter with its base beside it, a model of which every
+    weight was trained, or a base with the adapter added to its weights."""
 
     ADAPTER = "adapter"
-    """What was trained alone: its base is elsewhere."""
     COMPLETE = "complete"
-    """An adapter with its base beside it, in one folder."""
     WHOLE = "whole"
-    """A model of which every weight was trained."""
     MERGED = "merged"
-    """A base with the adapter added to its weights."""
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of a run.
-
-    labels: the classes by id. rows: the number of training rows. kept_step: the step of the weights if the validation
-    loss chose their checkpoint; None: they are the last step's. scores: as JSON, of the rows that `evaluated_on` names.
-    confusion: the confusion matrix of these rows, if the task has one. weights: the digest of the trained weights, 16
-    hex digits, computed on `world_size` ranks of `backend`.
-    """
-
-    labels: tuple[str, ...]
-    rows: int
-    steps: int
-    scores: Mapping[str, Any]
-    evaluated_on: str
-    weights: str
-    world_size: int
-    backend: str
-    confusion: Confusion | None = None
-    kept_step: int | None = None
 
 
 def form_of(config: Config) -> Form:
@@ -167,19 +141,14 @@ def write_model_files(
 def write_tokenizer(
     path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: Asked | None, side: str
 ) -> None:
-    """Write the files of a tokenizer, and the prompt format of a model that answers.
-
-    A classifier's tokenizer cuts texts as in training, and pads them on `side`. Raises `InputError` if the disk
-    refuses.
-    """
+    """Write the files of a tokenizer, and the prompt format of a model that answers. A classifier's tokenizer cuts
+    texts as in training, and pads them on `side`. Raises `InputError` if the disk refuses."""
     if asked is not None:
         asked.write(path, tokenizer.pad_id)
     try:
         tokenizer.save(path, config.model.max_length if labels else None, side)
-    except OSError:
-        raise
-    except Exception as error:  # the tokenizers library raises a bare Exception for a disk that refuses
-        if type(error) is not Exception:
+    except Exception as error:
+        if type(error) is not Exception:  # the tokenizers library raises a bare Exception for a disk that refuses
             raise
         raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
 
@@ -188,29 +157,30 @@ def write_card(
     path: Path,
     folder: RunFolder,
     config: Config,
-    result: Result,
+    result: Summary,
+    rows: int,
+    matrix: Confusion | None,
     form: Form,
     name: str,
     tokenizer: Tokenizer,
     asked: Asked | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Write the card of the run in `folder` into `path`.
-
-    notes: sentences for one more paragraph; empty ones are left out. Returns lines that a user should read before
-    prompting the model.
-    """
+    """Write the card of the run in `folder` into `path`. notes: sentences for one more paragraph; empty ones are left
+    out. Returns lines that a user should read before prompting the model."""
     asks = None if asked is None else asking(tokenizer, asked.form)
     note = " ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each)
-    text = card(config, read_provenance(folder.provenance), result, form, name, note, asks)
-    (path / CARD).write_text(text, encoding="utf-8")
+    text = card(config, read_provenance(folder.provenance), result, rows, matrix, form, name, note, asks)
+    (path / "README.md").write_text(text, encoding="utf-8")  # where hubs look for the card of a model
     return () if asks is None or not asks.note else (asks.note,)
 
 
 def card(
     config: Config,
     provenance: Provenance,
-    result: Result,
+    result: Summary,
+    rows: int,
+    matrix: Confusion | None,
     form: Form,
     name: str,
     note: str = "",
@@ -235,8 +205,8 @@ def card(
     }
     if on_hub:
         header["base_model"] = base
-    scores = [each for each in _SCORES[task] if result.scores.get(each.key) is not None]
-    metrics = [{"type": each.hub, "name": each.word, "value": result.scores[each.key]} for each in scores if each.hub]
+    scores = [each for each in _SCORES[task] if result.eval.get(each.key) is not None]
+    metrics = [{"type": each.hub, "name": each.word, "value": result.eval[each.key]} for each in scores if each.hub]
     if metrics:
         model_index = {
             "task": {"type": pipeline, "name": pipeline.replace("-", " ").title()},
@@ -244,31 +214,19 @@ def card(
                 "name": evaluated,
                 "type": pipeline,
                 "split": result.evaluated_on,
-                "args": {"rows": result.scores.get("rows"), "sha256": data[64:] or data},
+                "args": {"rows": result.eval.get("rows"), "sha256": data[64:] or data},
             },
             "metrics": metrics,
         }
         header["model-index"] = [{"name": name, "results": [model_index]}]
 
-    fingerprint = provenance.fingerprint
-    origin = {
-        "rows trained and validated on, SHA-256": _code(data[:64]),
-        "rows evaluated on, SHA-256": _code(data[64:]) if len(data) > 64 else "",
-        "base model, digest": _code(provenance.digest("base")),
-        "trained weights, digest": f"{_code(result.weights)}, on {result.world_size} {result.backend} workers",
-        "first weights, digest": _code(provenance.digest("initial_weights")),
-        "versions": ", ".join(f"{each} {_plain(fingerprint[each])}" for each in _VERSIONS if each in fingerprint),
-        "machine": _plain(fingerprint.get("devices") or fingerprint.get("cpu", "unknown")),
-        "commit of Andon": _code(provenance.commit) if provenance.commit else "",
-    }
-    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"plain": _plain, "code": _code, "listed": _listed}
-    template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
+    sources: Mapping[str, Mapping[str, Any]] = result.eval.get("sources") or {}
+    sources = sources if len(sources) <= _MOST_LABELS else {}
+    by_source = [score for score in _SCORES[task] if any(score.key in one for one in sources.values())]
     by_class = _by_class(result)
-    listed = by_class if len(by_class) <= _MOST_LABELS else ()
-    matrix = result.confusion
-    if matrix is not None and matrix.classes > _MOST_COLUMNS:
-        matrix = None
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"plain": _plain, "code": _code, "listed": _listed, "fixed": "{:.4f}".format}
+    template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
     shown = environment.from_string(template).render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
@@ -277,35 +235,34 @@ def card(
         config=config,
         labels=list(result.labels),
         paired=config.data.text_pair_column is not None,
-        base=_embedded_base(config) if short is None else _code(short),
+        own_base=short,
         note=note,
         loader=LOADERS[HEADS[task]],
         pipeline=pipeline,
         asking=asking,
         result=result,
+        rows=rows,
         evaluated=evaluated,
         scores=_scores(task, scores, result),
-        classes=[
-            (_code(label), *(f"{one[key]:.4f}" for key in ("precision", "recall", "f1")), one["support"])
-            for label, one in listed
-        ],
-        sources=[*_sources(task, result)],
-        confusion=[(_code(label), *row) for label, row in zip(result.labels, matrix.table(), strict=True)]
-        if matrix is not None
-        else [],
-        origin=[(what, value) for what, value in origin.items() if value],
+        classes=by_class if len(by_class) <= _MOST_LABELS else (),
+        sources=sources,
+        by_source=sorted(by_source, key=lambda score: score.key != "loss"),
+        confusion=matrix.table() if matrix is not None and matrix.classes <= _MOST_COLUMNS else (),
+        data=data,
+        provenance=provenance,
+        versions=[(each, provenance.fingerprint[each]) for each in _VERSIONS if each in provenance.fingerprint],
         command=_command(config, result, short),
     )
     return f"{shown}\n"
 
 
-def _by_class(result: Result) -> list[tuple[str, Mapping[str, Any]]]:
-    types: Mapping[str, Mapping[str, Any]] = result.scores.get("types") or {}
-    return [*zip(result.labels, result.scores.get("classes") or (), strict=False), *types.items()]
+def _by_class(result: Summary) -> list[tuple[str, Mapping[str, Any]]]:
+    types: Mapping[str, Mapping[str, Any]] = result.eval.get("types") or {}
+    return [*zip(result.labels, result.eval.get("classes") or (), strict=False), *types.items()]
 
 
-def _scores(task: str, scores: Sequence[_Score], result: Result) -> list[tuple[str, str, str]]:
-    rows, tokens, words = (int(result.scores.get(key) or 0) for key in ("rows", "tokens", "words"))
+def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[str, str, str]]:
+    rows, tokens, words = (int(result.eval.get(key) or 0) for key in ("rows", "tokens", "words"))
     each = len(result.labels)
     support = sum(one["support"] for _, one in _by_class(result))
     counts = {
@@ -319,26 +276,12 @@ def _scores(task: str, scores: Sequence[_Score], result: Result) -> list[tuple[s
     }
     table = []
     for score in scores:
-        value, (count, of) = result.scores[score.key], counts[score.of]
+        value, (count, of) = result.eval[score.key], counts[score.of]
         table.append((score.word, f"{value:.4f}", f"{round(value * count)} of {of}" if score.share else of))
     return table
 
 
-def _sources(task: str, result: Result) -> Iterator[tuple[object, ...]]:
-    """The head and the lines of the table of scores by source of a row; nothing if there are none, or too many."""
-    sources: Mapping[str, Mapping[str, Any]] = result.scores.get("sources") or {}
-    if not sources or len(sources) > _MOST_LABELS:
-        return
-    each = next(iter(sources.values()))
-    own = sorted((score for score in _SCORES[task] if score.key in each), key=lambda score: score.key != "loss")
-    tokens = ["tokens"] if "tokens" in each else []
-    yield ("source", "rows", *(["trained tokens"] if tokens else []), *(score.word for score in own))
-    for name, one in sources.items():
-        values = ("" if one.get(score.key) is None else f"{one[score.key]:.4f}" for score in own)
-        yield (_code(name), one["rows"], *(one[key] for key in tokens), *values)
-
-
-def _command(config: Config, result: Result, base: str | None) -> str:
+def _command(config: Config, result: Summary, base: str | None) -> str:
     """The command that repeats the run, for a shell, with files and folders by their names alone."""
     weights = ["" if file.weight == 1 else f"={file.weight!r}" for file in config.data.files]
     names = short_names([file.path for file in config.data.files])
@@ -370,13 +313,6 @@ def _command(config: Config, result: Result, base: str | None) -> str:
         if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
-
-
-def _embedded_base(config: Config) -> str:
-    model = config.model
-    layers = f"{model.num_hidden_layers} layer{'s' * (model.num_hidden_layers != 1)}"
-    sizes = f"{layers} of width {model.hidden_size}, drawn from seed {config.seed}"
-    return f"the {model.architecture} that Andon embeds ({sizes})"
 
 
 def _listed(labels: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from andon.backend.devices import placement
 from andon.config.schema import Config
@@ -16,8 +15,8 @@ from andon.model.adapter import trainable_parameters
 from andon.model.build import facts_of
 from andon.step.plan import efficiency
 from andon.training.build import build_model
-from andon.training.choices import automatic_keys, is_set, placed, settings_line
-from andon.training.material import Material, cut_note, eval_rows_note, prepare, warnings_of
+from andon.training.choices import automatic_keys, is_set, placed, settings_line, value_of
+from andon.training.material import cut_note, eval_rows_note, prepare, warnings_of
 from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
 
@@ -33,102 +32,62 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     run = config.run
     name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     material = prepare(config)
-    config = material.config
+    config, rows, plan = material.config, material.rows, material.plan
     model = build_model(config, material.interface)
     material.task.require_fit(model, torch.device("cpu"))
-    if told_of_task(config):
-        yield told_of_task(config)
-    yield _data(material)
-    if classes := class_counts(material.rows):
-        yield classes
-    yield from _files(material)
-    yield _texts(material)
-    yield _model(model, material)
-    yield from facts_of(model).notes
-    yield from warnings_of(model, material.tokenizer)
-    if chosen:
-        yield chosen
+
+    # The data
+    own = f"{len(material.evaluation_ids)} to evaluate on"
+    scored = "on which the result is scored too" if rows.evaluation is None else own
+    held = f"{len(material.validation_ids)} to validate, {scored}"
+    about = f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
+    yield from filter(None, (told_of_task(config), about, class_counts(rows)))
+    origins = rows.train.origins
+    if rows.weights and origins is not None:
+        kept_back = Counter(origins.file_of(id_) for id_ in rows.validation_ids)
+        in_epoch = Counter(origins.file_of(rows.row_of(id_)) for id_ in rows.train_ids)
+        for place, (file, size, weight) in enumerate(zip(origins.names(), origins.sizes, rows.weights, strict=True)):
+            used = f"{size - kept_back[place]} of {size} rows to train on, weight {weight:g}"
+            yield f"file {file}: {used}, {in_epoch[place]} in an epoch"
+    seen = f"{rows.seen_in_training()} of {len(rows.evaluated_on)} evaluation rows have a text that is also trained on"
+    yield f"texts: {seen}; {repeated_texts(rows.trained_on)} training rows repeat the text of an earlier one"
+
+    # The model and its settings
+    total, trained = (
+        sum(weights.numel() for weights in each) for each in (model.parameters(), trainable_parameters(model).values())
+    )
+    yield f"model: {total:,} weights, {trained:,} of them trained (adapter: {config.adapter.kind})"
+    yield from filter(None, (*facts_of(model).notes, *warnings_of(model, material.tokenizer), chosen))
     if config.model.base is not None:
         yield settings_line(config)
-        values = {key: getattr(getattr(config, key.split(".")[0]), key.split(".")[1]) for key in automatic_keys(config)}
-        unset = [f"{key}={values[key]}" for key in values if not is_set(given, key)]
+        unset = [f"{key}={value_of(config, key)}" for key in automatic_keys(config) if not is_set(given, key)]
         yield f"chosen, since not set (docs/usage.md says why): {', '.join(unset) or 'nothing'}"
-    yield _plan(material)
+
+    # The plan and its workers
+    units = "packs" if config.training.packing else "rows"
+    ragged = len(plan.ids) % plan.batch_size
+    last = f"; the last of an epoch has {ragged}" if ragged else ""
+    yield f"plan: {plan.total_steps} steps ({plan.steps_per_epoch} an epoch) of {plan.batch_size} {units}{last}"
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
-    yield f"workers: {config.run.workers} ({where}), {_use(material, config.run.workers)}"
-    yield from notes(material.rows)
-    yield from skip_notes(material.unusable)
-    if unfit_model(config):
-        yield unfit_model(config)
-    yield from filter(None, (learns_nothing(material.plan, config), few_updates(material.plan, config)))
-    idle = idleness(material.plan, config.run.workers)
-    if idle:
-        yield f"note: {idle}"
-    if note:
-        yield f"note: {note}"
-    for note in material.task.notes:
-        yield f"note: {note}"
-    if material.tokenizer.truncated:
-        limit = config.model.max_length
-        yield f"note: {material.tokenizer.truncated} texts are cut to {limit} tokens (model.max_length)"
+    count, workers = plan.micro_batches, config.run.workers
+    full = [str(world) for world in range(1, _MOST_WORKERS + 1) if efficiency(count, world) == 1]
+    better = f" ({', '.join(full)} workers: 100%)" if efficiency(count, workers) != 1 else ""
+    use = f"{count} micro-batches keep them busy {efficiency(count, workers):.0%} of the time{better}"
+    yield f"workers: {workers} ({where}), {use}"
+
+    # Notes
+    yield from (*notes(rows), *skip_notes(material.unusable))
+    yield from filter(None, (unfit_model(config), learns_nothing(plan, config), few_updates(plan, config)))
+    for each in filter(None, (idleness(plan, workers), note, *material.task.notes)):
+        yield f"note: {each}"
     cut = cut_note(material.evaluation_task, material.evaluation_ids, config)
+    if count := material.tokenizer.truncated:
+        yield f"note: {count} texts are cut to {config.model.max_length} tokens (model.max_length)"
     yield from filter(None, (cut, eval_rows_note(material)))
     if row is not None:
-        yield from _row(material, row)
-
-
-def _data(material: Material) -> str:
-    rows = material.rows
-    apart = rows.evaluation is not None
-    scored = f"{len(material.evaluation_ids)} to evaluate on" if apart else "on which the result is scored too"
-    held = f"{len(material.validation_ids)} to validate, {scored}"
-    return f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
-
-
-def _files(material: Material) -> Iterator[str]:
-    """A line for each of several files: its rows, how many of them are trained on, and how often in an epoch."""
-    rows, origins = material.rows, material.rows.train.origins
-    if not rows.weights or origins is None:
-        return
-    held = Counter(origins.file_of(id_) for id_ in rows.validation_ids)
-    stand = Counter(origins.file_of(rows.row_of(id_)) for id_ in rows.train_ids)
-    for place, (name, size, weight) in enumerate(zip(origins.names(), origins.sizes, rows.weights, strict=True)):
-        kept = f"{size - held[place]} of {size} rows to train on, weight {weight:g}"
-        yield f"file {name}: {kept}, {stand[place]} in an epoch"
-
-
-def _row(material: Material, row: int) -> Iterator[str]:
-    if not 0 <= row < len(material.validation_task):
         count = len(material.validation_task)
-        raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
-    if material.rows.where(row):
-        yield material.rows.where(row)
-    yield from material.validation_task.shown(row, material.tokenizer)
-
-
-def _texts(material: Material) -> str:
-    rows = material.rows
-    seen = f"{rows.seen_in_training()} of {len(rows.evaluated_on)} evaluation rows have a text that is also trained on"
-    return f"texts: {seen}; {repeated_texts(rows.trained_on)} training rows repeat the text of an earlier one"
-
-
-def _model(model: nn.Module, material: Material) -> str:
-    trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
-    total = sum(parameter.numel() for parameter in model.parameters())
-    return f"model: {total:,} weights, {trained:,} of them trained (adapter: {material.config.adapter.kind})"
-
-
-def _plan(material: Material) -> str:
-    plan = material.plan
-    ragged = len(plan.ids) % plan.batch_size
-    units = "packs" if material.config.training.packing else "rows"
-    last = f"; the last of an epoch has {ragged}" if ragged else ""
-    return f"plan: {plan.total_steps} steps ({plan.steps_per_epoch} an epoch) of {plan.batch_size} {units}{last}"
-
-
-def _use(material: Material, workers: int) -> str:
-    count = material.plan.micro_batches
-    full = [str(world) for world in range(1, _MOST_WORKERS + 1) if efficiency(count, world) == 1]
-    use = f"{count} micro-batches keep them busy {efficiency(count, workers):.0%} of the time"
-    return use if efficiency(count, workers) == 1 else f"{use} ({', '.join(full)} workers: 100%)"
+        if not 0 <= row < count:
+            raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
+        yield from filter(None, [rows.where(row)])
+        yield from material.validation_task.shown(row, material.tokenizer)

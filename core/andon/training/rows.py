@@ -1,6 +1,6 @@
 """The rows of a run, read and split, or loaded from the files in which another process of this host keeps them.
 
-Works without torch, so that the command line refuses bad data at once. What depends on the task is in `READERS`.
+Works without torch, so that the command line refuses bad data at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TO
 from andon.console.problems import InputError, Problem
 from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
+from andon.data.draw import frozen_split, mixed
 from andon.data.formats import first_record
 from andon.data.labels import alike, likely_separator
-from andon.data.mixing import mixed
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.readers import TAGS, TOKENS, read, shown_names
-from andon.data.rows import DataSet, Examples, LabelSets, Row, Tagged, Targets, TextRows, frozen_split, shared_texts
+from andon.data.rows import DataSet, Examples, LabelSets, Row, Tagged, Targets, TextRows, shared_texts
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon_contracts.legible import legible_line
 
-_MOST_GROUPS, _MOST_CLASSES, _MOST_SKIPPED = 10, 30, 3
+_MOST_GROUPS, _MOST_CLASSES = 10, 30
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Rows:
     """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own.
 
     task: its name in the configuration. train_ids: the rows of an epoch; further copies of a row have ids of their own
-    (`mixing`). weights: of the files of `train`, in order; empty for one file with each row once.
+    (`mixed`). weights: of the files of `train`, in order; empty for one file with each row once.
     """
 
     task: str
@@ -70,24 +70,25 @@ class Rows:
 
     @property
     def copies(self) -> int:
-        """The copies of a row in an epoch, at most."""
+        """The most copies of a row in an epoch."""
         return max(self.train_ids, default=0) // len(self.train) + 1 if self.weights else 1
 
     def where(self, id_: int) -> str:
         """The file and line of an id, and the number of its copy from 2 on; empty for a run on one file."""
-        origins = self.train.origins
+        origins, copy = self.train.origins, id_ // len(self.train) + 1
         if not self.weights or origins is None or id_ < 0:
             return ""
-        copy = id_ // len(self.train) + 1
-        return f"{origins.where(self.row_of(id_))}{f', copy {copy}' if copy > 1 else ''}"
+        return origins.where(self.row_of(id_)) + (f", copy {copy}" if copy > 1 else "")
 
     @property
     def sources(self) -> tuple[str, ...]:
         """The name of the file of each row of `train`, if there are several files; else empty."""
         origins = self.train.origins
-        if origins is None or len(origins.sizes) < 2:
-            return ()
-        return tuple(name for name, size in zip(origins.names(), origins.sizes, strict=True) for _ in range(size))
+        return (
+            ()
+            if origins is None
+            else tuple(origins.with_files([""] * len(self.train)) if len(origins.sizes) > 1 else ())
+        )
 
     @property
     def trained_on(self) -> Examples:
@@ -112,11 +113,9 @@ class Rows:
 
     def without(self, skipped: Mapping[int, Problem]) -> Rows:
         """All but these rows of `train`. Raises `InputError` if no row is left to train on, or to evaluate on."""
-        if not skipped:
-            return self
         train_ids = tuple(id_ for id_ in self.train_ids if self.row_of(id_) not in skipped)
         validation_ids = tuple(id_ for id_ in self.validation_ids if id_ not in skipped)
-        if not train_ids or not (validation_ids or self.evaluation):
+        if skipped and (not train_ids or not (validation_ids or self.evaluation)):
             purpose = "evaluate" if train_ids else "train"
             first = skipped[min(skipped)]
             raise InputError([Problem(self.train.source, f"no row that can be used is left to {purpose} on; {first}")])
@@ -127,43 +126,38 @@ class Rows:
         return shared_texts(self.trained_on, self.evaluated_on)
 
 
-# Lines about rows that can be trained on
-
-
 def skip_notes(skipped: Sequence[Problem]) -> Iterator[str]:
     """A line about unusable rows with the first of them; nothing without such rows."""
     if skipped:
-        more = f"; and {len(skipped) - _MOST_SKIPPED} more" if len(skipped) > _MOST_SKIPPED else ""
-        first = "; ".join(map(str, skipped[:_MOST_SKIPPED]))
+        more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
+        first = "; ".join(map(str, skipped[:3]))
         yield f"note: rows that cannot be used and are skipped (data.bad_rows): {len(skipped)}: {first}{more}"
 
 
 def notes(rows: Rows) -> Iterator[str]:
     """What a user should know about the rows before training on them."""
-    trained_on = rows.trained_on
-    if rows.train.origins is not None:
-        yield from rows.train.origins.notes
+    train, trained_on, origins = rows.train, rows.trained_on, rows.train.origins
+    if origins is not None:
+        yield from origins.notes
     yield from skip_notes(rows.skipped)
-    if isinstance(rows.train, TextRows) and isinstance(trained_on, TextRows):
-        groups = alike(rows.train.labels)
+    if isinstance(train, TextRows) and isinstance(trained_on, TextRows):
+        groups = alike(train.labels)
         for group in groups[:_MOST_GROUPS]:
             differ = "are classes of their own, and differ only in case, white space or Unicode form"
             yield f"warning: {shown_names(group)} {differ}; if they mean the same, write them alike"
         if len(groups) > _MOST_GROUPS:
             yield f"warning: {len(groups) - _MOST_GROUPS} more groups of classes are written almost alike"
-        counts = zip(rows.train.labels, trained_on.counts(), strict=False)
-        absent = [name for name, count in counts if not count]
+        absent = [name for name, count in zip(train.labels, trained_on.counts(), strict=False) if not count]
         if absent:
             held = "all its rows are held back for validation"
             yield f"warning: no training row has the class {shown_names(absent)}; {held}"
-        if rows.train.origins is not None:
-            several = (row.id for row in rows.train.rows if any("\n" in text for text in row.texts))
-            places = [rows.train.origins.where(id_) for id_ in several]
+        if origins is not None:
+            places = [origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
             tables = [place for place in places if Path(place.rpartition(":")[0]).suffix.lower() in (".csv", ".tsv")]
             if tables:
                 yield f"note: {len(tables)} texts span several lines (first: {tables[0]}); is a quote left open there?"
-    if isinstance(rows.train, DataSet):
-        separator = likely_separator([rows.train.labels[row.label] for row in rows.train.rows])
+    if isinstance(train, DataSet):
+        separator = likely_separator([train.labels[row.label] for row in train.rows])
         if separator:
             yield (
                 f"note: most labels hold {separator!r}, and each is taken as one class; to learn several labels a row: "
@@ -182,39 +176,30 @@ def class_counts(rows: Rows) -> str:
     return f"classes: {', '.join(listed[:_MOST_CLASSES])}{more}"
 
 
-# Reading
-
-
-@dataclass(frozen=True)
-class Reader:
-    """How the rows of a task are read.
-
-    read: from files; labels: those of the training rows, for an evaluation file, else None. embedded: generates rows to
-    train and to evaluate on from the run's seed; None: the task has no such rows. example: a small file of the
-    repository.
-    """
-
-    read: Callable[[Data, Sequence[Path], tuple[str, ...] | None, RowSelection], Examples]
-    embedded: Callable[[int], tuple[Examples, Examples]] | None = None
-    example: str = ""
-
-
-def _texts(kind: type[TextRows[Any]]) -> Callable[..., Examples]:
-    def rows_of(data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, chosen: RowSelection) -> Examples:
-        return read(kind, *paths, **data.model_dump(include=_COLUMNS), labels=labels, selection=chosen)
-
-    return rows_of
-
-
 _COLUMNS = {"text_column", "text_pair_column", "label_column", "label_separator"}
-READERS: Mapping[str, Reader] = {
-    CLASSIFICATION: Reader(_texts(DataSet), shell.embedded),
-    TOKEN_CLASSIFICATION: Reader(_texts(Tagged), example="examples/data/tags.jsonl"),
-    MULTI_LABEL: Reader(_texts(LabelSets), example="examples/data/multi_label.jsonl"),
-    REGRESSION: Reader(_texts(Targets), example="examples/data/regression.csv"),
-    SFT: Reader(lambda data, paths, labels, chosen: read_conversations(*paths, selection=chosen), rewriting.embedded),
+TEXT_TASKS: Mapping[str, type[TextRows[Any]]] = {
+    CLASSIFICATION: DataSet,
+    TOKEN_CLASSIFICATION: Tagged,
+    MULTI_LABEL: LabelSets,
+    REGRESSION: Targets,
 }
-"""By the task's name in the configuration."""
+
+
+def read_files(
+    task: str, data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, selection: RowSelection
+) -> Examples:
+    """The rows of files, for a task. labels: those of the training rows, for an evaluation file, else None."""
+    if task == SFT:
+        return read_conversations(*paths, selection=selection)
+    return read(TEXT_TASKS[task], *paths, **data.model_dump(include=_COLUMNS), labels=labels, selection=selection)
+
+
+_EMBEDDED: Mapping[str, Callable[[int], tuple[Examples, Examples]]] = {
+    CLASSIFICATION: shell.embedded,
+    SFT: rewriting.embedded,
+}
+_EXAMPLES = {TOKEN_CLASSIFICATION: "tags.jsonl", MULTI_LABEL: "multi_label.jsonl", REGRESSION: "regression.csv"}
+"""A file in examples/data for each task without embedded rows."""
 _INFERRED: dict[str, tuple[str, str]] = {}
 """The results of `found_task` in this process."""
 
@@ -229,8 +214,7 @@ def found_task(config: Config) -> tuple[str, str]:
         return CLASSIFICATION, ""
     key = _inferred_from(config)
     if key not in _INFERRED:
-        first = first_record(Path(config.data.files[0].path))
-        _INFERRED[key] = (CLASSIFICATION, "") if first is None else _implied_by(first, config.data)
+        _INFERRED[key] = _implied_by(first_record(Path(config.data.files[0].path)) or {}, config.data)
     return _INFERRED[key]
 
 
@@ -305,29 +289,29 @@ def read_rows(
     train: Examples
     evaluation: Examples | None
     task, data = task_of_run(config), config.data
-    reader = READERS[task]
-    if not data.files:
-        if reader.embedded is None:
-            what = f"task {task} needs rows: name a file with --data; a small one of the repository: {reader.example}"
-            raise InputError([Problem("data.train", what)])
-        train, evaluation = reader.embedded(config.seed)
-    else:
 
-        def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
-            selection = selection_of(data, train=labels is None)
-            if conversations is not None and task == SFT:
-                return conversations(paths, selection)
+    def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
+        selection = selection_of(data, train=labels is None)
+        if conversations is not None and task == SFT:
+            return conversations(paths, selection)
 
-            def read() -> Examples:
-                found = None if known is None else known.train if labels is None else known.evaluation
-                return reader.read(data, paths, labels, selection) if found is None else found
+        def read_once() -> Examples:
+            found = None if known is None else known.train if labels is None else known.evaluation
+            return read_files(task, data, paths, labels, selection) if found is None else found
 
-            if folder is None or task == SFT:
-                return read()
-            return _kept_rows(folder, config, paths, labels, selection, read)
+        if folder is None or task == SFT:
+            return read_once()
+        return _kept_rows(folder, task, data, paths, labels, selection, read_once)
 
+    if data.files:
         train = rows_of([Path(file.path) for file in data.files], None)
         evaluation = rows_of([Path(data.eval)], train.labels) if data.eval is not None else None
+    elif task in _EMBEDDED:
+        train, evaluation = _EMBEDDED[task](config.seed)
+    else:
+        example = f"examples/data/{_EXAMPLES[task]}"
+        what = f"task {task} needs rows: name a file with --data; a small one of the repository: {example}"
+        raise InputError([Problem("data.train", what)])
     train_places, validation_places = frozen_split(len(train), data.validation_fraction, config.seed)
     ids = train.ids
     if evaluation is None and not validation_places:
@@ -341,62 +325,57 @@ def read_rows(
     return Rows(task, train, evaluation, in_epoch, validation_ids, tuple(weights))
 
 
-_KINDS = {"rows": "B", "lines": "q"}
-"""The rows as JSON, and the line of each."""
 _CODE = Path(andon.data.__file__).parent
-_CLASSES: Mapping[str, type[TextRows[Any]]] = {each.kind: each for each in (DataSet, LabelSets, Targets, Tagged)}
 
 
 def _kept_rows(
     folder: Path,
-    config: Config,
+    task: str,
+    data: Data,
     paths: Sequence[Path],
     labels: Sequence[str] | None,
     selection: RowSelection,
-    read: Callable[[], Examples],
+    read_once: Callable[[], Examples],
 ) -> Examples:
-    """The rows of `paths` from `folder`; if they are not there, `read` reads them and they are written.
+    """The rows of `paths` from `folder`: as JSON, with the line of each. If there are none, they are read and written.
 
-    Waits for another process that writes them. Raises what `read` raises, and `InputError` if a file changes meanwhile.
+    Waits for another process that writes them. Raises `InputError` if a file changes meanwhile.
     """
     before = stamps(paths)
-    depends_on = {
-        "code": source_digest(_CODE),
-        "files": before,
-        "task": task_of_run(config),
-        "columns": config.data.model_dump(include=_COLUMNS),
-        "selection": [selection.skip_bad, selection.limit, labels],
-    }
+    key = key_of(
+        ("pyarrow",),
+        code=source_digest(_CODE),
+        files=before,
+        task=task,
+        columns=data.model_dump(include=_COLUMNS),
+        selection=[selection.skip_bad, selection.limit, labels],
+    )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        found = read()
+        found = read_once()
         assert isinstance(found, TextRows)
         assert found.origins is not None
         require_unchanged(paths, before, found.origins.stamps)
         rows = json.dumps([(row.text, row.pair, row.label) for row in found.rows])
         append({"rows": array("B", rows.encode()), "lines": found.origins.lines})
-        return {
-            "kind": found.kind,
-            "labels": list(found.labels),
-            "units": list(found.origins.units),
-            "sizes": list(found.origins.sizes),
-            "notes": found.origins.notes,
-            "skipped": [[problem.where, problem.what] for problem in found.origins.skipped],
-        }
+        return {"labels": found.labels, "origins": found.origins.described()}
 
     def load(columns: Columns) -> TextRows[Any]:
-        said, lines = columns.said, array("q")
-        lines.frombytes((columns.folder / "lines").read_bytes())
-        origins = Origins.of(paths, said["units"], said["sizes"], lines)
-        origins.notes = list(said["notes"])
-        origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
+        origins = Origins.of(paths, columns.said["origins"], column(columns, "lines", "q"))
         rows = tuple(
             Row(place, text, tuple(label) if isinstance(label, list) else label, pair)
-            for place, (text, pair, label) in enumerate(json.loads((columns.folder / "rows").read_bytes()))
+            for place, (text, pair, label) in enumerate(json.loads(column(columns, "rows", "B").tobytes()))
         )
-        return _CLASSES[said["kind"]](rows, tuple(said["labels"]), origins.source, origins)
+        return TEXT_TASKS[task](rows, tuple(columns.said["labels"]), origins.source, origins)
 
-    return kept(folder, key_of(("pyarrow",), **depends_on), _KINDS, make, load)
+    return kept(folder, key, {"rows": "B", "lines": "q"}, make, load)
+
+
+def column(columns: Columns, name: str, kind: str) -> array[int]:
+    """A column, read into memory. kind: its `array` type."""
+    found = array(kind)
+    found.frombytes((columns.folder / name).read_bytes())
+    return found
 
 
 def unfit_model(config: Config) -> str:

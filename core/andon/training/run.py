@@ -1,23 +1,23 @@
-"""One run in one process: from a checked configuration to a finished run folder, from top to bottom.
+"""One run in one process, from top to bottom: restore it to where it stands, agree on that, train, and close it.
 
-A session is put together (`session`), restored to where the run stands (`resume`), agreed on and opened, trained
-(`trainer`), and closed: the best weights, the last scores, the adapter, the ledger's account, and the summary.
+Rank 0 alone decides what to resume from and writes the folder; every rank takes part in all else.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from andon.backend.base import Backend
-from andon.config.identity import config_digest
+from andon.config.identity import config_digest, differences, identity
 from andon.config.load import to_yaml
 from andon.config.schema import Config
 from andon.console.exits import Exit
@@ -34,41 +34,44 @@ from andon.model.build import backbone_of, facts_of
 from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of
 from andon.run.atomic import whole_folder, write_json, write_whole
+from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.columns import discard
-from andon.run.folder import RunFolder
+from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, LedgerWriter
-from andon.run.provenance import fingerprint, write_provenance
+from andon.run.provenance import differences as other_machine
+from andon.run.provenance import fingerprint, read_provenance, write_provenance
 from andon.run.repeats import Repeats, apart, require_repeated
 from andon.run.summary import Head, Summary, write_summary
 from andon.step.replica import state_tensors
+from andon.step.step import UNSIGNED, RankFailed
 from andon.tasks.sft import SftTask
-from andon.training.budget import hold_to_budget
-from andon.training.history import History, violation_records
-from andon.training.journal import (
-    FolderJournal,
-    MetricsWriter,
-    SilentJournal,
-    evaluation_of,
-    progress_from,
-)
+from andon.training.choices import with_values
+from andon.training.existing import config_of, require_same_as_finished
+from andon.training.forecast import hold_to_budget
+from andon.training.history import History, begin_anew, read_history, violation_records
+from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, evaluation_of, progress_from
 from andon.training.material import cut_note, eval_rows_note
 from andon.training.notices import few_updates, idleness, learns_nothing
-from andon.training.outputs import Result, form_of, write_card, write_model_files
-from andon.training.progress import ProgressView
-from andon.training.resume import AlreadyFinished, Standpoint, load_best, restore, run_identity
+from andon.training.outputs import form_of, write_card, write_model_files
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Outcome, Progress, Trainer
-from andon_contracts.digest import hex64
+from andon.training.trainer import Journal, Progress
+from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
+from andon_contracts.laws.law import Judgement, enforce
+from andon_contracts.laws.update import RESTORED, Restored
 from andon_contracts.policy import evaluations, reset_evaluations
-from andon_contracts.record import End, Plan, Record, Resume, Start
+from andon_contracts.record import End, Plan, Resume, Start
 from andon_contracts.violation import Violation
 
+ResumePoint = tuple[Checkpoint | None, History]
+"""Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
 CLOCKS_S = 2.0
-"""How far apart, in seconds, clocks of ranks may be before that is said."""
-_ALGORITHMS = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest")
-_ALGORITHMS |= {"content": "content-sums", "data": "sha256"}
+"""The largest difference between the clocks of ranks, in seconds, without a warning."""
+_ANEW, _DONE, _REFUSED = -1, -2, -3
+"""What rank 0 may send instead of the step of a checkpoint."""
+_MOST_REJECTED = 5
+"""Lines on rejected checkpoints, the newest first."""
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
@@ -80,49 +83,175 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
     """
     reset_evaluations()
     with assembled(config, folder, started) as session:
-        try:
-            standpoint = restore(session)
-        except AlreadyFinished:
-            if session.run.writes:
+        run, material = session.run, session.material
+        point = restore(session)
+        if point is None:
+            if run.writes:
                 say(f"resume: the run in {folder.path} is finished, nothing to do")
             return Exit.OK
-        outcome = _train(session, standpoint, stop_asked)
-        if session.run.writes and outcome.reason != "preempted":
-            discard(folder.tokens)
-    return Exit.PREEMPTED if outcome.reason == "preempted" else Exit.OK
-
-
-def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bool]) -> Outcome:
-    checkpoint, history = standpoint.checkpoint, standpoint.history
-    if session.run.writes and unfit_model(session.config):
-        say(unfit_model(session.config))
-    progress = progress_from(checkpoint) if checkpoint is not None else Progress()
-    agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
-    journal = open_journal(session, standpoint, progress)
-    run, material = session.run, session.material
-
-    def validate() -> Scores:
-        return session.evaluator(material.validation_task, material.validation_ids)
-
-    trainer = run.trainer(
-        journal,
-        progress,
-        Repeats(history.steps),
-        evaluate=validate if material.validation_ids else None,
-        stop_asked=stop_asked,
-        clock=session.clock,
-    )
-    try:
-        outcome = trainer.run()
-        finish(session, journal, outcome, history)
-    except BaseException as error:
-        if isinstance(error, Violation):
-            record_violation(session, journal, error, trainer, history)
-        with suppress(InputError):  # the error that is being raised comes first
+        checkpoint, history = point
+        if run.writes and unfit_model(session.config):
+            say(unfit_model(session.config))
+        progress = progress_from(checkpoint) if checkpoint is not None else Progress()
+        agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
+        writer = open_journal(session, checkpoint, history, progress) if run.writes else None
+        journal, repeats = writer or Journal(), Repeats(history.steps)
+        evaluate = partial(session.evaluator, material.validation_task, material.validation_ids)
+        trainer = run.trainer(
+            journal,
+            progress,
+            repeats,
+            evaluate=evaluate if material.validation_ids else None,
+            stop_asked=stop_asked,
+            clock=session.clock,
+        )
+        try:
+            reason = trainer.run()
+            finish(session, writer, reason, trainer.progress, history)
             journal.close()
-        raise
-    journal.close()
-    return outcome
+        except BaseException as error:
+            if writer is not None and isinstance(error, Violation):
+                # The last lines of the ledger, and a summary of the last step that held. Checkpoints stay.
+                held, weights, before = trainer.progress, trainer.weights, history.last
+                try:
+                    for record in violation_records(error, held.step, weights, writer.saved_at, before):
+                        writer.ledger.append(record)
+                    again = replace(history, violations=history.violations + 1, ended=None)
+                    _write_summary(session, writer, _summary(session, "violation", held, weights, again))
+                except InputError as refused:  # a disk that refuses must not hide the violation
+                    say(f"the violation could not be recorded: {refused}")
+            with suppress(InputError):  # the error that is being raised comes first
+                journal.close()
+            raise
+        if run.writes and reason != "preempted":
+            discard(folder.tokens)
+    return Exit.PREEMPTED if reason == "preempted" else Exit.OK
+
+
+# Where the run goes on from
+
+
+def restore(session: Session) -> ResumePoint | None:
+    """Load the checkpoint that rank 0 chose into every replica, and read the ledger, once on every rank.
+
+    None: the run is finished, and nothing is left to do. Raises `InputError` on rank 0 (`RankFailed` on the others) for
+    a run that was not asked to be resumed, that was another one, or whose ledger is damaged.
+    """
+    run = session.run
+    point: ResumePoint | None = None
+    answer, refused = _ANEW, None
+    if run.writes:
+        try:
+            point, answer = _choose(session)
+        except InputError as error:
+            answer, refused = _REFUSED, error
+    # Also if rank 0 refuses: the others wait here, and would not learn why.
+    answer = int(run.backend.gather([torch.tensor([answer], device=device) for device in run.backend.devices])[0])
+    if refused is not None:
+        raise refused
+    if answer == _REFUSED:
+        raise RankFailed("rank 0 refused to start, and says why")
+    if answer == _DONE:
+        return None
+    if point is None:
+        checkpoint = None if answer == _ANEW else _load(session, answer)
+        point = checkpoint, _history(session, checkpoint)
+    if point[0] is not None:
+        run.restore(point[0])
+    return point
+
+
+def _choose(session: Session) -> tuple[ResumePoint | None, int]:
+    """What rank 0 resumes from, and the answer to the others. None: there is nothing to read, or nothing to do."""
+    folder, machine = session.folder, fingerprint(session.environment)
+    if session.config.run.resume != "auto":
+        if folder.begun():
+            raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
+        return None, _ANEW
+    if folder.state() is State.FINISHED:
+        require_same_as_finished(session.config, folder)
+        return None, _DONE
+    checkpoint, rejected = newest_valid(folder.checkpoints)
+    history = _history(session, checkpoint)
+    if folder.provenance.exists():
+        try:
+            was = read_provenance(folder.provenance)
+        except InputError as error:
+            again = "put it back as it was, or remove it: it is then written again"
+            raise InputError([replace(each, what=f"{each.what}; {again}") for each in error.problems]) from error
+        other = "; ".join(other_machine(was.fingerprint, machine))
+        if other:
+            say(f"resume: other machine or versions ({other}): the bits may differ from an uninterrupted run")
+    for reason in rejected[:_MOST_REJECTED]:
+        say(f"resume: rejected {reason}")
+    if len(rejected) > _MOST_REJECTED:
+        say(f"resume: rejected {len(rejected) - _MOST_REJECTED} more of {folder.checkpoints}")
+    # Before the settings are compared: the checkpoint of another run has other settings.
+    if checkpoint is not None and history.head != checkpoint.head[1]:
+        ledger = folder.ledger
+        what = (
+            f"line {checkpoint.head[0]} of {ledger.name} is not the one that it quotes: the checkpoint is of another "
+            f"run, or lines of {ledger} were lost. Put the ledger back as it was; or move this checkpoint away, to go "
+            f"on from the one before it; or begin anew: {begin_anew(folder.config)}"
+        )
+        raise InputError([Problem(str(checkpoint.path), what)])
+    changed = identity_changes(session, checkpoint)
+    if changed:
+        raise InputError(
+            Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run keeps what defines it")
+            for key, before, now in changed
+        )
+    if checkpoint is None:
+        say("resume: no checkpoint, starting anew")
+        return (None, history), _ANEW
+    done, now = f"{checkpoint.step} of {session.material.plan.total_steps} steps done", session.run.backend.world_size
+    resized = f", on {history.world} workers; now there are {now}" if history.world not in (0, now) else ""
+    say(f"resume: from {checkpoint.path.name}, {done}{resized}")
+    return (checkpoint, history), checkpoint.step
+
+
+def run_identity(session: Session) -> dict[str, Any]:
+    """What defines the run: the configuration's identity, and digests of all that it only names."""
+    material = session.material
+    return identity(session.config) | {
+        "data": material.rows.digest,
+        "labels": list(material.labels),
+        "tokenizer": material.tokenizer.digest,
+        "base": hex64(session.run.base),
+        "initial_weights": hex64(session.run.initial_weights),
+    }
+
+
+def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value now) of what defines the run and differs from `checkpoint` (None: from its start).
+
+    Raises `InputError` for a checkpoint that does not say what run it is of.
+    """
+    folder = session.folder
+    if checkpoint is not None:
+        was = checkpoint.state.get("identity")
+        if not isinstance(was, dict):
+            what = "its state does not say what run it is of; move it away, to go on from the one before it"
+            raise InputError([Problem(str(checkpoint.path), what)])
+    elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
+        recorded = read_provenance(folder.provenance)
+        named = {name: recorded.digest(name) for name in ("data", "tokenizer", "base", "initial_weights")}
+        was = identity(config_of(folder)) | named | {"labels": list(session.material.labels)}
+    else:
+        return []
+    return differences(was, run_identity(session))
+
+
+def _history(session: Session, checkpoint: Checkpoint | None) -> History:
+    return read_history(session.folder.ledger, fingerprint(session.environment), checkpoint)
+
+
+def _load(session: Session, step: int) -> Checkpoint:
+    path = session.folder.checkpoints / f"step-{step:08d}"
+    try:
+        return load_checkpoint(path)
+    except CheckpointError as error:
+        raise InputError([Problem(str(path), f"this rank cannot read it: {error}")]) from error
 
 
 # What all ranks begin from
@@ -131,56 +260,45 @@ def _train(session: Session, standpoint: Standpoint, stop_asked: Callable[[], bo
 def agree_on_start(session: Session, progress: Progress) -> None:
     """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks.
 
-    That clocks of ranks are apart is said: reports and rendezvous go by them, and no bit does.
+    Clocks of ranks that are apart only cause a warning: reports and rendezvous depend on them, no bit does.
     """
-    apart = clocks_apart(session.run.backend)
-    if apart and session.run.writes:
-        say(f"warning: {apart}")
-    session.run.step.attest_start(
+    run, material = session.run, session.material
+    warning = clocks_apart(run.backend)
+    if warning and run.writes:
+        say(f"warning: {warning}")
+    mixed, masking = run.backend.name == "mixed", ""
+    alike: dict[str, object] = {"devices": [], "driver": None, "sources": {}} if mixed else {}
+    if not mixed:  # in `mixed`, ranks on CPUs give the model another mask than those on GPUs
+        found = masking_of(run.primary.model, run.primary.device)
+        masking = found.name
+        if run.writes and run.primary.device.type == "cuda" and found is Masking.TOKENS:
+            say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
+    run.step.attest_start(
         {
             "configuration": _number(config_digest(session.config)),
-            "data": _number(session.material.rows.digest),
-            "tokenizer": _number(session.material.tokenizer.digest),
-            "versions": _number(repr(sorted(_versions(session).items()))),
-            "attention": _number(_masking(session)),
-            "optimizer": session.run.primary.optimizer_digest(),
+            "data": _number(material.rows.digest),
+            "tokenizer": _number(material.tokenizer.digest),
+            "versions": _number(repr(sorted(fingerprint({**session.environment, **alike}).items()))),
+            "attention": _number(masking),
+            "optimizer": run.primary.optimizer_digest(),
             "progress": _number(repr(progress)),
         }
     )
 
 
 def clocks_apart(backend: Backend) -> str:
-    """Whose clocks are further apart than `CLOCKS_S`, in words; empty where none are. Collective."""
+    """The ranks whose clock differs from rank 0's by more than `CLOCKS_S`, in words; empty if none does. Collective."""
     if len(backend.ranks) == backend.world_size:
         return ""
 
     def gathered(number: int) -> list[int]:
         return [int(each) for each in backend.gather([torch.tensor([number], device=backend.devices[0])])]
 
-    gathered(0)  # from here on all ranks are at one place
+    gathered(0)  # a barrier, so that all ranks read their clocks at about the same time
     seen = gathered(time.time_ns() // 1000)
     off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > CLOCKS_S * 1e6}
     told = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
     return f"the clocks of the ranks are apart: {told}, by rank 0's" if off else ""
-
-
-def _versions(session: Session) -> dict[str, str]:
-    common: dict[str, object] = (
-        {"devices": [], "driver": None, "sources": {}} if session.run.backend.name == "mixed" else {}
-    )
-    return fingerprint({**session.environment, **common})
-
-
-def _masking(session: Session) -> str:
-    """How the model is told who sees whom, which each rank finds out by itself; in `mixed` ranks on CPUs are told
-    otherwise than those on GPUs. Where the host will have to wait for a GPU it is said."""
-    run = session.run
-    if run.backend.name == "mixed":
-        return ""
-    found = masking_of(run.primary.model, run.primary.device)
-    if run.writes and run.primary.device.type == "cuda" and found is Masking.TOKENS:
-        say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
-    return found.name
 
 
 def _number(text: str) -> int:
@@ -191,160 +309,117 @@ def _number(text: str) -> int:
 # What rank 0 writes before the first step
 
 
-def open_journal(session: Session, standpoint: Standpoint, progress: Progress) -> Journal:
-    """Where this rank writes what happens. On rank 0 what the run starts from is on disk before the ledger's line.
+def open_journal(
+    session: Session, checkpoint: Checkpoint | None, history: History, progress: Progress
+) -> FolderJournal:
+    """Write what the run starts from, and then the ledger's line of the start or of the resume.
 
-    A ledger that has the run's end already gets no line: only what is written after it may lack. Raises `InputError`
-    for a disk that refuses and for a ledger that is damaged.
+    A ledger that has the run's end already gets no line: only files that are written after it may be missing. Raises
+    `InputError` for a disk that refuses and for a ledger that is damaged.
     """
-    run, folder, config = session.run, session.folder, session.config
-    if not run.writes:
-        return SilentJournal()
-    digests = {"initial_weights": hex64(run.initial_weights), "base": hex64(run.base)}
+    run, folder, config, material = session.run, session.folder, session.config, session.material
+    machine, digest, data = fingerprint(session.environment), config_digest(config), material.rows.digest
     write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
     write_json(folder.environment, session.environment)
-    tokenizer, new = session.material.tokenizer, config.model.new_tokens
+    base, new = hex64(run.base), config.model.new_tokens
+    digests = {"initial_weights": hex64(run.initial_weights), "base": base, "data": data}
     write_provenance(
         folder.provenance,
-        identity=config_digest(config),
-        new_tokens=dict(zip(new, tokenizer.ids_of(new), strict=True)),
-        digests={**digests, "data": session.material.rows.digest, "tokenizer": tokenizer.digest},
+        identity=digest,
+        new_tokens=dict(zip(new, material.tokenizer.ids_of(new), strict=True)),
+        digests=digests | {"tokenizer": material.tokenizer.digest},
         environment=session.environment,
     )
     try:
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
+    common: dict[str, Any] = {
+        "identity": digest,
+        "fingerprint": machine,
+        "digests": {"weights": hex64(run.primary.weights_digest()), "base": base, "data": hex64(_number(data))},
+        "world": run.backend.world_size,
+        "backend": run.backend.name,
+    }
     if ledger.head[0] == 0:
-        ledger.append(_start(session))
-    elif standpoint.history.ended is None:
-        if standpoint.history.retraction is not None:
-            ledger.append(standpoint.history.retraction)
-        ledger.append(_resume(session, standpoint, progress, ledger.torn))
+        plan = Plan(
+            rows=len(run.plan.ids),
+            batch_size=run.plan.batch_size,
+            micro_batches=run.plan.micro_batches,
+            seed=run.plan.seed,
+            epochs=run.plan.epochs,
+            steps=run.plan.total_steps,
+            task=material.rows.task if config.task is not None else None,
+        )
+        algorithms = dict.fromkeys(("weights", "gradient", "optimizer", "base"), "tensor-digest")
+        algorithms |= {"content": "content-sums", "data": "sha256"}
+        ledger.append(Start(run=folder.path.name, plan=plan, algorithms=algorithms, **common))
+    elif history.ended is None:
+        if history.retraction is not None:
+            ledger.append(history.retraction)
+        name = checkpoint.path.name if checkpoint is not None else None
+        ledger.append(Resume(step=progress.step, name=name, torn=ledger.torn, **common))
     else:
         say("resume: the ledger has the end of this run; what is written after it is written again")
-    _announce(session, progress.step)
+    for note in filter(None, _announcements(session, progress.step)):
+        say(note)
+    trackers: list[Tracker] = []
+    if TENSORBOARD in config.run.report_to:
+        trackers.append(EventFile(folder.events, progress.step))
+    if WANDB in config.run.report_to:
+        trackers.append(WandbRun(folder.path, folder.metrics, config.model_dump(mode="json")))
     return FolderJournal(
         folder=folder,
         ledger=ledger,
-        metrics=MetricsWriter(folder.metrics, progress.step, _trackers(session, progress.step)),
-        view=ProgressView(
-            run.plan.total_steps,
-            config.run.log_every,
-            config.run.progress,
-            progress.step,
-            counts_right=session.material.task.counts_right,
-        ),
+        metrics=MetricsWriter(folder.metrics, progress.step, trackers),
+        view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
         tensors=lambda: state_tensors(run.primary),
-        fixed_state={"identity": run_identity(session), "fingerprint": fingerprint(session.environment)},
+        fixed_state={"identity": run_identity(session), "fingerprint": machine},
         keep=config.training.keep_checkpoints,
         saved_at=progress.step,
-        counts_right=session.material.task.counts_right,
+        counts_right=material.task.counts_right,
     )
 
 
-def _trackers(session: Session, done: int) -> Iterator[Tracker]:
-    asked, folder = session.config.run.report_to, session.folder
-    if TENSORBOARD in asked:
-        yield EventFile(folder.events, done)
-    if WANDB in asked:
-        yield WandbRun(folder.path, folder.metrics, session.config.model_dump(mode="json"))
-
-
-def _state_digests(session: Session) -> dict[str, str]:
-    return {
-        "weights": hex64(session.run.primary.weights_digest()),
-        "base": hex64(session.run.base),
-        "data": hex64(_number(session.material.rows.digest)),
-    }
-
-
-def _start(session: Session) -> Record:
-    plan = session.run.plan
-    return Start(
-        run=session.folder.path.name,
-        fingerprint=fingerprint(session.environment),
-        identity=config_digest(session.config),
-        plan=Plan(
-            rows=len(plan.ids),
-            batch_size=plan.batch_size,
-            micro_batches=plan.micro_batches,
-            seed=plan.seed,
-            epochs=plan.epochs,
-            steps=plan.total_steps,
-            task=session.material.rows.task if session.config.task is not None else None,
-        ),
-        digests=_state_digests(session),
-        world=session.run.backend.world_size,
-        backend=session.run.backend.name,
-        algorithms=_ALGORITHMS,
-    )
-
-
-def _resume(session: Session, standpoint: Standpoint, progress: Progress, torn: int) -> Record:
-    return Resume(
-        step=progress.step,
-        identity=config_digest(session.config),
-        fingerprint=fingerprint(session.environment),
-        digests=_state_digests(session),
-        world=session.run.backend.world_size,
-        backend=session.run.backend.name,
-        name=standpoint.checkpoint.path.name if standpoint.checkpoint is not None else None,
-        torn=torn,
-    )
-
-
-def _announce(session: Session, done: int) -> None:
+def _announcements(session: Session, done: int) -> list[str]:
+    """What a user reads before the first of the steps after `done`; empty strings are left out."""
     config, material, backend, plan = session.config, session.material, session.run.backend, session.run.plan
-    units = "packs" if config.training.packing else "rows"
-    say(
-        f"training on {len(plan.ids)} {units}, {plan.total_steps} steps of {plan.batch_size} {units} in "
-        f"{plan.micro_batches} micro-batches, {backend.world_size} {backend.name} workers"
-    )
-    idle = idleness(plan, backend.world_size)
-    if idle:
-        say(f"warning: {idle}")
-    if (config.training.max_steps or 0) > plan.total_steps:
-        say(f"note: training.epochs ends the run at step {plan.total_steps}, before training.max_steps")
-    for note in filter(None, (learns_nothing(plan, config), few_updates(plan, config))):
-        say(note)
-    if config.contracts.enabled:
-        say(_audit(session, done))
-    seen = material.rows.seen_in_training()
-    if seen:
-        total = len(material.rows.evaluated_on)
-        say(f"warning: {seen} of {total} evaluation rows have a text that is also trained on; their scores flatter")
-    if material.tokenizer.truncated:
-        limit = config.model.max_length
-        say(f"note: {material.tokenizer.truncated} texts were cut to {limit} tokens (model.max_length)")
-    for note in (cut_note(material.evaluation_task, material.evaluation_ids, config), eval_rows_note(material)):
-        if note:
-            say(note)
-
-
-def _audit(session: Session, done: int) -> str:
-    """What is audited; where none of the steps after the first `done` is due, that too."""
-    audit, last = session.run.step.audit, session.run.plan.total_steps
-    shown = audit.describe()
-    if not audit.every or done == last or any(map(audit.due, range(done + 1, last + 1))):
-        return shown
-    return f"{shown}; none falls into steps {done + 1} to {last}"
+    units, last, audit = "packs" if config.training.packing else "rows", plan.total_steps, session.run.step.audit
+    idle, late = idleness(plan, backend.world_size), (config.training.max_steps or 0) > last
+    unaudited = audit.every and done != last and not any(map(audit.due, range(done + 1, last + 1)))
+    none = f"; none falls into steps {done + 1} to {last}" if unaudited else ""
+    seen, total, cut = material.rows.seen_in_training(), len(material.rows.evaluated_on), material.tokenizer.truncated
+    batches = f"{last} steps of {plan.batch_size} {units} in {plan.micro_batches} micro-batches"
+    return [
+        f"training on {len(plan.ids)} {units}, {batches}, {backend.world_size} {backend.name} workers",
+        f"warning: {idle}" if idle else "",
+        f"note: training.epochs ends the run at step {last}, before training.max_steps" if late else "",
+        learns_nothing(plan, config),
+        few_updates(plan, config),
+        f"{audit.describe()}{none}" if config.contracts.enabled else "",
+        f"warning: {seen} of {total} evaluation rows have a text that is also trained on; their scores flatter"
+        if seen
+        else "",
+        f"note: {cut} texts were cut to {config.model.max_length} tokens (model.max_length)" if cut else "",
+        cut_note(material.evaluation_task, material.evaluation_ids, config),
+        eval_rows_note(material),
+    ]
 
 
 # What is left at the end
 
 
-def finish(session: Session, journal: Journal, outcome: Outcome, history: History) -> None:
+def finish(session: Session, journal: FolderJournal | None, reason: str, progress: Progress, history: History) -> None:
     """Load the best weights if they are kept, score the rows never trained on (every rank takes part), then write what
     the run came to (rank 0).
 
     A run that was preempted gets neither scores nor an adapter: it goes on later. What the ledger has already, from a
     process that ended before its summary was there, must come out again, and is not written twice.
     """
-    run, material, progress = session.run, session.material, outcome.progress
     scores: Scores | None = None
-    kept, digests = 0, {"weights": hex64(run.primary.weights_digest())}
-    if outcome.reason != "preempted":
+    run, material, kept = session.run, session.material, 0
+    digests = {"weights": hex64(run.primary.weights_digest())}
+    if reason != "preempted":
         if session.config.training.keep == "best":
             kept = progress.best_step
         if kept not in (0, progress.step):
@@ -355,123 +430,107 @@ def finish(session: Session, journal: Journal, outcome: Outcome, history: Histor
     step, weights = kept or progress.step, run.primary.weights_digest()
     epoch, digests = run.plan.epoch_of(step), digests | ({"kept": hex64(weights)} if kept else {})
     scored = evaluation_of(step, epoch, scores) if scores is not None else None
-    end = End(progress.step, outcome.reason, digests, final_loss=Real.of(progress.last_loss))
+    end = End(progress.step, reason, digests, final_loss=Real.of(progress.last_loss))
     require_repeated(progress.step, (*apart("scores", history.evaluated, scored), *apart("end", history.ended, end)))
-    if not isinstance(journal, FolderJournal):
+    if journal is None:
         return
     passes = backbone_of(run.primary.model).forward
     if isinstance(passes, CompiledPasses) and passes.eager:
         say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
     if run.primary.captured is not None and run.primary.captured.eager:
         say(f"note: passes ran eagerly and not as CUDA graphs (run.cuda_graphs): {run.primary.captured.eager}")
-    if journal.all_zero:
+    if 0 < journal.updates == journal.zero_updates:
         why = "no row changed a trained weight; look for weights of the base model that are all zero"
-        say(f"warning: the gradient of all {journal.all_zero} updates was exactly zero: {why}")
+        say(f"warning: the gradient of all {journal.updates} updates was exactly zero: {why}")
+    summary = _summary(session, reason, progress, weights, history, scores, memory, kept)
     if scores is not None:
         journal.evaluated(step, epoch, scores, material.rows.last_scores, recorded=history.evaluated == scored)
-        result = _result(session, outcome, weights, scores, history, kept)
-        write_adapter(session, result)
+        write_adapter(session, summary, scores)
     if history.ended != end:
-        journal.append(end)
-    _summarise(session, journal, outcome, weights, scores, history, memory, kept)
+        journal.ledger.append(end)
+    _write_summary(session, journal, summary)
 
 
-def _result(session: Session, outcome: Outcome, weights: int, scores: Scores, history: History, kept: int) -> Result:
-    world, backend = _ranks(session, history)
-    return Result(
-        labels=tuple(session.material.labels),
-        rows=len(session.run.plan.ids),
-        steps=outcome.progress.step,
+def load_best(session: Session, progress: Progress) -> None:
+    """Load the weights of the best step into every replica. Collective.
+
+    Raises `InputError` on a rank that cannot read the checkpoint (`RankFailed` on the others), and `Violation` on all
+    ranks if a rank has other weights than the run recorded for that step (`checkpoint-whole`).
+    """
+    run, step, error = session.run, progress.best_step, None
+    try:
+        run.load_weights(_load(session, step))
+    except InputError as refused:
+        again = f"put it back; or move away all checkpoints from step {step} on and resume: their steps are done again"
+        error = InputError([replace(each, what=f"{each.what}; {again}") for each in refused.problems])
+    read = [torch.tensor([error is None, signed(each.weights_digest())], device=each.device) for each in run.replicas]
+    readable, digests = zip(*(each.tolist() for each in run.backend.gather(read)), strict=True)
+    if error is not None:
+        raise error
+    if not all(readable):
+        raise RankFailed(f"rank {readable.index(0)} could not read the best checkpoint, of step {step}")
+    found = tuple(digest % UNSIGNED for digest in digests)
+    recorded = progress.best_weights or found[0]  # 0: contracts were off there
+    enforce(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": found}, step)))
+
+
+def _summary(
+    session: Session,
+    reason: str,
+    progress: Progress,
+    weights: int,
+    history: History,
+    scores: Scores | None = None,
+    memory: Mapping[str, int] | None = None,
+    kept: int = 0,
+) -> Summary:
+    """What the run came to; `_write_summary` fills in what is known last."""
+    confusion = scores.confusion if scores is not None else None
+    quoted = {"confusion": digest_of(confusion)} if confusion is not None else {}  # the matrix is in its own file
+    backend, ended = session.run.backend, history.ended is not None  # by an earlier process
+    return Summary(
+        run=session.folder.path.name,
+        finished=reason in ("finished", "early-stopping"),
+        reason=reason,
+        steps=progress.step,
+        world_size=history.world if ended else backend.world_size,
+        backend=history.backend if ended else backend.name,
+        weights_digest=hex64(weights),
+        initial_weights_digest=hex64(session.run.initial_weights),
+        contracts={},
+        violations=history.violations,
+        wall_s=0.0,
+        ledger=Head(0, ""),
+        fingerprint=fingerprint(session.environment),
+        final_loss=Real.of(progress.last_loss),
+        eval=scores.as_dict() | quoted if scores is not None else {},
+        best_step=progress.best_step or None,
         kept_step=kept or None,
-        scores=scores.as_dict(),
         evaluated_on=session.material.rows.last_scores,
-        weights=hex64(weights),
-        world_size=world,
-        backend=backend,
-        confusion=scores.confusion,
+        labels=tuple(session.material.labels),
+        memory=memory or {},
     )
 
 
-def _ranks(session: Session, history: History) -> tuple[int, str]:
-    """How many ranks of which backend ended the run: an earlier process's, where the ledger has the end already."""
-    backend = session.run.backend
-    return (backend.world_size, backend.name) if history.ended is None else (history.world, history.backend)
-
-
-def record_violation(
-    session: Session, journal: Journal, violation: Violation, trainer: Trainer, history: History
-) -> None:
-    """The last lines of the ledger, and a summary of the last step that held. Checkpoints stay what they were.
-
-    history: before this part of the run. A disk that refuses must not hide the violation.
-    """
-    if not isinstance(journal, FolderJournal):
-        return
-    step = trainer.progress.step
-    try:
-        for record in violation_records(violation, step, trainer.weights, journal.saved_at, history.last):
-            journal.append(record)
-        last = Outcome(trainer.progress, "violation")
-        again = replace(history, violations=history.violations + 1, ended=None)
-        _summarise(session, journal, last, trainer.weights, None, again, {})
-    except InputError as refused:
-        say(f"the violation could not be recorded: {refused}")
-
-
-def _summarised(scores: Scores) -> dict[str, Any]:
-    """The scores as the summary has them: the confusion matrix is in a file of its own."""
-    quoted = {"confusion": digest_of(scores.confusion)} if scores.confusion is not None else {}
-    return scores.as_dict() | quoted
-
-
-def _summarise(
-    session: Session,
-    journal: FolderJournal,
-    outcome: Outcome,
-    weights: int,
-    scores: Scores | None,
-    history: History,
-    memory: Mapping[str, int],
-    kept: int = 0,
-) -> None:
-    """The summary, last of all: a folder that holds a finished one is a finished run."""
-    progress = outcome.progress
-    world, backend = _ranks(session, history)
+def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -> None:
+    """Write the summary, last of all: a folder that holds a finished one is a finished run."""
     changed = changed_since(session.config, session.material.rows, session.began)
     for key, how in changed.items():
         say(f"warning: {key} is not what this run was trained on any more: it {how}")
-    count, digest = journal.head
-    write_summary(
-        session.folder.summary,
-        Summary(
-            run=session.folder.path.name,
-            finished=outcome.reason in ("finished", "early-stopping"),
-            reason=outcome.reason,
-            steps=progress.step,
-            world_size=world,
-            backend=backend,
-            weights_digest=hex64(weights),
-            initial_weights_digest=hex64(session.run.initial_weights),
-            contracts=evaluations(),
-            violations=history.violations,
-            wall_s=round(time.monotonic() - session.started, 3),
-            ledger=Head(count=count, digest=digest),
-            fingerprint=fingerprint(session.environment),
-            final_loss=Real.of(progress.last_loss),
-            eval=_summarised(scores) if scores is not None else {},
-            best_step=progress.best_step or None,
-            kept_step=kept or None,
-            evaluated_on=session.material.rows.last_scores,
-            labels=tuple(session.material.labels),
-            memory=memory,
-            dropped_values=dropped_values() or None,
-            data_changed=changed,
-        ),
+    journal.ledger.sync()
+    last = replace(
+        summary,
+        contracts=evaluations(),
+        wall_s=round(time.monotonic() - session.started, 3),
+        ledger=Head(*journal.ledger.head),
+        data_changed=changed,
+        dropped_values=dropped_values() or None,
     )
+    write_summary(session.folder.summary, last)
 
 
-def write_adapter(session: Session, result: Result) -> None:
-    """The trained adapter as a PEFT folder with tokenizer and card, whole or not at all; an embedded base goes along.
+def write_adapter(session: Session, result: Summary, scores: Scores) -> None:
+    """Write the trained adapter as a PEFT folder with tokenizer and card, whole or not at all, and an embedded base.
 
     The embedded base lies in the adapter's folder too, so that transformers needs no other, and beside it for peft,
     named by where it is from there: the run's folder may be moved. Another base is named by its whole path or hub id.
@@ -484,26 +543,26 @@ def write_adapter(session: Session, result: Result) -> None:
     task = material.validation_task  # of the rows themselves, whatever is made of them to train on
     asked = task.asked if isinstance(task, SftTask) else None
     with whole_folder(folder.adapter) as path:
-        write_model_files(
-            path, model, config, material.tokenizer, material.labels, config.model.base or "../base", asked
-        )
-        notes = (facts_of(model).own_code,)
-        write_card(path, folder, config, result, form_of(config), folder.path.name, material.tokenizer, asked, notes)
+        reference = config.model.base or "../base"
+        write_model_files(path, model, config, material.tokenizer, material.labels, reference, asked)
+        found, notes = (result, len(session.run.plan.ids), scores.confusion), (facts_of(model).own_code,)
+        write_card(path, folder, config, *found, form_of(config), folder.path.name, material.tokenizer, asked, notes)
 
 
 def resolved(config: Config, folder: RunFolder) -> Config:
     """`config` with its run folder named, and absolute paths, so that it can be used from anywhere."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).resolve())
+
     data, base = config.data, config.model.base
-    files: dict[str, object] = {} if data.eval is None else {"eval": str(Path(data.eval).resolve())}
+    values: dict[str, object] = {"run.dir": absolute(str(folder.path))}
+    if data.eval is not None:
+        values["data.eval"] = absolute(data.eval)
     if isinstance(data.train, str):
-        files["train"] = str(Path(data.train).resolve())
+        values["data.train"] = absolute(data.train)
     elif data.train is not None:
-        files["train"] = tuple(file.model_copy(update={"path": str(Path(file.path).resolve())}) for file in data.train)
-    model = {"base": str(Path(base).resolve())} if base is not None and Path(base).is_dir() else {}
-    return config.model_copy(
-        update={
-            "data": data.model_copy(update=files),
-            "model": config.model.model_copy(update=model),
-            "run": config.run.model_copy(update={"dir": str(folder.path.resolve())}),
-        }
-    )
+        values["data.train"] = tuple(each.model_copy(update={"path": absolute(each.path)}) for each in data.train)
+    if base is not None and Path(base).is_dir():
+        values["model.base"] = absolute(base)
+    return with_values(config, values)

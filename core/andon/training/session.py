@@ -13,32 +13,37 @@ from typing import Any
 
 import torch
 
-from andon.backend.base import Backend
-from andon.backend.devices import NO_GPU, demand_determinism, placement
+from andon.backend.base import Backend, InlineBackend
+from andon.backend.devices import (
+    NO_GPU,
+    demand_determinism,
+    look_at,
+    none_works,
+    of_all_ranks,
+    placement,
+    refuse_unfit,
+    refuse_without_nccl,
+)
 from andon.backend.group import GroupBackend, groups_of
-from andon.backend.inprocess import InlineBackend
-from andon.backend.machine import look_at, none_works, of_all_ranks, refuse_unfit, refuse_without_nccl
-from andon.backend.products import FORM, portable_kernels
 from andon.config.schema import Config
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
 from andon.launch.context import RankContext, is_rank
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
-from andon.launch.portable import require_in_effect
+from andon.launch.portable import FORM, portable_kernels, require_in_effect
 from andon.launch.rank import end_now, watched_by
 from andon.model.batches import padded_lengths, shapes_of
 from andon.model.build import facts_of
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
-from andon.training.budget import agree_on_devices
 from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line
-from andon.training.evaluation import Evaluator
+from andon.training.forecast import agree_on_devices, captures, evaluation_batching
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
-from andon.training.study import captures, evaluation_batching
+from andon.training.trainer import Evaluator
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import suspended
 
@@ -69,7 +74,7 @@ def assembled(
 ) -> Iterator[Session]:
     """The parts of a run on this process's backend; rank 0 owns the run folder meanwhile. Nothing is trained yet.
 
-    writing: whether the folder is to be written; otherwise it is left as it is, and nobody owns it.
+    writing: False leaves the folder unchanged and unowned.
     Raises `InputError` for what the user got wrong, a folder that another process owns included.
     """
     config = with_task(placed(config)[0])
@@ -84,29 +89,59 @@ def assembled(
             stack.enter_context(folder.open_for_writing())
         # Before ranks wait for each other: tokens take as long as there are rows.
         material = prepare(config, folder.tokens if writing else None)
-        config = material.config
-        clock = StepClock(compiles=config.training.compile != "off")
-        backend = stack.enter_context(_backend(config, clock))
+        config, plan, task = material.config, material.plan, material.task
+        settings, compiling = config.run, config.training.compile
+        clock = StepClock(compiles=compiling != "off")
+
+        # The backend
+        name, devices, note = placement(
+            settings.backend, settings.workers, settings.devices, fallback=settings.cpu_fallback
+        )
+        demand_determinism(devices)
+        backend: Backend = InlineBackend(devices)
+        if name != "inline":
+            refuse_without_nccl(name)
+            store, rank, world = join(groups_of(name), settings.timeout_s)
+            timeouts = Timeouts(settings.timeout_s, settings.step_deadline_s)
+            watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
+            if note and rank == 0:
+                say(note)
+            if world != settings.workers:
+                what = f"{settings.workers} were asked for, {world} ranks were started"
+                raise InputError([Problem("run.workers", what)])
+            name, device = _usable(config, name, devices, rank)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            backend = joined = GroupBackend(name, device, clock=clock)
+            stack.callback(joined.close)
+        speaks = backend.ranks[0] == 0
+
+        # The model and its replicas
         started = time.monotonic() if started is None else started
-        memory, speaks = agree_on_devices(material, backend), backend.ranks[0] == 0
-        if speaks:
-            on_cpus = any(device.type != "cuda" for device in backend.devices)
-            if config.training.compile != "off" and on_cpus:
-                say(f"training.compile={config.training.compile} is for GPUs: on the CPU the model runs eagerly")
-            if backend.name == "mixed":
-                say(
-                    "mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what"
-                )
+        memory = agree_on_devices(material, backend)
+        if speaks and compiling != "off" and any(device.type != "cuda" for device in backend.devices):
+            say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
+        if speaks and backend.name == "mixed":
+            say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
         captured = captures(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
-        plan, lengths = material.plan, padded_lengths(config.model.max_length, padding_multiple(config))
+        lengths = padded_lengths(config.model.max_length, padding_multiple(config))
         shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
-        run = build_run(config, material.interface, backend, material.task, plan, shapes=shapes, capture=captured)
-        material.task.require_fit(run.primary.model, run.primary.device)
+        run = build_run(config, material.interface, backend, task, plan, shapes=shapes, capture=captured)
+        model = run.primary.model
+        task.require_fit(model, run.primary.device)
         if speaks:
-            _say_notes(material, run, folder if writing else None)
+            chosen = [settings_line(config)] if config.model.base is not None else []
+            of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
+            of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
+            for line in (*chosen, *of_model, *task.notes, *of_rows, *skip_notes(material.unusable)):
+                say(line)
+            skipped = (*material.rows.skipped, *material.unusable)
+            if skipped and writing:
+                write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
+                say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
         accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
-        portable = FORM if config.run.portable else None
+        portable = FORM if settings.portable else None
         yield Session(
             config=config,
             folder=folder,
@@ -119,47 +154,6 @@ def assembled(
             evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
             planned_bytes=memory.total + memory.graphs if memory else 0,
         )
-
-
-def _say_notes(material: Material, run: Run, folder: RunFolder | None) -> None:
-    """Notes on the settings, the model and the data, and the list of skipped rows into `folder`."""
-    config, model = material.config, run.primary.model
-    chosen = [settings_line(config)] if config.model.base is not None else []
-    of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
-    of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
-    for note in (*chosen, *of_model, *material.task.notes, *of_rows, *skip_notes(material.unusable)):
-        say(note)
-    skipped = (*material.rows.skipped, *material.unusable)
-    if skipped and folder is not None:
-        write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
-        say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
-
-
-@contextmanager
-def _backend(config: Config, clock: StepClock) -> Iterator[Backend]:
-    """The configured backend; in a rank process it joins the process group, which `andon.launch.rank` takes down."""
-    run = config.run
-    name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
-    demand_determinism(devices)
-    if name == "inline":
-        yield InlineBackend(devices)
-        return
-    refuse_without_nccl(name)
-    store, rank, world = join(groups_of(name), config.run.timeout_s)
-    timeouts = Timeouts(config.run.timeout_s, config.run.step_deadline_s)
-    watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
-    if note and rank == 0:
-        say(note)
-    if world != config.run.workers:
-        raise InputError([Problem("run.workers", f"{config.run.workers} were asked for, {world} ranks were started")])
-    name, device = _usable(config, name, devices, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    joined = GroupBackend(name, device, clock=clock)
-    try:
-        yield joined
-    finally:
-        joined.close()
 
 
 def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:

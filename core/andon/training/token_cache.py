@@ -17,31 +17,39 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Self, TypeVar, get_args
+from typing import Any, Self, TypeVar
 
 import torch
 
 import andon.data
 from andon.console.messages import say
-from andon.console.problems import Problem
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
 from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
-from andon.data.rows import Examples, fingerprint
-from andon.data.tokens import Tokenizer
+from andon.data.rows import Examples, Tagged, TextRows, fingerprint
+from andon.data.tokens import EncodedTexts, Tokenizer
 from andon.launch.orphan import bind_to_parent
 from andon.run.columns import Columns, Numbers, kept, key_of
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
-from andon.tasks.token_rows import KINDS, OF_TOKENS, TokenRows, columns_of
-from andon_contracts.fields import Count, read_field
+from andon.tasks.token_rows import KINDS, FlatRows, TokenRows, columns_of
+from andon.training.rows import column
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
 """The `array` type of each column. Besides its tokens a row has its line, the index of its source among the names of
 all sources (-1 for none), and the fingerprint of its input text."""
+TEXT_COLUMNS: Mapping[str, str] = {
+    "tokens": "i",
+    "types": "i",
+    "firsts": "i",
+    "ends": "q",
+    "ends_of_words": "q",
+    "cut": "q",
+}
+"""The `array` type of each column of texts, with what `EncodedTexts` has."""
 _LIBRARIES = ("jinja2", "tokenizers", "transformers", "pyarrow")
 _CODE = Path(andon.data.__file__).parent
 _ROWS_AT_ONCE = 4096
@@ -71,9 +79,6 @@ class TokenisedConversations(Examples):
     chosen: tuple[int, ...] | None = None
     labels = ()
 
-    def about(self) -> str:
-        return "task sft"
-
     @property
     def digest(self) -> str:
         return self.digest_of_all
@@ -97,9 +102,6 @@ class TokenisedConversations(Examples):
 
     def fingerprints(self) -> tuple[int, ...]:
         return tuple(self.fingerprint_of[id_] for id_ in self.ids)
-
-    def told(self, id_: int) -> None:
-        """None: the texts are not kept."""
 
 
 def tokenised(
@@ -130,127 +132,132 @@ def tokenised(
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
+        """One pass over the files. Columns go to `append` as they are made, so that memory stays bounded."""
         size = sum(path.stat().st_size for path in paths)
         if size > _BIG:
             cores = len(os.sched_getaffinity(0))
             say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {cores} cores")
-        one_pass = _Pass(paths, selection, append)
+        reading, sha = Reading(selection), hashlib.sha256()
+        origins, rows = reading.origins, reading.rows(paths)
+        first = next(rows)  # a file without rows is an `InputError`
+        assert reading.form is not None
+        form = reading.form
+        add_form(sha, form)
+        names: dict[str, int] = {}
+        sources, texts = array("i"), array("Q")
+        encoded: list[EncodedRow] = []
+        end = 0
+
+        def noted() -> Iterator[Conversation]:
+            said = time.monotonic()
+            for number, row in enumerate(chain([first], rows), start=1):
+                add_row(sha, row)
+                sources.append(names.setdefault(row.source, len(names)) if row.source else -1)
+                texts.append(fingerprint(asked(form, row)))
+                if time.monotonic() - said > _PROGRESS_S:
+                    said = time.monotonic()
+                    say(f"{number} rows read and tokenised")
+                yield row
+
+        def flush() -> None:
+            nonlocal end, encoded, sources, texts
+            append({"lines": origins.pop_lines(), "sources": sources, "texts": texts, **columns_of(encoded, end)})
+            end += sum(len(row.ids) for row in encoded)
+            encoded, sources, texts = [], array("i"), array("Q")
+
+        def keep(row: EncodedRow) -> None:
+            encoded.append(row)
+            if len(encoded) == _ROWS_AT_ONCE:
+                flush()
+
         encoding = encode_each(
             tokenizer,
-            one_pass,
+            form,
+            noted(),
             max_length,
             train_on,
-            one_pass.keep,
+            keep,
             skip_bad=selection.skip_bad,
             positions=positions,
             map_batches=on_all_cores,
         )
-        said = one_pass.finish()
+        flush()
         require_unchanged(paths, before)
-        return said | {"encoding": asdict(encoding)}
+        return {
+            "form": form,
+            "digest": sha.hexdigest(),
+            "names": list(names),
+            "origins": origins.described(),
+            "encoding": asdict(encoding),
+        }
+
+    def load(columns: Columns) -> TokenisedConversations:
+        said, how = columns.said, columns.said["encoding"]
+        origins = Origins.of(paths, said["origins"], column(columns, "lines", "q"))
+        names = ["" if place < 0 else str(said["names"][place]) for place in column(columns, "sources", "i")]
+        skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in how["skipped"])
+        return TokenisedConversations(
+            tokens=TokenRows({name: _mapped(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}),
+            encoding=Encoding(str(how["mask_source"]), tuple(how["stops"]), tuple(how["notes"]), skipped),
+            form=said["form"],
+            digest_of_all=str(said["digest"]),
+            origins=origins,
+            source=origins.source,
+            sources=origins.with_files(names),
+            fingerprint_of=column(columns, "texts", "Q"),
+        )
 
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory())) if folder is None else folder
-        return kept(place, key, COLUMNS, make, lambda columns: _mapped(tuple(paths), selection, columns))
+        return kept(place, key, COLUMNS, make, load)
 
 
-class _Pass:
-    """One pass over the files, for `encode_each`. All columns go to `append`, so that memory stays bounded."""
+def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer, max_length: int) -> EncodedTexts:
+    """The tokens of the texts of `data`, from the token file in `folder`; if there is none, this process writes it.
 
-    def __init__(self, paths: Sequence[Path], selection: RowSelection, append: Callable[[Numbers], None]) -> None:
-        self._reading, self._sha, self._append = Reading(selection), hashlib.sha256(), append
-        self._names: dict[str, int] = {}
-        self._sources, self._texts = array("i"), array("Q")
-        self._encoded: list[EncodedRow] = []
-        self._end = 0
-        rows = self._reading.rows(paths)
-        first = next(rows, None)
-        assert first is not None, "a file without rows is an `InputError`"
-        self.rows = self._noted(chain([first], rows))
+    folder: None: nothing is written. Waits for another process that is writing the file. Raises as `Tokenizer.encode`.
+    """
+    texts, pairs = [row.text for row in data.rows], [row.pair for row in data.rows if row.pair is not None]
 
-    @property
-    def form(self) -> Form:
-        assert self._reading.form is not None
-        return self._reading.form
+    def encode() -> EncodedTexts:
+        return tokenizer.encode(texts, max_length, pairs or None, words=isinstance(data, Tagged))
 
-    def _noted(self, rows: Iterable[Conversation]) -> Iterator[Conversation]:
-        add_form(self._sha, self.form)
-        said = time.monotonic()
-        for number, row in enumerate(rows, start=1):
-            add_row(self._sha, row)
-            self._sources.append(self._names.setdefault(row.source, len(self._names)) if row.source else -1)
-            self._texts.append(fingerprint(asked(self.form, row)))
-            if number % _ROWS_AT_ONCE == 0:
-                self._flush_rows()
-            if time.monotonic() - said > _PROGRESS_S:
-                said = time.monotonic()
-                say(f"{number} rows read and tokenised")
-            yield row
+    if folder is None:
+        return encode()
+    truncated = tokenizer.truncated
 
-    def keep(self, row: EncodedRow) -> None:
-        self._encoded.append(row)
-        if len(self._encoded) == _ROWS_AT_ONCE:
-            self._flush_tokens()
+    def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
+        found = encode()
+        append({name: array("i", chain.from_iterable(getattr(found, name))) for name in ("tokens", "types", "firsts")})
+        ends = {"ends": found.tokens, "ends_of_words": found.firsts}
+        append({name: array("q", accumulate(map(len, rows))) for name, rows in ends.items()})
+        append({"cut": array("q", found.cut)})
+        return {}
 
-    def _flush_rows(self) -> None:
-        lines = self._reading.origins.pop_lines()
-        self._append({"lines": lines, "sources": self._sources, "texts": self._texts})
-        self._sources, self._texts = array("i"), array("Q")
+    def load(columns: Columns) -> EncodedTexts:
+        ends, word_ends, cut = (_mapped(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
+        tokens, types, firsts = (_mapped(columns, name, "i") for name in ("tokens", "types", "firsts"))
+        of_types = FlatRows(types, ends) if types.numel() else ()
+        return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
 
-    def _flush_tokens(self) -> None:
-        self._append(columns_of(self._encoded, self._end))
-        self._end += sum(len(row.ids) for row in self._encoded)
-        self._encoded = []
-
-    def finish(self) -> dict[str, object]:
-        """Flush the columns, and return the rest of what is known about the rows, for JSON."""
-        self._flush_rows()
-        self._flush_tokens()
-        origins = self._reading.origins
-        return {
-            "form": self.form,
-            "digest": self._sha.hexdigest(),
-            "sizes": list(origins.sizes),
-            "units": list(origins.units),
-            "names": list(self._names),
-            "skipped": [[problem.where, problem.what] for problem in self._reading.problems.skipped],
-        }
-
-
-def _mapped(paths: tuple[Path, ...], selection: RowSelection, columns: Columns) -> TokenisedConversations:
-    said, numbers = columns.said, {}
-    for name, kind in COLUMNS.items():
-        if name not in TOKEN_COLUMNS:
-            numbers[name] = array(kind)
-            numbers[name].frombytes((columns.folder / name).read_bytes())
-    if said["form"] not in get_args(Form) or not len(said["sizes"]) == len(said["units"]) == len(paths):
-        raise ValueError("its index is not of these files")
-    tensors = {
-        name: torch.from_file(str(columns.folder / name), shared=False, size=columns.counts[name], dtype=KINDS[kind])
-        for name, kind in TOKEN_COLUMNS.items()
-        if columns.counts[name]
-    }
-    rows = sum(said["sizes"])
-    wanted = {name: int(tensors["ends"][-1]) if name in OF_TOKENS else rows for name in COLUMNS}
-    if not rows or columns.counts != wanted:
-        raise ValueError(f"its columns have {columns.counts} numbers, and not {wanted}")
-    how = said["encoding"]
-    stops = tuple(read_field(Count, stop, "stops") for stop in how["stops"])
-    skipped = tuple((read_field(Count, id_, "skipped"), str(where), str(what)) for id_, where, what in how["skipped"])
-    encoding = Encoding(str(how["mask_source"]), stops, tuple(map(str, how["notes"])), skipped)
-    origins = Origins.of(paths, said["units"], said["sizes"], numbers["lines"], selection.limit)
-    origins.skipped = [Problem(where, what) for where, what in said["skipped"]]
-    names = ["" if place < 0 else str(said["names"][place]) for place in numbers["sources"]]
-    return TokenisedConversations(
-        tokens=TokenRows(tensors),
-        encoding=encoding,
-        form=said["form"],
-        digest_of_all=str(said["digest"]),
-        origins=origins,
-        source=origins.source,
-        sources=origins.with_files(names),
-        fingerprint_of=numbers["texts"],
+    key = key_of(
+        _LIBRARIES,
+        code=source_digest(_CODE),
+        rows=data.digest,
+        tokenizer=tokenizer.digest,
+        max_length=max_length,
     )
+    found = kept(folder, key, TEXT_COLUMNS, make, load)
+    tokenizer.truncated = truncated + len(found.cut)
+    return found
+
+
+def _mapped(columns: Columns, name: str, kind: str) -> torch.Tensor:
+    """A column, mapped into memory."""
+    size, dtype = columns.counts[name], KINDS[kind]
+    if not size:  # no file of no bytes can be mapped
+        return torch.empty(0, dtype=dtype)
+    return torch.from_file(str(columns.folder / name), shared=False, size=size, dtype=dtype)
 
 
 _encode: Any = None

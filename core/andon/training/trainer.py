@@ -1,33 +1,41 @@
 """Epochs, evaluation, checkpoints and early stopping around the step. The same decisions on every rank.
 
-Every decision here is a function of bits that are equal on all ranks (the step's results, the scores of a gathered
-table), so nothing has to be agreed on but what only one rank can know: that it was asked to stop, that its clock says
-that a checkpoint is due, and that it could not write a checkpoint.
+Every decision is a function of bits that are equal on all ranks: the results of a step, the scores of a gathered table.
+Ranks only exchange what a single rank can know: a request to stop, a checkpoint that is due by rank 0's clock, and a
+checkpoint that could not be written.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Protocol
 
 import torch
+from torch import nn
 
 from andon.backend.base import Backend
 from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
+from andon.model.batches import EvaluationBatching
 from andon.run.repeats import Repeats
 from andon.step.plan import BatchPlan, GlobalBatch, Schedule
+from andon.step.replica import Replica
 from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
+from andon.tasks.text import ScoredTask
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.update import RESTORED, Restored
+from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Evaluation, Output, Restored
 from andon_contracts.liveness.diagnosis import UPDATE, StepClock
 from andon_contracts.record import Step
 from andon_contracts.violation import Violation
+
+_WAIT = 19
+"""Rank 0 waits this many times as long as the last checkpoint took, so that saving by time takes at most 5 %."""
+_WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
+"""What became of a checkpoint on the rank that writes it."""
 
 
 @dataclass(frozen=True)
@@ -46,48 +54,30 @@ class Progress:
     last_loss: float = math.nan
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: `finished`, `early-stopping` or `preempted`."""
-
-    progress: Progress
-    reason: str
-
-
-class Journal(Protocol):
-    """Who writes down what happens. Rank 0's writes files, the others' nothing."""
+class Journal:
+    """Records what happens in a run. This one records nothing: rank 0 alone writes files (`journal.FolderJournal`)."""
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
-        """One update was done; `record` is what the ledger says of it."""
-        ...
+        """Record an update; `record` is its line of the ledger."""
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
-        """Rows were scored after `step` updates."""
-        ...
+        """Record scores after `step` updates."""
 
     def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """Write the whole state after `progress.step` updates. best: they left the lowest validation loss so far."""
-        ...
+        """Save the whole state. best: it has the lowest validation loss so far."""
 
     def close(self) -> None:
-        """Give back what is held; more than once is harmless."""
-        ...
-
-
-_WAIT = 19
-"""Rank 0 waits this many times as long as the last checkpoint took, so that saving by time takes at most 5 %."""
-_WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
-"""What became of a checkpoint on the rank that writes it."""
+        """Release files. More than one call is harmless."""
 
 
 @dataclass
 class Trainer:
     """Runs the plan from a point on.
 
-    evaluate: scores of the validation rows (None where there are none). stop_asked: whether this process was asked to
-    end at the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which
-    must be repeated exactly. progress, weights: where the run is, and the digest of the weights there; both are of the
-    last step that held, whatever happens in the next. clock: told where the run is.
+    evaluate: scores the validation rows; None if there are none. stop_asked: whether this process was asked to end at
+    the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which must be
+    repeated exactly. progress, weights: where the run is and the digest of the weights there, after the last step that
+    held. clock: is told where the run is.
     """
 
     backend: Backend
@@ -107,8 +97,8 @@ class Trainer:
     _due_at: float = field(default=math.inf, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
-    def run(self) -> Outcome:
-        """Train from `progress` to the end of the plan, early stopping, or a request to stop.
+    def run(self) -> str:
+        """Train from `progress` on, and return why that ended: `finished`, `early-stopping` or `preempted`.
 
         Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
         """
@@ -118,15 +108,15 @@ class Trainer:
             if self._gives_up():
                 return self._end("early-stopping")
             if stop:
-                return Outcome(self.progress, "preempted")
+                return "preempted"
             stop = self._advance(self.plan.batch(step))
         return self._end("finished")
 
     def _advance(self, batch: GlobalBatch) -> bool:
-        """One update and what belongs to it; whether any rank was asked to stop.
+        """Do one update and what is due after it; returns whether a rank was asked to stop.
 
-        Where updates are judged late, this one is launched before the last is settled, unless something is due after
-        it that has to see the weights as it leaves them.
+        If updates are judged late, this update is launched before the last one is settled, unless something is due
+        after it that needs the weights as it leaves them.
         """
         self.clock.at(batch.step, UPDATE)
         # Signals and clocks differ between ranks, so the update's message carries each rank's requests to all.
@@ -136,16 +126,21 @@ class Trainer:
             self._settle(batch, result, stopping=result.stop, saving=result.save)
             return result.stop
         self._under_way.append((batch, self.step.launch(batch, rate, batch.step, **asked)))
-        stop = save = False
-        while len(self._under_way) > (0 if stop or save or self._due(batch.step) else 1):
+        training, stop, save = self.config.training, False, False
+        regular = (self.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
+        due = any(self._is_due(batch.step, every) for every in regular)
+        while len(self._under_way) > (0 if stop or save or due else 1):
             settled, pending = self._under_way.pop(0)
             result = pending.result()
             stop, save, last = stop or result.stop, save or result.save, not self._under_way
             self._settle(settled, result, stopping=stop and last, saving=save and last)
         return stop
 
+    def _is_due(self, step: int, every: int | None) -> bool:
+        return self.plan.is_epoch_end(step) or (every is not None and step % every == 0)
+
     def _schedule_save(self, took: float) -> None:
-        """Rank 0 wants the next checkpoint after `save_s`, or later if the last one, of `took` seconds, was slow."""
+        """Rank 0 wants the next checkpoint after the configured time, or later if the last took long (`took` s)."""
         minutes = self.config.training.checkpoint_minutes
         if minutes is not None and self.backend.ranks[0] == 0:
             self._due_at = monotonic() + max(60 * minutes, _WAIT * took)
@@ -155,48 +150,38 @@ class Trainer:
         return patience is not None and self.progress.bad_evaluations >= patience
 
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
-        """Write down an update that held, and do what is due after it. stopping: the run ends. saving: a rank asks."""
+        """Record an update that held, and do what is due after it. stopping: the run ends. saving: a rank asks."""
+        step, training = batch.step, self.config.training
         record = step_record(batch, result, self.backend.world_size, self.backend.name)
-        # Before it is written: of one step the ledger must not have two results.
-        self.repeats.judge(record)
-        self.progress = replace(self.progress, step=batch.step, last_loss=result.loss)
+        self.repeats.judge(record)  # before it is written: the ledger must not have two results of one step
+        self.progress = replace(self.progress, step=step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
-        best, every, began = self._look(batch, result), self.config.training.checkpoint_every, monotonic()
-        saving = saving or stopping or best or self._gives_up() or self.plan.is_epoch_end(batch.step)
-        saving = saving or (every is not None and batch.step % every == 0)
-        # What is frozen is too large to be read at each update, but no checkpoint vouches for it unread.
-        if saving or batch.step % self.config.contracts.base_every == 0:
-            self.step.attest_base(batch.step, self.base_digest)
+        best = False
+        if self.evaluate is not None and self._is_due(step, training.evaluate_every):
+            self.clock.at(step, "evaluation")
+            scores = self.evaluate()
+            self.journal.evaluated(step, batch.epoch, scores, "validation")
+            if scores.loss is not None:
+                best = self._compare(scores.loss, result.digests.get("weights", 0))
+        began = monotonic()
+        saving = saving or stopping or best or self._gives_up() or self._is_due(step, training.checkpoint_every)
+        # Frozen weights are too large to be read at each update, but no checkpoint vouches for them unread.
+        if saving or step % self.config.contracts.base_every == 0:
+            self.step.attest_base(step, self.base_digest)
         if saving:
             self._save(best=best)
-            self._saved_at = batch.step
+            self._saved_at = step
             self._schedule_save(monotonic() - began)
 
-    def _due(self, step: int) -> bool:
-        training = self.config.training
-        regular = (self.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
-        return self.plan.is_epoch_end(step) or any(every is not None and step % every == 0 for every in regular)
-
-    def _look(self, batch: GlobalBatch, result: StepResult) -> bool:
-        """Evaluate if it is due. The validation loss decides what is best (returned) and when to give up."""
-        every = self.config.training.evaluate_every
-        due = self.plan.is_epoch_end(batch.step) or (every is not None and batch.step % every == 0)
-        if self.evaluate is None or not due:
+    def _compare(self, loss: float, weights: int) -> bool:
+        """Whether this validation loss is the lowest so far; after too many that are not, the run gives up."""
+        done = self.progress
+        if not loss < done.best_loss:  # a loss that is not a number is not the lowest
+            self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
             return False
-        self.clock.at(batch.step, "evaluation")
-        scores = self.evaluate()
-        self.journal.evaluated(batch.step, batch.epoch, scores, "validation")
-        if scores.loss is None:
-            return False
-        if scores.loss < self.progress.best_loss:
-            weights = result.digests.get("weights", 0)
-            self.progress = replace(
-                self.progress, best_step=batch.step, best_loss=scores.loss, best_weights=weights, bad_evaluations=0
-            )
-            return True
-        self.progress = replace(self.progress, bad_evaluations=self.progress.bad_evaluations + 1)
-        return False
+        self.progress = replace(done, best_step=done.step, best_loss=loss, best_weights=weights, bad_evaluations=0)
+        return True
 
     def _save(self, *, best: bool) -> None:
         """Have the checkpoint written, and tell every rank what became of it: all go on or none does."""
@@ -207,7 +192,7 @@ class Trainer:
         except (InputError, Violation) as refused:
             error = refused
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED
-        # Also where this rank is about to raise: the others would wait for it in the next update.
+        # Also if this rank is about to raise: the others would wait for it in the next update.
         outcomes = self.backend.gather([torch.tensor([outcome], device=device) for device in self.backend.devices])
         if error is not None:
             raise error
@@ -216,11 +201,80 @@ class Trainer:
                 seen = f"rank {rank} did not read back what it wrote"
                 enforce(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
             if what == _REFUSED:
-                msg = f"rank {rank} could not write the checkpoint of step {self.progress.step}"
-                raise RankFailed(msg)
+                raise RankFailed(f"rank {rank} could not write the checkpoint of step {self.progress.step}")
 
-    def _end(self, reason: str) -> Outcome:
+    def _end(self, reason: str) -> str:
         self.clock.at(self.progress.step, "end")
         if self._saved_at != self.progress.step:
             self.step.attest_base(self.progress.step, self.base_digest)
-        return Outcome(self.progress, reason)
+        return reason
+
+
+@dataclass
+class Evaluator:
+    """Scores rows. Caches the last and the best evaluation, so that repeating one needs no forward pass.
+
+    The key is the count of updates, which is equal on all ranks. With a digest of weights, a rank with damaged weights
+    would wait alone in a gather.
+    """
+
+    backend: Backend
+    replicas: Sequence[Replica]
+    batching: EvaluationBatching
+    _known: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
+
+    def __call__(self, task: ScoredTask, ids: Sequence[int], after: int | None = None) -> Scores:
+        """Scores as `evaluate` gives them. after: how many updates the weights have; None: as many as were made."""
+        key = (self.replicas[0].updates if after is None else after, id(task), tuple(ids))
+        if key not in self._known:
+            best = sorted(self._known.items(), key=lambda known: math.inf if known[1].loss is None else known[1].loss)
+            models = [replica.model for replica in self.replicas]
+            self._known = dict(best[:1]) | {key: evaluate(self.backend, models, task, ids, self.batching)}
+        return self._known[key]
+
+
+def evaluate(
+    backend: Backend,
+    models: Sequence[nn.Module],
+    task: ScoredTask,
+    ids: Sequence[int],
+    batching: EvaluationBatching | None = None,
+) -> Scores:
+    """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks.
+
+    Each rank evaluates whole batches. The raw outputs are gathered, and every rank scores the same table. Raises
+    `Violation` if that does not have each row once, in order, or is scored otherwise (`evaluation-once`), or is not
+    finite (`finite`).
+    """
+    batches = (batching or EvaluationBatching()).of(task.lengths[list(ids)].tolist())
+    # In turns, since the batches are sorted by length.
+    owned = [batches[rank :: backend.world_size] for rank in range(backend.world_size)]
+    most = max(sum(map(len, each)) for each in owned)
+
+    def outputs_of(index: int) -> torch.Tensor:
+        device = backend.devices[index]
+        # Padded with -1, since all ranks send one length to a collective. fp64 holds ids and fp32 outputs exactly.
+        table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
+        row = 0
+        for batch in owned[backend.ranks[index]]:
+            rows = [ids[place] for place in batch]
+            table[row : row + len(rows), 0] = torch.tensor(rows, dtype=torch.float64, device=device)
+            table[row : row + len(rows), 1:] = task.outputs(models[index], task.load(rows, device)).double()
+            row += len(rows)
+        return table
+
+    table = torch.cat([part.cpu() for part in backend.gather(backend.map(outputs_of))])
+    table = table[table[:, 0] >= 0]
+    places = torch.tensor([place for each in owned for batch in each for place in batch], dtype=torch.int64)
+    if len(table) == len(places):  # a table with more or fewer rows goes to the contract as it came
+        table = table[places.argsort()]
+    row_ids, outputs = [int(value) for value in table[:, 0].tolist()], table[:, 1:]
+    evaluation = Evaluation(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
+    enforce(Judgement(EVALUATED, evaluation))
+    finite = outputs.isfinite().all(dim=1).tolist()
+    odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
+    enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
+    result = task.score(row_ids, outputs)
+    counted = {"rows": float(len(ids))}
+    enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
+    return result

@@ -99,9 +99,8 @@ def _join(berth: Berth) -> None:
     import torch
     import torch.distributed as dist
 
-    from andon.backend.devices import demand_determinism
+    from andon.backend.devices import demand_determinism, look_at, of_all_ranks, refuse_unfit
     from andon.backend.group import groups_of
-    from andon.backend.machine import look_at, of_all_ranks, refuse_unfit
     from andon_falsify.subjects.placing import devices_of
 
     torch.set_num_threads(1)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon.backend.inprocess import InlineBackend
 from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case

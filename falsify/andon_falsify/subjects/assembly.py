@@ -12,15 +12,14 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from andon.backend.base import Backend
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import Backend, InlineBackend
 from andon.config.schema import Adapter, Config, Contracts, Model, Optimizer, Training
 from andon.model.adapter import trainable_parameters
 from andon.model.build import ModelInterface
 from andon.model.memory import plan_bytes
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
-from andon.tasks.classification import ClassificationTask
+from andon.tasks.text import ClassificationTask
 from andon.training.build import Run, build_model, build_run
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.interpose import Place, WatchedBackend, WatchedTask
@@ -139,7 +138,7 @@ def put_together(case: Case, backend: Backend, meters: dict[int, StorageMeter], 
     watched = WatchedBackend(backend, place, inside)
     run = build_run(config_of(case), interface_of(case), watched, task, plan, late=late, model=model_of(case))
     if case.values:
-        for model in run.models:
+        for model in (replica.model for replica in run.replicas):
             task.watch(model)
     if meters:
         seen.planned_bytes = _planned_bytes(case, run.primary, inner, plan)

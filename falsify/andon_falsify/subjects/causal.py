@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from andon.backend.inprocess import InlineBackend
+from andon.backend.base import InlineBackend
 from andon.config.schema import Adapter, Config, Model
 from andon.data.chat import EncodedRow
 from andon.model.adapter import attach, trainable_parameters

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from andon.config.schema import Optimizer
+from andon.config.schema import Config, Optimizer
 from andon.coordinator import DataParallelCoordinator
 from andon.model.adapter import trainable_parameters
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
@@ -114,7 +114,7 @@ def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
 
 def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
     plan, samples = plan_of(case), samples_of(case)
-    schedule = Schedule(case.lr, plan.total_steps)
+    schedule = Schedule(Config(optimizer=Optimizer(lr=case.lr)), plan.total_steps)
     try:
         for step in range(1, plan.total_steps + 1):
             batch = plan.batch(step)

@@ -17,8 +17,7 @@ from andon.run.ledger import LedgerWriter
 from andon.run.repeats import Repeats
 from andon.step.replica import state_tensors
 from andon.training.history import read_history, violation_records
-from andon.training.journal import FolderJournal, MetricsWriter, progress_from
-from andon.training.progress import ProgressView
+from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, progress_from
 from andon.training.trainer import Progress
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from andon.metrics.scores import Scores
 from andon.model.adapter import trainable_parameters
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, StepResult
 from andon.training.journal import FolderJournal
-from andon.training.trainer import Progress
+from andon.training.trainer import Journal, Progress
 from andon_contracts.record import Record, Step
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.meter import StorageMeter
@@ -90,7 +89,7 @@ class WatchedStep:
         return self._left.pop(step)
 
 
-class WatchedJournal:
+class WatchedJournal(Journal):
     """Notes what was seen, and on the process of rank 0 has the trainer's own journal write its files."""
 
     def __init__(
@@ -118,9 +117,6 @@ class WatchedJournal:
         if self._parts.case.stop_after == batch.step:
             raise CutOff
 
-    def evaluated(self, step: int, epoch: int, scores: Scores, what: str) -> None:
-        """These runs evaluate nothing."""
-
     def checkpoint(self, progress: Progress, *, best: bool) -> None:
         """The whole state, if the case keeps files."""
         if self._inner is not None and self._parts.case.folder is not None:
@@ -129,7 +125,7 @@ class WatchedJournal:
     def append(self, record: Record) -> None:
         """Any other line."""
         if self._inner is not None:
-            self._inner.append(record)
+            self._inner.ledger.append(record)
 
     def close(self) -> None:
         """Give the files back."""

@@ -62,7 +62,7 @@ def conversations(draw: random.Random, folder: Path) -> str:
     try:
         found = read_conversations(path)
         rows: list[EncodedRow] = []
-        encode_each(_bytes(), found, _LONGEST, "assistant", rows.append)
+        encode_each(_bytes(), found.form, found.rows, _LONGEST, "assistant", rows.append)
     except InputError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
     return _fault(found, rows, _bytes())
@@ -78,7 +78,7 @@ def template(draw: random.Random, folder: Path) -> str:
     data = ConversationSet((Conversation(0, _TALK, "rows.jsonl:1"),), "rows.jsonl", "messages")
     try:
         rows: list[EncodedRow] = []
-        encode_each(tokenizer, data, _LONGEST, "assistant", rows.append)
+        encode_each(tokenizer, data.form, data.rows, _LONGEST, "assistant", rows.append)
     except InputError as error:
         return "" if all(line.isprintable() for line in str(error).split("\n")) else "the message holds control codes"
     (row,) = rows

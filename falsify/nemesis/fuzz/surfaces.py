@@ -25,11 +25,18 @@ from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.model.adapter import read_labels
 from andon.model.build import ModelInterface, build_base
-from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
+from andon.run.checkpoint import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    CheckpointError,
+    load_checkpoint,
+    newest_valid,
+    save_checkpoint,
+)
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
 from andon.run.provenance import read_provenance
-from andon.run.sealed import MANIFEST, STATE, TENSORS, CheckpointError
 from andon.run.summary import read_summary
 from andon.training.existing import config_at_hand, how_far
 from andon_contracts.legible import legible_line

@@ -108,7 +108,7 @@ class Gradients(Check):
         subject, dark = self.context.subject, "sharded parameters have no raw gradient"
         by_ddp = self.context.world > 1 and subject.reducers
         below_python = Cover("degraded", "hooks do not see the reductions of DDP itself")
-        unused = "with find_unused_parameters=True: reported only if no LoRA tensor gets a gradient"
+        unused = "find_unused_parameters=True: checked for LoRA alone, if none of its tensors gets a gradient"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),

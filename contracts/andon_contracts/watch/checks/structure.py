@@ -49,9 +49,10 @@ def _same_toggle_on_all_ranks(seen: Seen[object]) -> bool:
 
 def _first_change(seen: Seen[object]) -> Finding:
     first = next(value for value in seen.column("change") if value)
-    tensor = parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
-    text = next(each.value[1] for each in Change if each.value[0] == first >> _INDEX_BITS)
-    return Finding(f"{tensor} is {text}", seen.step, seen.ranks("change"), tensor)
+    change = next(each for each in Change if each.value[0] == first >> _INDEX_BITS)
+    foreign = change is Change.FOREIGN  # its tensor is none of the model's, so it has no name
+    tensor = "" if foreign else parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
+    return Finding(f"{tensor or 'a tensor'} is {change.value[1]}", seen.step, seen.ranks("change"), tensor)
 
 
 def _parameters_kept(seen: Seen[object]) -> Finding | None:
@@ -146,7 +147,7 @@ class Structure(Check):
         return gone
 
     def _fault_at_start(self) -> int:
-        """A `change_of` for the first disagreement of model, optimizers and declarations; 0 if they agree."""
+        """The first disagreement of model, optimizers and declarations, packed by `change_of`; 0 if they agree."""
         subject, declared = self.context.subject, self.context.settings.trainable
         slots = subject.slots
         if declared is not None:
@@ -170,7 +171,7 @@ class Structure(Check):
         return 0
 
     def _change(self, stepping: torch.optim.Optimizer | None = None) -> int:
-        """A `change_of` for the first difference from the start; 0 if nothing changed.
+        """The first difference from the start, packed by `change_of`; 0 if nothing changed.
 
         stepping: the optimizer that makes an update. Parameters that only other optimizers hold may be frozen
         meanwhile, as adversarial loops do.
