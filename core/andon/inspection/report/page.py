@@ -122,18 +122,6 @@ class RunView:
             return None
         return last, read_confusion(folder.confusion, last.record.confusion)
 
-    def curve(self, name: str) -> list[Point]:
-        if name == "seconds":
-            return sorted((step, value) for step, value in self.seconds.items() if step in self.steps)
-        return self.steps.curve(name)
-
-    def scored(self, score: str) -> dict[str, list[Point]]:
-        found: dict[str, list[Point]] = {}
-        for each in self.evaluations:
-            if score in each.scores:
-                found.setdefault(each.what, []).append((each.record.step, each.scores[score]))
-        return {what: sorted(points) for what, points in found.items()}
-
     @cached_property
     def story(self) -> list[tuple[str, str]]:
         """What happened to the run beside its steps: starts, violations, retractions, resumes and ends."""
@@ -356,12 +344,17 @@ def _pictures(runs: Sequence[RunView], prefixes: Sequence[str], parting: int | N
     for name, title, unit in (*_CURVES, *((name, name, "by evaluation") for name in others)):
         series = []
         for number, (run, prefix) in enumerate(zip(runs, prefixes, strict=True)):
-            if name not in others:
-                series.append(Series(f"{prefix}training", run.curve(name), number))
-            series += [
-                Series(f"{prefix}{what}", points, number, dots=kind)
-                for kind, (what, points) in enumerate(run.scored(name).items(), start=1)
-            ]
+            if name == "seconds":
+                points = sorted((step, value) for step, value in run.seconds.items() if step in run.steps)
+                series.append(Series(f"{prefix}training", points, number))
+            elif name not in others:
+                series.append(Series(f"{prefix}training", run.steps.curve(name), number))
+            scored: dict[str, list[Point]] = {}
+            for each in run.evaluations:
+                if name in each.scores:
+                    scored.setdefault(each.what, []).append((each.record.step, each.scores[name]))
+            for kind, (what, points) in enumerate(scored.items(), start=1):
+                series.append(Series(f"{prefix}{what}", sorted(points), number, dots=kind))
         pictures.append(draw(title, unit, series, parting))
     return [picture for picture in pictures if picture is not None]
 
