@@ -1,7 +1,6 @@
-"""What a run hands on: a folder with the adapter or model, its tokenizer, and a card for its next user.
+"""The folder that a run leaves to its next user: the adapter or model, its tokenizer, and a card.
 
-The card says what the model is, what it was made from, how good it is, and which command makes it again. It is
-Markdown with a YAML header as model hubs read it (`card.md.j2`), written from the run's own record alone.
+The card is Markdown with a YAML header as model hubs read it (`card.md.j2`), written from the run's own record alone.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -39,22 +37,14 @@ from andon_contracts.legible import legible_line
 
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
 """Classes that are listed, and up to which the confusion matrix is shown."""
-_PIPELINES = {
-    CLASSIFICATION: "text-classification",
-    REGRESSION: "text-classification",
-    MULTI_LABEL: "text-classification",
-    TOKEN_CLASSIFICATION: "token-classification",
-    SFT: "text-generation",
-}
-"""By task: the hub's word for what its models do, and the pipeline of transformers that does it."""
+_VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
+_HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
+"""Keys of a run's identity that the card's command sets by a flag; the last one follows from `--backend`."""
 
 
-@dataclass(frozen=True)
-class _Score:
-    """A score in the card: its key in the summary, its name here, its metric name on the hub, and what it is of.
-
-    of: a key of `_counts`. share: the score is a fraction of that count, so the card shows the number too.
-    """
+class _Score(NamedTuple):
+    """A score in the card: its key in the summary, its name here, its metric name on the hub, and what it is of (a key
+    in `_scores`). share: the score is a fraction of that count, so the card shows the number too."""
 
     key: str
     word: str
@@ -98,9 +88,6 @@ _SCORES: Mapping[str, tuple[_Score, ...]] = {
         _Score("loss", "loss", of="tokens"),
     ),
 }
-_VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
-_HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
-"""Keys of a run's identity that the card's command sets by a flag; the last one follows from `--backend`."""
 
 
 class Form(Enum):
@@ -196,7 +183,8 @@ def card(
     paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
     data = provenance.digest("data")  # of the rows to train on, then of those to evaluate on if they are in other files
-    pipeline = _PIPELINES[task]
+    # The hub's word for what such models do, and the pipeline of transformers that does it.
+    pipeline = {TOKEN_CLASSIFICATION: task, SFT: "text-generation"}.get(task, "text-classification")
 
     header: dict[str, Any] = {
         "library_name": "transformers" if form in (Form.WHOLE, Form.MERGED) else "peft",

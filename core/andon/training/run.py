@@ -55,7 +55,7 @@ from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.outputs import form_of, write_card, write_model_files
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Progress
+from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
@@ -97,14 +97,8 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
         writer = open_journal(session, checkpoint, history, progress) if run.writes else None
         journal, repeats = writer or Journal(), Repeats(history.steps)
         evaluate = partial(session.evaluator, material.validation_task, material.validation_ids)
-        trainer = run.trainer(
-            journal,
-            progress,
-            repeats,
-            evaluate=evaluate if material.validation_ids else None,
-            stop_asked=stop_asked,
-            clock=session.clock,
-        )
+        validate = evaluate if material.validation_ids else None
+        trainer = Trainer(run, journal, repeats, progress, validate, stop_asked, session.clock)
         try:
             reason = trainer.run()
             finish(session, writer, reason, trainer.progress, history)
@@ -210,16 +204,15 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
     return (checkpoint, history), checkpoint.step
 
 
-def run_identity(session: Session) -> dict[str, Any]:
-    """What defines the run: the configuration's identity, and digests of all that it only names."""
-    material = session.material
-    return identity(session.config) | {
-        "data": material.rows.digest,
-        "labels": list(material.labels),
-        "tokenizer": material.tokenizer.digest,
-        "base": hex64(session.run.base),
-        "initial_weights": hex64(session.run.initial_weights),
-    }
+def _digests(session: Session) -> dict[str, str]:
+    """Digests of all that the configuration only names, and of the weights that follow from it."""
+    weights = {"base": session.run.base, "initial_weights": session.run.initial_weights}
+    digests = {"data": session.material.rows.digest, "tokenizer": session.material.tokenizer.digest}
+    return {name: hex64(digest) for name, digest in weights.items()} | digests
+
+
+def _identity(session: Session, config: Config, digests: dict[str, Any]) -> dict[str, Any]:
+    return identity(config) | digests | {"labels": list(session.material.labels)}
 
 
 def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tuple[str, Any, Any]]:
@@ -235,11 +228,10 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
             raise InputError([Problem(str(checkpoint.path), what)])
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
-        named = {name: recorded.digest(name) for name in ("data", "tokenizer", "base", "initial_weights")}
-        was = identity(config_of(folder)) | named | {"labels": list(session.material.labels)}
+        was = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
     else:
         return []
-    return differences(was, run_identity(session))
+    return differences(was, _identity(session, session.config, _digests(session)))
 
 
 def _history(session: Session, checkpoint: Checkpoint | None) -> History:
@@ -318,26 +310,26 @@ def open_journal(
     `InputError` for a disk that refuses and for a ledger that is damaged.
     """
     run, folder, config, material = session.run, session.folder, session.config, session.material
-    machine, digest, data = fingerprint(session.environment), config_digest(config), material.rows.digest
+    machine, digest, digests = fingerprint(session.environment), config_digest(config), _digests(session)
     write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
     write_json(folder.environment, session.environment)
-    base, new = hex64(run.base), config.model.new_tokens
-    digests = {"initial_weights": hex64(run.initial_weights), "base": base, "data": data}
+    new = config.model.new_tokens
     write_provenance(
         folder.provenance,
         identity=digest,
         new_tokens=dict(zip(new, material.tokenizer.ids_of(new), strict=True)),
-        digests=digests | {"tokenizer": material.tokenizer.digest},
+        digests=digests,
         environment=session.environment,
     )
     try:
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
+    data = hex64(_number(digests["data"]))
     common: dict[str, Any] = {
         "identity": digest,
         "fingerprint": machine,
-        "digests": {"weights": hex64(run.primary.weights_digest()), "base": base, "data": hex64(_number(data))},
+        "digests": {"weights": hex64(run.primary.weights_digest()), "base": digests["base"], "data": data},
         "world": run.backend.world_size,
         "backend": run.backend.name,
     }
@@ -374,7 +366,7 @@ def open_journal(
         metrics=MetricsWriter(folder.metrics, progress.step, trackers),
         view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
         tensors=lambda: state_tensors(run.primary),
-        fixed_state={"identity": run_identity(session), "fingerprint": machine},
+        fixed_state={"identity": _identity(session, config, digests), "fingerprint": machine},
         keep=config.training.keep_checkpoints,
         saved_at=progress.step,
         counts_right=material.task.counts_right,
