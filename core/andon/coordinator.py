@@ -12,7 +12,7 @@ import torch
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import Optimizer
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem
 from andon.pipeline import (
     NOTHING,
     BatchResult,
@@ -117,11 +117,9 @@ class DataParallelCoordinator:
         Raises `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
-        found = ProblemList()
-        for name, value in (("micro_batches", micro_batches), ("base_every", base_every)):
-            if value < 1:
-                found.add(name, f"{value} must be at least 1")
-        found.raise_if_any()
+        counts = {"micro_batches": micro_batches, "base_every": base_every}
+        if wrong := [Problem(name, f"{value} must be at least 1") for name, value in counts.items() if value < 1]:
+            raise InputError(wrong)
         self.model_config = model_config
         self.config = classify_config
         self.updates = 0

@@ -83,23 +83,22 @@ class Audited:
 
     def _differences(self, observation: Observation) -> dict[str, int]:
         """An auditor's values: how many gradients and sums differ, and the first of each with both word sums."""
-        values = dict(observation.values)
         found = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
-        found |= {"leaf": -1, "root": -1}
+        values = {**observation.values, **found, "leaf": -1, "root": -1}
         if not observation.names_match or observation.payload is None or values["failed"]:
-            return values | found
+            return values
         subject = self.subjects[values["subject"]]
         then, now = observation.payload.view(2, -1).tolist()
         leaves = max(len(each.chosen) for each in self.subjects)
         odd = [place for place in range(len(then)) if then[place] != now[place]]
         wrong, sums = [place for place in odd if place < leaves], [place for place in odd if place >= leaves]
-        found |= {"leaves": len(wrong), "sums": len(sums)}
+        values |= {"leaves": len(wrong), "sums": len(sums)}
         if wrong:
-            found |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
+            values |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
         if sums:
             root = subject.roots[sums[0] - leaves][0]
-            found |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
-        return values | found
+            values |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
+        return values
 
     def refuse_failed(self, seen: Seen[None]) -> None:
         """Raise `RankFailed` if recomputing raised on another rank."""
