@@ -117,8 +117,7 @@ def _config_arguments(
     config: Annotated[Path | None, Argument(help="YAML file; without one, the embedded example.")] = None,
     backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
     task: Annotated[
-        str | None,
-        Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it."),
+        str | None, Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it.")
     ] = None,
     data: Annotated[
         list[str] | None,
@@ -450,8 +449,7 @@ def export(
     target: Annotated[Path, Argument(metavar="DIR", help="A new folder.")],
     merge: Annotated[bool, Option("--merge", help="Base and adapter as one model of transformers.")] = False,
     dtype: Annotated[
-        str | None,
-        Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default."),
+        str | None, Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default.")
     ] = None,
     check: Annotated[
         str, Option(metavar="rows|full|none", help="Compare a few answers with the run's, many, or none.")
@@ -508,9 +506,7 @@ def show(
 
 
 @_listed
-def explain(
-    path: Annotated[Path, Argument(help="Bundle of a violation, its run, or the name of a clause.")],
-) -> None:
+def explain(path: Annotated[Path, Argument(help="Bundle of a violation, its run, or the name of a clause.")]) -> None:
     """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained
 
