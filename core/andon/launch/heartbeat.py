@@ -19,7 +19,7 @@ from torch.distributed import DistStoreError
 
 from andon.console.exits import Exit
 from andon.console.messages import say
-from andon.launch.rank import Report, watchdog_failed
+from andon.launch.report import Report, watchdog_failed
 from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, StepClock, View

@@ -32,7 +32,8 @@ from andon.console.messages import say
 from andon.launch import fork_server, preemption
 from andon.launch.context import LAUNCHER, RUN_ID, STORE
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.rank import UNSEEN, FirstCause, Report, clear, first_cause, serve
+from andon.launch.rank import serve
+from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
 from andon.launch.store_server import StoreServer
 from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process

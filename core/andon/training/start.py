@@ -21,7 +21,8 @@ from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
 from andon.launch.portable import portable_environment
-from andon.launch.rank import Report, preempted
+from andon.launch.rank import preempted
+from andon.launch.report import Report
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary

@@ -27,7 +27,7 @@ from andon.inspection.difference import Differences, Side
 from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import HEIGHT, WIDTH, Picture, Point, Series, draw
 from andon.inspection.show import event
-from andon.launch.rank import Report
+from andon.launch.report import Report
 from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder, metrics_lines
