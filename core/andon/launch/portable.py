@@ -172,7 +172,7 @@ def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 
 def _in_order(a: Tensor, b: Tensor) -> bool:
-    """Whether both are float32 matrices with elements. Raises `RuntimeError` if their shapes do not fit."""
+    """Whether both are float32 matrices that are not empty. Raises `RuntimeError` if their shapes do not fit."""
     import torch
 
     if not (a.dim() == b.dim() == 2 and a.dtype is b.dtype is torch.float32):

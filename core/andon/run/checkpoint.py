@@ -1,8 +1,8 @@
 """Checkpoints: the whole state, written whole or not at all, and verified before it counts (clause `checkpoint-whole`).
 
 A checkpoint is a folder `step-00000042` with `tensors.safetensors`, `state.json` and `manifest.json`. It is written
-under a temporary name, its manifest last, read back and compared by name, and then renamed once. While a folder of
-the same step is replaced, the old one stands beside it as `step-00000042.old-...`, which is as good as the plain name.
+under a temporary name, its manifest last, read back and compared by name, and then renamed once. While a checkpoint of
+the same step is replaced, the old one is kept beside it as `step-00000042.old-...`, which loading accepts too.
 Nothing in it is pickled. To write and to verify takes the memory of one tensor, whatever the size of the state.
 """
 
@@ -117,7 +117,7 @@ def save_checkpoint(
             listing = {name: _kind(tensor) for name, tensor in tensors.items()}
             manifest = Manifest(VERSION, step, hex64(join(saved)), Head(*head), files, listing)
             body = manifest.to_json()
-            # Last, with the digests of the others: without a manifest it is no checkpoint.
+            # Last, with the digests of the others: a folder without a manifest does not count.
             write_new(temporary / MANIFEST, json_bytes(body | {"sha256": _sha256(json_bytes(body))}))
             fsync_folder(temporary)
             # Verified on the disk before it gets its name: a damaged folder must not replace a sound one.

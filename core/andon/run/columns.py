@@ -55,7 +55,9 @@ def key_of(libraries: tuple[str, ...], **depends_on: object) -> str:
     return _digest({"format": [FORMAT, sys.byteorder], "versions": versions, **depends_on})
 
 
-def kept(folder: Path, key: str, kinds: Mapping[str, str], make: Make, read: Callable[[Columns], Read]) -> Read:
+def load_or_build(
+    folder: Path, key: str, kinds: Mapping[str, str], make: Make, read: Callable[[Columns], Read]
+) -> Read:
     """The result of `read` on the columns under `key` in `folder`, which `make` computes first if necessary.
 
     Waits for another process that computes some, so call it before other ranks wait for this one with a timeout.

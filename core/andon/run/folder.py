@@ -42,7 +42,7 @@ class State(Enum):
     FINISHED = "finished"
     """A run that reached its end."""
     FOREIGN = "foreign"
-    """Something that is no run: never written to."""
+    """Other files than those of a run: never written to."""
 
 
 class RunFolder:
@@ -63,7 +63,7 @@ class RunFolder:
         self.adapter = path / "adapter"
         """The PEFT adapter, or the whole model of a run without one."""
         self.rows = path / "rows"
-        """The rows that were given as Python objects."""
+        """The rows that the caller passed as Python objects."""
         self.tokens = path / "tokens"
         """The rows as tokens; only while the run is not finished, and if tokenising takes long."""
         self.skipped = path / "skipped_rows.txt"
@@ -301,7 +301,7 @@ def _json_object(data: bytes) -> dict[str, Any]:
 
 
 def _head(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of a file; b"" if there is none. Raises `InputError` if the disk fails."""
+    """The first `limit` bytes of the file at `path`, which may not exist. Raises `InputError` if the disk fails."""
     try:
         with open_regular(path) as file:
             return file.read(limit)

@@ -37,7 +37,7 @@ class Difference:
 def differing(then: Step, now: Step) -> tuple[Difference, ...]:
     """The fields of `REPEATED` that differ between two records of one step, in that order.
 
-    A field that only one of both records has is no difference.
+    A field that one of the records lacks does not count.
     """
     return tuple(each for name in REPEATED for each in apart(name, _value_of(then, name), _value_of(now, name)))
 

@@ -24,7 +24,7 @@ from andon.data.labels import alike, likely_separator
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.readers import TAGS, TOKENS, read, shown_names
 from andon.data.rows import DataSet, Examples, LabelSets, Row, Tagged, Targets, TextRows, shared_texts
-from andon.run.columns import Columns, Numbers, kept, key_of
+from andon.run.columns import Columns, Numbers, key_of, load_or_build
 from andon.run.provenance import source_digest
 from andon.run.summary import HELD_OUT, LAST_VALIDATION
 from andon_contracts.legible import legible_line
@@ -373,7 +373,7 @@ def _kept_rows(
         )
         return TEXT_TASKS[task](rows, tuple(columns.said["labels"]), origins.source, origins)
 
-    return kept(folder, key, {"rows": "B", "lines": "q"}, make, load)
+    return load_or_build(folder, key, {"rows": "B", "lines": "q"}, make, load)
 
 
 def column(columns: Columns, name: str, kind: str) -> array[int]:

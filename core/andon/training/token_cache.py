@@ -32,7 +32,7 @@ from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.rows import Examples, Tagged, TextRows, fingerprint
 from andon.data.tokens import EncodedTexts, Tokenizer
 from andon.launch.orphan import bind_to_parent
-from andon.run.columns import Columns, Numbers, kept, key_of
+from andon.run.columns import Columns, Numbers, key_of, load_or_build
 from andon.run.provenance import source_digest
 from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
 from andon.tasks.token_rows import KINDS, FlatRows, TokenRows, columns_of
@@ -201,7 +201,7 @@ def tokenised(
 
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory())) if folder is None else folder
-        return kept(place, key, COLUMNS, make, load)
+        return load_or_build(place, key, COLUMNS, make, load)
 
 
 def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer, max_length: int) -> EncodedTexts:
@@ -235,7 +235,7 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
     key = key_of(
         _LIBRARIES, code=source_digest(_CODE), rows=data.digest, tokenizer=tokenizer.digest, max_length=max_length
     )
-    found = kept(folder, key, TEXT_COLUMNS, make, load)
+    found = load_or_build(folder, key, TEXT_COLUMNS, make, load)
     tokenizer.truncated = truncated + len(found.cut)
     return found
 
