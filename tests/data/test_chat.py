@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from andon.console.problems import InputError
 from andon.data import chat as templates
-from andon.data.chat import EncodedRow, Encoding, TrainOn, asking, encode_each, encode_prompt, show_row
+from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each, encode_prompt, prompt_format, show_row
 from andon.data.conversations import Conversation, ConversationSet, Form, Message
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 
@@ -541,7 +541,7 @@ def test_a_row_is_shown_token_by_token() -> None:
     ],
 )
 def test_how_transformers_alone_asks_is_known(tokens: Tokenizer, form: Form, example: str | None, note: str) -> None:
-    found = asking(tokens, form)
+    found = prompt_format(tokens, form)
     assert found.example == example
     assert found.note.startswith(note)
     assert bool(found.note) == bool(note)

@@ -25,11 +25,13 @@ from andon.data.origins import ALL_ROWS, RowSelection
 from andon.data.rows import TextRows, repeated_texts, shared_texts
 from andon.data.tokens import byte_tokenizer
 from andon.run.folder import RunFolder
+from andon.tasks.text import EncodedRows
 from andon.training import token_cache
 from andon.training.material import prepare
 from andon.training.rows import read_rows, task_of_run, with_task
 from andon.training.start import payload_of, train_rank
 from andon.training.token_cache import COLUMNS, TokenisedConversations, encoded_texts, tokenised
+from tests.model.tiny import CPU
 from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, outcome, row
 
@@ -324,6 +326,9 @@ def test_rows_and_tokens_of_another_process_are_the_same_and_open_no_file(
         other.encode = never  # type: ignore[method-assign]
     held = encoded_texts(None, read.train, tokenizer, 4)
     assert [[*map(list, each)] for each in (stored.tokens, stored.firsts)] == [held.tokens, held.firsts]
+    batches = [EncodedRows(each.tokens, None, pad_id=0, vocab_size=260).load([0, 7], CPU) for each in (stored, held)]
+    assert all(torch.equal(one, batches[1][name]) for name, one in batches[0].items())
+    assert {one.dtype for one in batches[0].values()} == {torch.int64}
     assert (stored.cut, stored.types, other.truncated) == (held.cut, held.types, len(held.cut))
     paths[0].write_text(paths[0].read_text() + "\n")
     with pytest.raises(InputError, match="has changed while it was read"):

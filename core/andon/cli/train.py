@@ -23,7 +23,7 @@ from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed, portable_demo
 from andon.training.existing import as_begun, go_on_with
-from andon.training.rows import told_of_task, with_task
+from andon.training.rows import task_notice, with_task
 from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 
 
@@ -61,8 +61,8 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
         if asked not in (None, context.world_size):
             raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
         config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
-        if context.rank == 0 and told_of_task(config):
-            say(told_of_task(config))
+        if context.rank == 0 and task_notice(config):
+            say(task_notice(config))
         config = with_task(config)
         require(config.run.report_to)
         if config.run.backend == "inline":

@@ -194,7 +194,7 @@ def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message])
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class PromptFormat:
     """How to prompt the model with transformers alone.
 
     example: the text for a prompt; None: messages, which the tokenizer's own chat template writes. note: in which case
@@ -205,16 +205,16 @@ class Asking:
     note: str
 
 
-def asking(tokenizer: Tokenizer, form: Form) -> Asking:
+def prompt_format(tokenizer: Tokenizer, form: Form) -> PromptFormat:
     """How to prompt a model that was trained on rows of this `form`. Raises `InputError` as `encode_each` does."""
     encoder = _Encoder(tokenizer, form, "assistant")
     if encoder.templated:
         dated = "its chat template writes the date, which was one day always in training: answers may change with it"
-        return Asking(None, dated if encoder.dated else "")
+        return PromptFormat(None, dated if encoder.dated else "")
     text = encoder.text((Message("user", "a prompt"),), asks=True)
     same = tokenizer.base(text)["input_ids"] == [*encoder.opening, *tokenizer.plain_ids([text])[0]]
     other = "its tokenizer puts other special tokens around a text than it was trained with: answers may be others"
-    return Asking(text, "" if same else other)
+    return PromptFormat(text, "" if same else other)
 
 
 def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:

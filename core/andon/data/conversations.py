@@ -90,14 +90,14 @@ class ConversationSet(Examples):
         return [row.source for row in self.rows]
 
     def texts(self) -> tuple[str, ...]:
-        return tuple(asked(self.form, row) for row in self.rows)
+        return tuple(input_text(self.form, row) for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
         row = self._by_id.get(id_)
-        return None if row is None else (row.messages[-1].content + row.messages[-1].extra, asked(self.form, row))
+        return None if row is None else (row.messages[-1].content + row.messages[-1].extra, input_text(self.form, row))
 
 
-def asked(form: Form, row: Conversation) -> str:
+def input_text(form: Form, row: Conversation) -> str:
     """The input text of a row: the messages before the last answer, each after its role; of a row of text, the text."""
     if form == "text":
         return row.messages[0].content

@@ -33,7 +33,7 @@ from andon_contracts.digest import row_digests
 from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
 
-ASKED = "conversations.json"
+CONVERSATIONS = "conversations.json"
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
@@ -69,7 +69,7 @@ class LanguageScores(Scores):
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationSettings:
     """How to prompt a model that was trained on conversations: the form of rows, and the ids that close an answer."""
 
     form: Form
@@ -77,14 +77,14 @@ class Asked:
 
     def write(self, folder: Path, pad_id: int) -> None:
         """Write `conversations.json`, and `generation_config.json` for `generate` of transformers."""
-        write_json(folder / ASKED, {"form": self.form, "stops": list(self.stops)})
+        write_json(folder / CONVERSATIONS, {"form": self.form, "stops": list(self.stops)})
         ends = {"eos_token_id": list(self.stops), "pad_token_id": pad_id, "do_sample": False}
         write_json(folder / "generation_config.json", ends)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read what `write` wrote. Raises `InputError` naming the file for anything else."""
-        file = folder / ASKED
+        file = folder / CONVERSATIONS
         try:
             found = json_object(read_json(file), "the file")
             form, stops = found["form"], found["stops"]
@@ -111,7 +111,7 @@ class SftTask(PaddedRows):
         padding_multiple: int = 8,
         sources: Sequence[str] = (),
         notes: Sequence[str] = (),
-        asked: Asked = Asked("text", ()),
+        asked: GenerationSettings = GenerationSettings("text", ()),
         skipped: Mapping[int, Problem] | None = None,
     ) -> None:
         """Each row is a pack. sources: one a row, or empty. asked: how to prompt a trained model. padding_multiple:

@@ -29,7 +29,7 @@ from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, read_summary
-from andon.tasks.sft import Asked
+from andon.tasks.sft import GenerationSettings
 from andon.training.existing import config_of, go_on_with
 from andon.training.inference import TrainedRun, logits_of_texts, rows_of
 from andon.training.material import HEADS
@@ -97,7 +97,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
     """
     require_place(target)
     result, config = result_of(run.folder), config_of(run.folder)
-    asked = Asked.read(run.folder.adapter) if run.config.task == SFT else None
+    asked = GenerationSettings.read(run.folder.adapter) if run.config.task == SFT else None
     compared: tuple[Questions, Answers] | str = "it was not compared with the run (--check none)"
     if check != "none":
         questions = _questions_of(run, check)
@@ -192,7 +192,7 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
 def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
     if run.config.task == SFT:
         prompts, most = zip(*questions.prompts, strict=True)
-        answers = generate(run.model, prompts, Asked.read(run.folder.adapter).stops, most)
+        answers = generate(run.model, prompts, GenerationSettings.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
             return _logits_along(without_adapter(run.model), questions, answers), list(map(tuple, answers))
     return _decided(run, questions, [row for batch in questions.batches() for row in logits_of_texts(run, *batch)])

@@ -31,7 +31,7 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
 from andon.step.replica import WEIGHTS
-from andon.tasks.sft import Asked
+from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
 from andon.training.existing import config_at_hand, config_of
@@ -281,7 +281,7 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
     if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
     base = run.tokenizer.base
-    asked, limit = Asked.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize
+    asked, limit = GenerationSettings.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize
     waiting, first = iter(prompts), 0
     while window := list(islice(waiting, _PROMPTS)):
         messages = [(Message("user", each),) if isinstance(each, str) else tuple(each) for each in window]

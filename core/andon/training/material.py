@@ -24,7 +24,7 @@ from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import padding_note
 from andon.step.plan import BatchPlan
-from andon.tasks.sft import Asked, SftTask
+from andon.tasks.sft import GenerationSettings, SftTask
 from andon.tasks.text import (
     NO_TAG,
     ClassificationTask,
@@ -281,7 +281,7 @@ def _conversations(config: Config, data: TokenisedConversations | ConversationSe
         padding_multiple=padding_multiple(config),
         sources=data.sources,
         notes=(f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
-        asked=Asked(data.form, encoding.stops),
+        asked=GenerationSettings(data.form, encoding.stops),
         skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},
     )
 

@@ -20,7 +20,7 @@ from torch import nn
 from andon.config.identity import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.console.problems import InputError, Problem
-from andon.data.chat import asking
+from andon.data.chat import prompt_format
 from andon.data.origins import short_names
 from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import Confusion
@@ -30,7 +30,7 @@ from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
 from andon.run.summary import Summary
-from andon.tasks.sft import Asked
+from andon.tasks.sft import GenerationSettings
 from andon.training.choices import automatic_keys
 from andon.training.material import HEADS
 from andon_contracts.legible import legible_line
@@ -114,7 +114,7 @@ def write_model_files(
     tokenizer: Tokenizer,
     labels: Sequence[str],
     reference: str,
-    asked: Asked | None,
+    asked: GenerationSettings | None,
 ) -> None:
     """Write the adapter of `model`, or the whole model if it has none, and its tokenizer into the folder `path`.
 
@@ -126,7 +126,7 @@ def write_model_files(
 
 
 def write_tokenizer(
-    path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: Asked | None, side: str
+    path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: GenerationSettings | None, side: str
 ) -> None:
     """Write the files of a tokenizer, and the prompt format of a model that answers. A classifier's tokenizer cuts
     texts as in training, and pads them on `side`. Raises `InputError` if the disk refuses."""
@@ -150,7 +150,7 @@ def write_card(
     form: Form,
     name: str,
     tokenizer: Tokenizer,
-    asked: Asked | None,
+    asked: GenerationSettings | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Write the card of the run in `folder` into `path`.
@@ -158,7 +158,7 @@ def write_card(
     rows: the number of training rows. matrix: the confusion matrix of the scores. name: of the model. notes: sentences
     for one more paragraph; empty ones are left out. Returns lines that a user should read before prompting the model.
     """
-    asks = None if asked is None else asking(tokenizer, asked.form)
+    asks = None if asked is None else prompt_format(tokenizer, asked.form)
     provenance = read_provenance(folder.provenance)
     task = config.task or CLASSIFICATION
     base = config.model.base

@@ -18,7 +18,7 @@ from andon.training.build import build_model
 from andon.training.choices import automatic_keys, is_set, placed, settings_line, value_of
 from andon.training.material import cut_note, eval_rows_note, prepare, warnings_of
 from andon.training.notices import few_updates, idleness, learns_nothing
-from andon.training.rows import class_counts, notes, skip_notes, told_of_task, unfit_model
+from andon.training.rows import class_counts, notes, skip_notes, task_notice, unfit_model
 
 _MOST_WORKERS = 8
 
@@ -41,7 +41,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     scored = "on which the result is scored too" if rows.evaluation is None else own
     held = f"{len(material.validation_ids)} to validate, {scored}"
     about = f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
-    yield from filter(None, (told_of_task(config), about, class_counts(rows)))
+    yield from filter(None, (task_notice(config), about, class_counts(rows)))
     origins = rows.train.origins
     if rows.weights and origins is not None:
         kept_back = Counter(origins.file_of(id_) for id_ in rows.validation_ids)

@@ -201,10 +201,10 @@ _EMBEDDED: Mapping[str, Callable[[int], tuple[Examples, Examples]]] = {
 _EXAMPLES = {TOKEN_CLASSIFICATION: "tags.jsonl", MULTI_LABEL: "multi_label.jsonl", REGRESSION: "regression.csv"}
 """A file in examples/data for each task without embedded rows."""
 _INFERRED: dict[str, tuple[str, str]] = {}
-"""The results of `found_task` in this process."""
+"""The results of `inferred_task` in this process."""
 
 
-def found_task(config: Config) -> tuple[str, str]:
+def inferred_task(config: Config) -> tuple[str, str]:
     """The task that the first row of the data implies, and the reason; classification without a reason if unclear.
 
     Regression is never inferred, because a number may be a class. The file is opened once in a process, and again only
@@ -218,7 +218,7 @@ def found_task(config: Config) -> tuple[str, str]:
     return _INFERRED[key]
 
 
-def tell_found_task(config: Config, found: tuple[str, str]) -> None:
+def set_inferred_task(config: Config, found: tuple[str, str]) -> None:
     """Store the result of another process, so that this process need not open the file."""
     if config.data.files:
         _INFERRED[_inferred_from(config)] = found
@@ -243,7 +243,7 @@ def _implied_by(first: Mapping[str, object], data: Data) -> tuple[str, str]:
 
 def task_of_run(config: Config) -> str:
     """The task of the configuration, else the inferred one. Raises `InputError` for a file that cannot be opened."""
-    return config.task or found_task(config)[0]
+    return config.task or inferred_task(config)[0]
 
 
 def with_task(config: Config) -> Config:
@@ -252,9 +252,9 @@ def with_task(config: Config) -> Config:
     return config if found == CLASSIFICATION else config.model_copy(update={"task": found})
 
 
-def told_of_task(config: Config) -> str:
+def task_notice(config: Config) -> str:
     """A line about an inferred task and the reason; empty if the task is set, or is classification."""
-    task, why = found_task(config) if config.task is None else (config.task, "")
+    task, why = inferred_task(config) if config.task is None else (config.task, "")
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 

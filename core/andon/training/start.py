@@ -39,12 +39,12 @@ from andon.training.given import kept
 from andon.training.rows import (
     cache_of,
     data_files,
-    found_task,
+    inferred_task,
     is_tokenised_as_read,
     notes,
     read_rows,
-    tell_found_task,
-    told_of_task,
+    set_inferred_task,
+    task_notice,
     with_task,
 )
 from andon_contracts.record import Resume, Step
@@ -83,7 +83,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
     "module:function". given: by key (`train`, `eval`), temporary files of `config.data`; the run folder keeps copies.
     Raises `InputError` before anything is started or written, and, without rank processes, what the run raised.
     """
-    task = told_of_task(config)
+    task = task_notice(config)
     require(config.run.report_to)
     config = with_task(config)
     folder, resuming = None, config.run.resume == "auto"
@@ -193,7 +193,7 @@ def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
     """
     values = config.model_dump(mode="json", exclude_unset=True)
     now = stamps(data_files(config))
-    return {"config": values, "folder": str(folder), "started": started, "task": found_task(config), "files": now}
+    return {"config": values, "folder": str(folder), "started": started, "task": inferred_task(config), "files": now}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
@@ -205,7 +205,7 @@ def train_rank(payload: Mapping[str, Any]) -> int:
 
     config = Config.model_validate(payload["config"])
     require_unchanged(data_files(config), payload["files"])
-    tell_found_task(config, tuple(payload["task"]))
+    set_inferred_task(config, tuple(payload["task"]))
     return int(train(config, RunFolder(Path(payload["folder"])), lambda: preempted() is not None, payload["started"]))
 
 

@@ -27,7 +27,7 @@ import torch
 import andon.data
 from andon.console.messages import say
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
-from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, asked
+from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, input_text
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.rows import Examples, Tagged, TextRows, fingerprint
 from andon.data.tokens import EncodedTexts, Tokenizer
@@ -145,7 +145,7 @@ def tokenised(
             for number, row in enumerate(chain([first], rows), start=1):
                 add_row(sha, row)
                 sources.append(names.setdefault(row.source, len(names)) if row.source else -1)
-                texts.append(fingerprint(asked(form, row)))
+                texts.append(fingerprint(input_text(form, row)))
                 if time.monotonic() - said > _PROGRESS_S:
                     said = time.monotonic()
                     say(f"{number} rows read and tokenised")
