@@ -72,17 +72,15 @@ class Part:
             name = where or cls.__name__.lower()
             raise ValueError(f"{name} has the unknown field {min(json_object(data, name).keys() - readers.keys())!r}")
         prefix = f"{where}." if where else ""
-        for name in required:
-            if name not in data:
-                raise ValueError(f"{prefix}{name} is missing")
+        if missing := [name for name in required if name not in data]:
+            raise ValueError(f"{prefix}{missing[0]} is missing")
         # A frozen dataclass's own constructor takes as long to set the fields as to read them.
         part = object.__new__(cls)
         part.__dict__.update(defaults | {name: readers[name](value, prefix + name) for name, value in data.items()})
         return part
 
 
-def no_constant(name: str) -> NoReturn:
-    """For `json.loads`: refuses NaN and the infinities."""
+def no_constant(name: str) -> NoReturn:  # for `json.loads`: refuses NaN and the infinities
     raise ValueError(f"{name} is not JSON")
 
 

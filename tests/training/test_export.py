@@ -31,12 +31,12 @@ from andon.metrics.confusion import Confusion
 from andon.model import adapter
 from andon.model.build import seeded
 from andon.run.folder import RunFolder
-from andon.run.provenance import Provenance
+from andon.run.provenance import environment, write_provenance
 from andon.run.summary import Head, Summary
 from andon.training import export
 from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict
-from andon.training.outputs import Form, card
+from andon.training.outputs import Form, write_card
 from tests.cli.command import cli, tree
 from tests.data.test_chat import CHATML, tokenizer
 from tests.support.stock import Stock
@@ -257,23 +257,17 @@ def test_the_cards_command_gives_the_same_weights(made: Path, tmp_path: Path) ->
     repeated(made / "pretrained", text, tmp_path, made / "two.csv", made / "base")
 
 
-def test_names_of_others_are_but_names_in_a_card() -> None:
+def test_names_of_others_are_but_names_in_a_card(tmp_path: Path) -> None:
     names = ("a|b", "`c`", "<script>", "\x1b]0;x\x07", "---\nlicense: mine", "**f**")
     found = {"rows": 6, "accuracy": 0.5, "classes": []}
     matrix = Confusion(6, tuple((i, j, 1) for i in range(6) for j in range(6)))
-    head = Head(1, "0" * 16)
+    head, digests = Head(1, "0" * 16), {"data": "d" * 64, "base": "b" * 16, "initial_weights": "i" * 16}
     result = Summary("run", True, "finished", 2, 1, "inline", "0" * 16, "0" * 16, {}, 0, 1.0, head, {}, eval=found)
-    digests = {"data": "d" * 64, "base": "b" * 16, "initial_weights": "i" * 16}
-    config = Config.model_validate({"data": {"train": "x\nlicense: mine.csv"}})
-    text = card(
-        config,
-        Provenance(Path("p"), digests, {}),
-        replace(result, labels=names),
-        7,
-        matrix,
-        Form.WHOLE,
-        "# <b>\nlicense: x",
-    )
+    result, config = replace(result, labels=names), Config.model_validate({"data": {"train": "x\nlicense: mine.csv"}})
+    write_provenance(RunFolder(tmp_path).provenance, identity="", digests=digests, environment=environment())
+    title, tokens = "# <b>\nlicense: x", byte_tokenizer()
+    write_card(tmp_path, RunFolder(tmp_path), config, result, 7, matrix, Form.WHOLE, title, tokens, None)
+    text = (tmp_path / "README.md").read_text()
     data: dict[str, Any] = ModelCard(text).data.to_dict()
     assert "license" not in data
     assert data["library_name"] == "transformers"

@@ -28,11 +28,7 @@ from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 
 
 def run_training(
-    config_path: Path | None,
-    overrides: Sequence[str],
-    flags: Mapping[str, Any],
-    *,
-    entry: str = ENTRY,
+    config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], *, entry: str = ENTRY
 ) -> Exit:
     """Train as configured and return how it ended. Raises `InputError` before anything is started or written.
 

@@ -1,7 +1,10 @@
-"""The life of one rank process: who it is, how it is guarded, and how it ends.
+"""The life of one rank process, how it ends, and which rank failed first.
 
 A rank ends by `os._exit`: after a gloo error an ordinary interpreter exit is turned into SIGABRT more often than not,
 and the exit code that was chosen is lost. Its report and its output are written and flushed before.
+
+Each rank leaves one small JSON file, written whole: `RUN/reports/rank-0.json`. A launcher reads these together with the
+exit codes that it saw and names the first cause, not the ranks that fell after it.
 """
 
 from __future__ import annotations
@@ -35,14 +38,11 @@ from andon_contracts.liveness.process import run_within
 if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
 
-TRACEBACK = "ANDON_TRACEBACK"
-"""Set to 1 to see a traceback on stderr; the report holds it in any case."""
-_LAST_WORDS_S = 0.7
-"""How long the report of a rank that ends by an error may take: others wait for it to be gone."""
+TRACEBACK = "ANDON_TRACEBACK"  # set to 1 to see a traceback on stderr; the report holds it in any case
+_LAST_WORDS_S = 0.7  # how long the report of a rank that ends by an error may take: others wait for it to be gone
 _RECORD_S = 10.0
 """How long the report of a rank that ends in order may take: its launcher takes a rank without a report for dead."""
-_DESTROY_S = 0.5
-"""How long leaving may wait for the process group to be taken down."""
+_DESTROY_S = 0.5  # how long leaving may wait for the process group to be taken down
 
 
 @dataclass

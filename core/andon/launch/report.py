@@ -1,8 +1,4 @@
-"""Why a rank ended, in its own words, and which rank failed first.
-
-Each rank leaves one small JSON file, written whole: `RUN/reports/rank-0.json`. A launcher reads these together with the
-exit codes that it saw and names the first cause, not the ranks that fell after it.
-"""
+"""The report that each rank leaves of its end, and which rank failed first. Read without torch, by the launcher too."""
 
 from __future__ import annotations
 
@@ -24,8 +20,7 @@ from andon_contracts.liveness.process import exit_text
 from andon_contracts.untrusted import read_json
 from andon_contracts.violation import Violation, consequence, named_ranks
 
-UNSEEN = 255
-"""The exit code that multiprocessing gives if the process that would have reported it died too."""
+UNSEEN = 255  # the exit code that multiprocessing gives if the process that would have reported it died too
 
 
 @dataclass(frozen=True)

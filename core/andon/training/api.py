@@ -1,10 +1,9 @@
-"""Training from Python: `andon.train`, and what a run has left, to be asked again with `andon.open_run`.
+"""Training from Python: `andon.train` makes the run of `andon train`, and `andon.open_run` opens a run that is there.
 
     run = andon.train(data=rows, model="MODEL", workers=2, training={"epochs": 3})
     run.summary.eval["accuracy"], run.predict(["a text"])
 
-It is the run that `andon train` makes, through the same `start`: the same checks, files and bits. What ends the command
-with a code other than 0 is an exception here.
+What ends the command with a code other than 0 is an exception here.
 """
 
 from __future__ import annotations
@@ -148,8 +147,8 @@ def open_run(
     folder = RunFolder(Path(path))
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
-    chosen = None if checkpoint is None else str(checkpoint)
-    return TrainingRun(folder.path, None if model is None else os.fspath(model), chosen, device)
+    base, step = None if model is None else os.fspath(model), None if checkpoint is None else str(checkpoint)
+    return TrainingRun(folder.path, base, step, device)
 
 
 class TrainingRun:
@@ -260,7 +259,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `andon verify` says: its lines, and its exit code, 0 where all that could be judged holds."""
+    """What `andon verify` says: its lines, and its exit code, 0 if all that could be judged holds."""
 
     lines: tuple[str, ...]
     exit: int
@@ -276,8 +275,7 @@ class Verified:
 
 def _options(named: Mapping[str, Any], files: RowFiles) -> tuple[dict[str, Any], list[str]]:
     """The flags and the `--set` of the command line that say the same; rows that are no file are written to `files`."""
-    flags: dict[str, Any] = {}
-    keys: dict[str, Any] = {}
+    flags, keys = dict[str, Any](), dict[str, Any]()
     for name, value in named.items():
         if isinstance(value, Mapping) and name not in _ROWS.values() - Config.model_fields.keys():
             keys |= {f"{name}.{key}": inner for key, inner in value.items()}
@@ -306,9 +304,8 @@ def _row_files() -> Iterator[RowFiles]:
     """Temporary files for rows that are no file. Errors inside name the arguments, not these files or the flags."""
 
     def argument(where: str) -> str:
-        if where.startswith("--set "):
-            return where.removeprefix("--set ")
-        return where.removeprefix("--").replace("-", "_") if where.startswith("--") else where
+        plain = where.removeprefix("--set ")
+        return plain.removeprefix("--").replace("-", "_") if plain.startswith("--") else plain
 
     with tempfile.TemporaryDirectory(prefix="andon-rows-") as folder:
         files = RowFiles(Path(folder))
@@ -328,33 +325,27 @@ def _preserved(*, threads: int | None = 1) -> Iterator[None]:
     """
     import torch
 
-    def restore_environment(before: dict[str, str]) -> None:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
-
+    deterministic: Any = torch.utils.deterministic
+    environment, numpy = dict(os.environ), sys.modules.get("numpy")
     with ExitStack() as stack:
-        stack.callback(restore_environment, dict(os.environ))
-        filling: Any = torch.utils.deterministic
-        stack.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        on_exit = stack.callback
+        on_exit(os.environ.update, environment)
+        on_exit(lambda: [os.environ.pop(name) for name in os.environ.keys() - environment.keys()])
+        on_exit(setattr, deterministic, "fill_uninitialized_memory", deterministic.fill_uninitialized_memory)
+        on_exit(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(threads or torch.get_num_threads())
-        deterministic, warn_only = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        stack.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        on_exit(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
+        on_exit(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
         if torch.get_default_device().type != "cpu":  # the context costs something at each call
             stack.enter_context(torch.device("cpu"))
-        stack.callback(random.setstate, random.getstate())
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        on_exit(random.setstate, random.getstate())
+        on_exit(torch.set_rng_state, torch.get_rng_state())
         if torch.cuda.is_initialized():
-            stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
-        numpy = sys.modules.get("numpy")
+            on_exit(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         if numpy is not None:
-            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            on_exit(numpy.random.set_state, numpy.random.get_state())
         stack.enter_context(torch.inference_mode(mode=False))  # gradients are recorded, too
         for kind in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(kind, enabled=False))

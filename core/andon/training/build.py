@@ -1,4 +1,4 @@
-"""A configuration, a backend, a task and a plan become a trainer.
+"""A configuration, a backend, a task and a plan become a `Run`, ready to be trained.
 
 `andon train`, the coordinator and the falsifier's subject are all built here, so that the trainer under test is the one
 that ships. An observer passes its own backend or task that wraps ours.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,21 +16,17 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.config.schema import Config
 from andon.console.problems import InputError, Problem
-from andon.metrics.scores import Scores
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.batches import Shape
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
 from andon.model.compiled import compile_backbone
 from andon.model.masks import masking_of, padding_of
 from andon.run.checkpoint import Checkpoint
-from andon.run.repeats import Repeats
 from andon.step.captured import CapturedPasses
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.step import TrainingStep
 from andon.step.task import Task, refuse_unkeyed
-from andon.training.trainer import Journal, Progress, Trainer
-from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.violation import first_line, kind_of
 
 
@@ -85,33 +80,6 @@ class Run:
                 if saved is None or saved.shape != view.shape:
                     raise InputError([Problem(str(checkpoint.path), f"has no weights {name} of this run's model")])
                 view.copy_(saved)
-
-    def trainer(
-        self,
-        journal: Journal,
-        progress: Progress,
-        repeats: Repeats,
-        *,
-        evaluate: Callable[[], Scores] | None = None,
-        stop_asked: Callable[[], bool] = lambda: False,
-        clock: StepClock | None = None,
-    ) -> Trainer:
-        """The trainer from `progress`, the state that the replicas are in, to the end of the plan."""
-        return Trainer(
-            backend=self.backend,
-            step=self.step,
-            plan=self.plan,
-            schedule=self.schedule,
-            journal=journal,
-            evaluate=evaluate,
-            stop_asked=stop_asked,
-            base_digest=self.base,
-            repeats=repeats,
-            progress=progress,
-            weights=self.primary.weights_digest(),
-            config=self.config,
-            clock=StepClock() if clock is None else clock,
-        )
 
 
 def build_run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from andon.config.identity import differences, identity
@@ -55,7 +56,7 @@ def config_at_hand(
 def how_far(folder: RunFolder) -> str:
     """`after step 14 of 30`, by the ledger of the run in `folder`; `before its first step` where it has none."""
     done = planned = 0
-    try:
+    with suppress(OSError, LedgerError):  # this only says where: whoever resumes is told what is wrong with the ledger
         for record in read_ledger(folder.ledger):
             if isinstance(record, Start):
                 planned = record.plan.steps or 0
@@ -63,8 +64,6 @@ def how_far(folder: RunFolder) -> str:
                 done = max(done, record.step)
             elif isinstance(record, Retraction):
                 done = min(done, record.step)
-    except (OSError, LedgerError):
-        pass  # this only says where: whoever resumes is told what is wrong with the ledger
     of = f" of {planned}" if planned else ""
     return f"after step {done}{of}" if done else "before its first step"
 
@@ -76,12 +75,10 @@ def go_on_with(folder: RunFolder) -> str:
 
 def as_begun(config: Config, folder: RunFolder) -> Config:
     """`config`, to resume the run in `folder`, with what that run chose for all that is not set now."""
-    if config.run.resume != "auto" or not folder.begun():
-        return config
-    try:
-        return inherited(config, config_of(folder))
-    except InputError:
-        return config  # whoever resumes is told what is wrong with it
+    with suppress(InputError):  # whoever resumes is told what is wrong with it
+        if config.run.resume == "auto" and folder.begun():
+            return inherited(config, config_of(folder))
+    return config
 
 
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:
@@ -132,12 +129,10 @@ def require_task(folder: RunFolder, tasks: Collection[str], other: str) -> None:
 
 
 def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
-    """The run right under `base` that was written to last, has not ended, and is the one that `config` defines.
+    """The unfinished run right under `base` that was written to last and has the identity and data of `config`.
 
-    It is the same run if both configurations have one identity and name the same data. Raises `InputError` for data
-    that is wrong, and if `config` names no data and the newest of other runs has some. Folders that hold no run, or
-    whose configuration or provenance cannot be read, are skipped; a run with something else in the place of a file is
-    skipped with a line.
+    Folders that hold no run, or whose configuration or provenance cannot be read, are skipped. Raises `InputError` for
+    data that is wrong, and if `config` names no data and the newest of other runs has some.
     """
     folders = []
     for path in base.iterdir() if base.is_dir() else ():

@@ -57,6 +57,9 @@ class History:
     backend: str = ""
     last: int = 0
 
+    def forget_after(self, step: int) -> None:
+        self.steps = {number: record for number, record in self.steps.items() if number <= step}
+
 
 def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
     """What `violation` takes back of a run with updates up to `last` and its last checkpoint of step `kept`, if any.
@@ -108,10 +111,10 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
                     history.evaluated = history.ended = None
                     history.violations += 1
                     history.retraction = retracted(record, saved, history.last)
-                    history.steps = _up_to(saved, history.steps)  # `last` stays until the retraction is in the ledger
+                    history.forget_after(saved)  # `last` stays until the retraction is in the ledger
                 case Retraction():
                     history.retraction, history.last = None, min(history.last, record.step)
-                    history.steps = _up_to(record.step, history.steps)
+                    history.forget_after(record.step)
                 case Evaluation() if closing and record.step <= step == history.last:
                     history.evaluated = record
                 case End() if closing and record.step == step and record.reason in ("finished", "early-stopping"):
@@ -122,10 +125,6 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
     if history.retraction is not None:  # it is written before anything else is
         history.last = history.retraction.step
     return history
-
-
-def _up_to(last: int, steps: Mapping[int, Step]) -> dict[int, Step]:
-    return {step: record for step, record in steps.items() if step <= last}
 
 
 def violation_records(violation: Violation, step: int, weights: int, kept: int, last: int) -> Iterator[Record]:

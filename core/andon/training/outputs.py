@@ -1,7 +1,6 @@
-"""What a run hands on: a folder with the adapter or model, its tokenizer, and a card for its next user.
+"""The folder that a run leaves to its next user: the adapter or model, its tokenizer, and a card.
 
-The card says what the model is, what it was made from, how good it is, and which command makes it again. It is
-Markdown with a YAML header as model hubs read it (`card.md.j2`), written from the run's own record alone.
+The card is Markdown with a YAML header as model hubs read it (`card.md.j2`), written from the run's own record alone.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import Environment, StrictUndefined
@@ -22,7 +20,7 @@ from torch import nn
 from andon.config.identity import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.console.problems import InputError, Problem
-from andon.data.chat import Asking, asking
+from andon.data.chat import asking
 from andon.data.origins import short_names
 from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import Confusion
@@ -30,7 +28,7 @@ from andon.model.adapter import export_adapter
 from andon.model.build import LOADERS
 from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
-from andon.run.provenance import Provenance, read_provenance
+from andon.run.provenance import read_provenance
 from andon.run.summary import Summary
 from andon.tasks.sft import Asked
 from andon.training.choices import automatic_keys
@@ -39,22 +37,14 @@ from andon_contracts.legible import legible_line
 
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
 """Classes that are listed, and up to which the confusion matrix is shown."""
-_PIPELINES = {
-    CLASSIFICATION: "text-classification",
-    REGRESSION: "text-classification",
-    MULTI_LABEL: "text-classification",
-    TOKEN_CLASSIFICATION: "token-classification",
-    SFT: "text-generation",
-}
-"""By task: the hub's word for what its models do, and the pipeline of transformers that does it."""
+_VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
+_HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
+"""Keys of a run's identity that the card's command sets by a flag; the last one follows from `--backend`."""
 
 
-@dataclass(frozen=True)
-class _Score:
-    """A score in the card: its key in the summary, its name here, its metric name on the hub, and what it is of.
-
-    of: a key of `_counts`. share: the score is a fraction of that count, so the card shows the number too.
-    """
+class _Score(NamedTuple):
+    """A score in the card: its key in the summary, its name here, its metric name on the hub, and what it is of (a key
+    in `_scores`). share: the score is a fraction of that count, so the card shows the number too."""
 
     key: str
     word: str
@@ -98,9 +88,6 @@ _SCORES: Mapping[str, tuple[_Score, ...]] = {
         _Score("loss", "loss", of="tokens"),
     ),
 }
-_VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
-_HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
-"""Keys of a run's identity that the card's command sets by a flag; the last one follows from `--backend`."""
 
 
 class Form(Enum):
@@ -166,28 +153,13 @@ def write_card(
     asked: Asked | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Write the card of the run in `folder` into `path`. notes: sentences for one more paragraph; empty ones are left
-    out. Returns lines that a user should read before prompting the model."""
+    """Write the card of the run in `folder` into `path`.
+
+    rows: the number of training rows. matrix: the confusion matrix of the scores. name: of the model. notes: sentences
+    for one more paragraph; empty ones are left out. Returns lines that a user should read before prompting the model.
+    """
     asks = None if asked is None else asking(tokenizer, asked.form)
-    note = " ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each)
-    text = card(config, read_provenance(folder.provenance), result, rows, matrix, form, name, note, asks)
-    (path / "README.md").write_text(text, encoding="utf-8")  # where hubs look for the card of a model
-    return () if asks is None or not asks.note else (asks.note,)
-
-
-def card(
-    config: Config,
-    provenance: Provenance,
-    result: Summary,
-    rows: int,
-    matrix: Confusion | None,
-    form: Form,
-    name: str,
-    note: str = "",
-    asking: Asking | None = None,
-) -> str:
-    """The text of a README.md. name: of the model. note: one more paragraph. asking: how to prompt a model that
-    answers."""
+    provenance = read_provenance(folder.provenance)
     task = config.task or CLASSIFICATION
     base = config.model.base
     # A folder stands in a run's configuration by its whole path, of which only the name goes to others.
@@ -196,7 +168,8 @@ def card(
     paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
     data = provenance.digest("data")  # of the rows to train on, then of those to evaluate on if they are in other files
-    pipeline = _PIPELINES[task]
+    # The hub's word for what such models do, and the pipeline of transformers that does it.
+    pipeline = {TOKEN_CLASSIFICATION: task, SFT: "text-generation"}.get(task, "text-classification")
 
     header: dict[str, Any] = {
         "library_name": "transformers" if form in (Form.WHOLE, Form.MERGED) else "peft",
@@ -236,10 +209,10 @@ def card(
         labels=list(result.labels),
         paired=config.data.text_pair_column is not None,
         own_base=short,
-        note=note,
+        note=" ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each),
         loader=LOADERS[HEADS[task]],
         pipeline=pipeline,
-        asking=asking,
+        asking=asks,
         result=result,
         rows=rows,
         evaluated=evaluated,
@@ -253,7 +226,8 @@ def card(
         versions=[(each, provenance.fingerprint[each]) for each in _VERSIONS if each in provenance.fingerprint],
         command=_command(config, result, short),
     )
-    return f"{shown}\n"
+    (path / "README.md").write_text(f"{shown}\n", encoding="utf-8")  # where hubs look for the card of a model
+    return () if asks is None or not asks.note else (asks.note,)
 
 
 def _by_class(result: Summary) -> list[tuple[str, Mapping[str, Any]]]:

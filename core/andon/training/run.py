@@ -55,7 +55,7 @@ from andon.training.notices import few_updates, idleness, learns_nothing
 from andon.training.outputs import form_of, write_card, write_model_files
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Progress
+from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
@@ -66,20 +66,17 @@ from andon_contracts.violation import Violation
 
 ResumePoint = tuple[Checkpoint | None, History]
 """Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
-CLOCKS_S = 2.0
-"""The largest difference between the clocks of ranks, in seconds, without a warning."""
 _ANEW, _DONE, _REFUSED = -1, -2, -3
 """What rank 0 may send instead of the step of a checkpoint."""
-_MOST_REJECTED = 5
-"""Lines on rejected checkpoints, the newest first."""
+_CLOCKS_S, _MOST_REJECTED = 2.0, 5
+"""The largest difference between clocks without a warning; the number of rejected checkpoints that are named."""
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
     """Run, or resume, the training that `config` describes in `folder`; returns `Exit.OK` or `Exit.PREEMPTED`.
 
     stop_asked: whether this process was asked to end at the next step boundary. started: when the command began, by
-    `time.monotonic` (None: now). Raises `InputError` for what the user got wrong, `Violation` on every rank
-    alike for what the system did.
+    `time.monotonic` (None: now). Raises `InputError`, and `Violation` on every rank alike.
     """
     reset_evaluations()
     with assembled(config, folder, started) as session:
@@ -96,15 +93,9 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
         agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
         writer = open_journal(session, checkpoint, history, progress) if run.writes else None
         journal, repeats = writer or Journal(), Repeats(history.steps)
-        evaluate = partial(session.evaluator, material.validation_task, material.validation_ids)
-        trainer = run.trainer(
-            journal,
-            progress,
-            repeats,
-            evaluate=evaluate if material.validation_ids else None,
-            stop_asked=stop_asked,
-            clock=session.clock,
-        )
+        scored = partial(session.evaluator, material.validation_task, material.validation_ids)
+        evaluate = scored if material.validation_ids else None
+        trainer = Trainer(run, journal, progress, repeats, evaluate, stop_asked, session.clock)
         try:
             reason = trainer.run()
             finish(session, writer, reason, trainer.progress, history)
@@ -210,23 +201,19 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
     return (checkpoint, history), checkpoint.step
 
 
-def run_identity(session: Session) -> dict[str, Any]:
-    """What defines the run: the configuration's identity, and digests of all that it only names."""
-    material = session.material
-    return identity(session.config) | {
-        "data": material.rows.digest,
-        "labels": list(material.labels),
-        "tokenizer": material.tokenizer.digest,
-        "base": hex64(session.run.base),
-        "initial_weights": hex64(session.run.initial_weights),
-    }
+def _digests(session: Session) -> dict[str, str]:
+    """Digests of all that the configuration only names, and of the weights that follow from it."""
+    weights = {"base": session.run.base, "initial_weights": session.run.initial_weights}
+    digests = {"data": session.material.rows.digest, "tokenizer": session.material.tokenizer.digest}
+    return {name: hex64(digest) for name, digest in weights.items()} | digests
+
+
+def _identity(session: Session, config: Config, digests: dict[str, Any]) -> dict[str, Any]:
+    return identity(config) | digests | {"labels": list(session.material.labels)}
 
 
 def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value now) of what defines the run and differs from `checkpoint` (None: from its start).
-
-    Raises `InputError` for a checkpoint that does not say what run it is of.
-    """
+    """(key, value before, value now) of what defines the run and differs from `checkpoint` (None: from its start)."""
     folder = session.folder
     if checkpoint is not None:
         was = checkpoint.state.get("identity")
@@ -235,11 +222,10 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
             raise InputError([Problem(str(checkpoint.path), what)])
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
-        named = {name: recorded.digest(name) for name in ("data", "tokenizer", "base", "initial_weights")}
-        was = identity(config_of(folder)) | named | {"labels": list(session.material.labels)}
+        was = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
     else:
         return []
-    return differences(was, run_identity(session))
+    return differences(was, _identity(session, session.config, _digests(session)))
 
 
 def _history(session: Session, checkpoint: Checkpoint | None) -> History:
@@ -258,13 +244,10 @@ def _load(session: Session, step: int) -> Checkpoint:
 
 
 def agree_on_start(session: Session, progress: Progress) -> None:
-    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks.
-
-    Clocks of ranks that are apart only cause a warning: reports and rendezvous depend on them, no bit does.
-    """
+    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks."""
     run, material = session.run, session.material
     warning = clocks_apart(run.backend)
-    if warning and run.writes:
+    if warning and run.writes:  # no more than a warning: reports and rendezvous depend on clocks, no bit does
         say(f"warning: {warning}")
     mixed, masking = run.backend.name == "mixed", ""
     alike: dict[str, object] = {"devices": [], "driver": None, "sources": {}} if mixed else {}
@@ -287,7 +270,7 @@ def agree_on_start(session: Session, progress: Progress) -> None:
 
 
 def clocks_apart(backend: Backend) -> str:
-    """The ranks whose clock differs from rank 0's by more than `CLOCKS_S`, in words; empty if none does. Collective."""
+    """The ranks whose clock differs from rank 0's by more than `_CLOCKS_S`; empty if none does. Collective."""
     if len(backend.ranks) == backend.world_size:
         return ""
 
@@ -296,7 +279,7 @@ def clocks_apart(backend: Backend) -> str:
 
     gathered(0)  # a barrier, so that all ranks read their clocks at about the same time
     seen = gathered(time.time_ns() // 1000)
-    off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > CLOCKS_S * 1e6}
+    off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > _CLOCKS_S * 1e6}
     told = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
     return f"the clocks of the ranks are apart: {told}, by rank 0's" if off else ""
 
@@ -312,32 +295,29 @@ def _number(text: str) -> int:
 def open_journal(
     session: Session, checkpoint: Checkpoint | None, history: History, progress: Progress
 ) -> FolderJournal:
-    """Write what the run starts from, and then the ledger's line of the start or of the resume.
-
-    A ledger that has the run's end already gets no line: only files that are written after it may be missing. Raises
-    `InputError` for a disk that refuses and for a ledger that is damaged.
-    """
+    """Write what the run starts from, and then the ledger's line of the start or of the resume. Raises `InputError` for
+    a disk that refuses and for a ledger that is damaged."""
     run, folder, config, material = session.run, session.folder, session.config, session.material
-    machine, digest, data = fingerprint(session.environment), config_digest(config), material.rows.digest
+    machine, digest, digests = fingerprint(session.environment), config_digest(config), _digests(session)
     write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
     write_json(folder.environment, session.environment)
-    base, new = hex64(run.base), config.model.new_tokens
-    digests = {"initial_weights": hex64(run.initial_weights), "base": base, "data": data}
+    new = config.model.new_tokens
     write_provenance(
         folder.provenance,
         identity=digest,
         new_tokens=dict(zip(new, material.tokenizer.ids_of(new), strict=True)),
-        digests=digests | {"tokenizer": material.tokenizer.digest},
+        digests=digests,
         environment=session.environment,
     )
     try:
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
+    data = hex64(_number(digests["data"]))
     common: dict[str, Any] = {
         "identity": digest,
         "fingerprint": machine,
-        "digests": {"weights": hex64(run.primary.weights_digest()), "base": base, "data": hex64(_number(data))},
+        "digests": {"weights": hex64(run.primary.weights_digest()), "base": digests["base"], "data": data},
         "world": run.backend.world_size,
         "backend": run.backend.name,
     }
@@ -359,7 +339,7 @@ def open_journal(
             ledger.append(history.retraction)
         name = checkpoint.path.name if checkpoint is not None else None
         ledger.append(Resume(step=progress.step, name=name, torn=ledger.torn, **common))
-    else:
+    else:  # only files that are written after the end may be missing
         say("resume: the ledger has the end of this run; what is written after it is written again")
     for note in filter(None, _announcements(session, progress.step)):
         say(note)
@@ -374,7 +354,7 @@ def open_journal(
         metrics=MetricsWriter(folder.metrics, progress.step, trackers),
         view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
         tensors=lambda: state_tensors(run.primary),
-        fixed_state={"identity": run_identity(session), "fingerprint": machine},
+        fixed_state={"identity": _identity(session, config, digests), "fingerprint": machine},
         keep=config.training.keep_checkpoints,
         saved_at=progress.step,
         counts_right=material.task.counts_right,
@@ -390,6 +370,7 @@ def _announcements(session: Session, done: int) -> list[str]:
     none = f"; none falls into steps {done + 1} to {last}" if unaudited else ""
     seen, total, cut = material.rows.seen_in_training(), len(material.rows.evaluated_on), material.tokenizer.truncated
     batches = f"{last} steps of {plan.batch_size} {units} in {plan.micro_batches} micro-batches"
+    seen_rows = f"{seen} of {total} evaluation rows have a text that is also trained on; their scores flatter"
     return [
         f"training on {len(plan.ids)} {units}, {batches}, {backend.world_size} {backend.name} workers",
         f"warning: {idle}" if idle else "",
@@ -397,9 +378,7 @@ def _announcements(session: Session, done: int) -> list[str]:
         learns_nothing(plan, config),
         few_updates(plan, config),
         f"{audit.describe()}{none}" if config.contracts.enabled else "",
-        f"warning: {seen} of {total} evaluation rows have a text that is also trained on; their scores flatter"
-        if seen
-        else "",
+        f"warning: {seen_rows}" if seen else "",
         f"note: {cut} texts were cut to {config.model.max_length} tokens (model.max_length)" if cut else "",
         cut_note(material.evaluation_task, material.evaluation_ids, config),
         eval_rows_note(material),
@@ -411,10 +390,9 @@ def _announcements(session: Session, done: int) -> list[str]:
 
 def finish(session: Session, journal: FolderJournal | None, reason: str, progress: Progress, history: History) -> None:
     """Load the best weights if they are kept, score the rows never trained on (every rank takes part), then write what
-    the run came to (rank 0).
+    the run came to (rank 0). A run that was preempted gets neither scores nor an adapter: it goes on later.
 
-    A run that was preempted gets neither scores nor an adapter: it goes on later. What the ledger has already, from a
-    process that ended before its summary was there, must come out again, and is not written twice.
+    What the ledger has from a process that ended before its summary must come out again, and is not written twice.
     """
     scores: Scores | None = None
     run, material, kept = session.run, session.material, 0
@@ -530,10 +508,10 @@ def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -
 
 
 def write_adapter(session: Session, result: Summary, scores: Scores) -> None:
-    """Write the trained adapter as a PEFT folder with tokenizer and card, whole or not at all, and an embedded base.
+    """Write the trained adapter as a PEFT folder with tokenizer and card, whole or not at all.
 
-    The embedded base lies in the adapter's folder too, so that transformers needs no other, and beside it for peft,
-    named by where it is from there: the run's folder may be moved. Another base is named by its whole path or hub id.
+    The embedded base lies in the adapter's folder for transformers, and beside it for peft, named by the path from
+    there: the run's folder may be moved. Another base is named by its whole path or hub id.
     """
     material, folder, model = session.material, session.folder, session.run.primary.model
     config = resolved(session.config, folder)

@@ -1,7 +1,5 @@
-"""From a checked configuration to a run that has ended: whose folder, which processes, and how it ended.
-
-What `andon train` and `andon.train` have in common; how a user is told of the end is theirs.
-"""
+"""From a checked configuration to a run that has ended, for `andon train` and `andon.train`: whose folder, which
+processes, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ from andon.config.schema import SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import command_line, say
 from andon.console.problems import InputError, Problem
+from andon.data.origins import require_unchanged, stamps
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
@@ -39,6 +38,7 @@ from andon.training.existing import (
 from andon.training.given import kept
 from andon.training.rows import (
     cache_of,
+    data_files,
     found_task,
     is_tokenised_as_read,
     notes,
@@ -66,11 +66,8 @@ _RESTARTED = (Exit.RANK_LOST, Exit.RANK_SILENT, Exit.CRASHED)
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended, and the folder that it left.
-
-    why: the cause, or all of the user's mistakes; empty after `Exit.OK`. report: of the rank that failed first, if
-    ranks are processes. asked_by: the signal to this process that asked for the end, or 0.
-    """
+    """How a run ended, and its folder. why: the cause, or all of the user's mistakes; empty after `Exit.OK`. report: of
+    the rank process that failed first. asked_by: the signal to this process that asked for the end, or 0."""
 
     folder: RunFolder
     exit: Exit
@@ -79,20 +76,12 @@ class Ended:
     asked_by: int = 0
 
 
-def start(
-    config: Config,
-    started: float,
-    *,
-    entry: str = ENTRY,
-    given: Mapping[str, Path] | None = None,
-) -> Ended:
-    """Train as configured, or go on, and say how it ended; of a run that is finished the last lines tell what came out.
+def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[str, Path] | None = None) -> Ended:
+    """Train as configured, or go on, and say how it ended.
 
     started: when the command began, by `time.monotonic`. entry: what rank processes are started with, as
     "module:function". given: by key (`train`, `eval`), temporary files of `config.data`; the run folder keeps copies.
-
-    Raises `InputError` before anything is started or written. Without rank processes also the run's own `InputError`
-    and `Violation`, and whatever else it raised.
+    Raises `InputError` before anything is started or written, and, without rank processes, what the run raised.
     """
     task = told_of_task(config)
     require(config.run.report_to)
@@ -106,16 +95,17 @@ def start(
             say(f"resume: {folder.path} is the newest unfinished run of this configuration (another one: --run-dir)")
     config, chosen = placed(config if folder is None else as_begun(config, folder))
     config, not_portable = portable_demo(config)
-    state = State.EMPTY if folder is None else folder.state()
-    if folder is not None and state is State.FOREIGN:
-        raise InputError([foreign(folder.path)])
-    if folder is not None and not resuming and folder.begun():
-        what = "a run" if state is State.FINISHED else f"a run that is not finished ({how_far(folder)})"
-        raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
-    if folder is not None and resuming and state is State.FINISHED:
-        require_same_as_finished(config, folder)
-        say(f"resume: the run in {folder.path} is finished, nothing to do")
-        return Ended(folder, Exit.OK)
+    if folder is not None:
+        state = folder.state()
+        if state is State.FOREIGN:
+            raise InputError([foreign(folder.path)])
+        if resuming and state is State.FINISHED:
+            require_same_as_finished(config, folder)
+            say(f"resume: the run in {folder.path} is finished, nothing to do")
+            return Ended(folder, Exit.OK)
+        if not resuming and folder.begun():
+            what = "a run" if state is State.FINISHED else f"a run that is not finished ({how_far(folder)})"
+            raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
     if task:
         say(task)
     # All mistakes in the data at once, before ranks are started that would each find them.
@@ -140,10 +130,10 @@ def start(
                     place = cache_of(config, folder.tokens)
                     if rows is not None and place is not None:  # so that ranks open no data file
                         read_rows(config, folder=place, known=rows)
-                inline = config.run.backend == "inline"
-                ended = (
-                    _train_here(config, folder, started) if inline else _train_in_ranks(config, folder, started, entry)
-                )
+                if config.run.backend == "inline":
+                    ended = _train_here(config, folder, started)
+                else:
+                    ended = _train_in_ranks(config, folder, started, entry)
             finally:
                 folder.discard_unbegun(before=before)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
@@ -202,14 +192,19 @@ def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
     Settings that nobody set are left out: every rank chooses the same for them from the data and the base.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
-    return {"config": values, "folder": str(folder), "started": started, "task": found_task(config)}
+    now = stamps(data_files(config))
+    return {"config": values, "folder": str(folder), "started": started, "task": found_task(config), "files": now}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
-    """Be one rank of a run; returns an `Exit`. Called by the launcher in each of its processes."""
+    """Be one rank of a run; returns an `Exit`. Called by the launcher in each of its processes.
+
+    Raises `InputError` if a data file has changed since the launcher looked at it.
+    """
     from andon.training.run import train
 
     config = Config.model_validate(payload["config"])
+    require_unchanged(data_files(config), payload["files"])
     tell_found_task(config, tuple(payload["task"]))
     return int(train(config, RunFolder(Path(payload["folder"])), lambda: preempted() is not None, payload["started"]))
 

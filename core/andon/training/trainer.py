@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.config.schema import Config
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
 from andon.model.batches import EvaluationBatching
 from andon.run.repeats import Repeats
-from andon.step.plan import BatchPlan, GlobalBatch, Schedule
+from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
-from andon.step.step import Pending, RankFailed, StepResult, TrainingStep
+from andon.step.step import Pending, RankFailed, StepResult
 from andon.tasks.text import ScoredTask
+from andon.training.build import Run
 from andon.training.history import step_record
 from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Evaluation, Output, Restored
@@ -72,45 +72,46 @@ class Journal:
 
 @dataclass
 class Trainer:
-    """Runs the plan from a point on.
+    """Trains `parts` from `progress`, the state that its replicas are in, to the end of the plan.
 
-    evaluate: scores the validation rows; None if there are none. stop_asked: whether this process was asked to end at
-    the next step boundary. base_digest: of the frozen weights at the start. repeats: steps done before, which must be
-    repeated exactly. progress, weights: where the run is and the digest of the weights there, after the last step that
-    held. clock: is told where the run is.
+    repeats: steps done before, which must be repeated exactly. evaluate: scores the validation rows; None if there are
+    none. stop_asked: whether this process was asked to end at the next step boundary. clock: is told where the run is.
+    progress, weights: where the run is and the digest of the weights there, after the last step that held.
     """
 
-    backend: Backend
-    step: TrainingStep
-    plan: BatchPlan
-    schedule: Schedule
+    parts: Run
     journal: Journal
-    evaluate: Callable[[], Scores] | None
-    stop_asked: Callable[[], bool]
-    base_digest: int
-    repeats: Repeats
     progress: Progress
-    weights: int
-    config: Config
-    clock: StepClock
+    repeats: Repeats
+    evaluate: Callable[[], Scores] | None = None
+    stop_asked: Callable[[], bool] = lambda: False
+    clock: StepClock = field(default_factory=StepClock)
+    weights: int = field(init=False)
     _saved_at: int = field(default=-1, init=False)
     _due_at: float = field(default=math.inf, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.weights = self.parts.primary.weights_digest()
 
     def run(self) -> str:
         """Train from `progress` on, and return why that ended: `finished`, `early-stopping` or `preempted`.
 
         Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
         """
-        stop = False
+        stop, reason = False, "finished"
         self._schedule_save(0.0)
-        for step in range(self.progress.step + 1, self.plan.total_steps + 1):
+        for step in range(self.progress.step + 1, self.parts.plan.total_steps + 1):
             if self._gives_up():
-                return self._end("early-stopping")
+                reason = "early-stopping"
+                break
             if stop:
                 return "preempted"
-            stop = self._advance(self.plan.batch(step))
-        return self._end("finished")
+            stop = self._advance(self.parts.plan.batch(step))
+        self.clock.at(self.progress.step, "end")
+        if self._saved_at != self.progress.step:
+            self.parts.step.attest_base(self.progress.step, self.parts.base)
+        return reason
 
     def _advance(self, batch: GlobalBatch) -> bool:
         """Do one update and what is due after it; returns whether a rank was asked to stop.
@@ -120,14 +121,15 @@ class Trainer:
         """
         self.clock.at(batch.step, UPDATE)
         # Signals and clocks differ between ranks, so the update's message carries each rank's requests to all.
-        rate, asked = self.schedule.rate(batch.step), {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
-        if not self.step.late:
-            result = self.step(batch, rate, batch.step, **asked)
+        asked = {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
+        rate, run_step = self.parts.schedule.rate(batch.step), self.parts.step
+        if not run_step.late:
+            result = run_step(batch, rate, batch.step, **asked)
             self._settle(batch, result, stopping=result.stop, saving=result.save)
             return result.stop
-        self._under_way.append((batch, self.step.launch(batch, rate, batch.step, **asked)))
-        training, stop, save = self.config.training, False, False
-        regular = (self.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
+        self._under_way.append((batch, run_step.launch(batch, rate, batch.step, **asked)))
+        training, stop, save = self.parts.config.training, False, False
+        regular = (self.parts.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
         due = any(self._is_due(batch.step, every) for every in regular)
         while len(self._under_way) > (0 if stop or save or due else 1):
             settled, pending = self._under_way.pop(0)
@@ -137,22 +139,22 @@ class Trainer:
         return stop
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        return self.plan.is_epoch_end(step) or (every is not None and step % every == 0)
+        return self.parts.plan.is_epoch_end(step) or (every is not None and step % every == 0)
 
     def _schedule_save(self, took: float) -> None:
         """Rank 0 wants the next checkpoint after the configured time, or later if the last took long (`took` s)."""
-        minutes = self.config.training.checkpoint_minutes
-        if minutes is not None and self.backend.ranks[0] == 0:
+        minutes = self.parts.config.training.checkpoint_minutes
+        if minutes is not None and self.parts.backend.ranks[0] == 0:
             self._due_at = monotonic() + max(60 * minutes, _WAIT * took)
 
     def _gives_up(self) -> bool:
-        patience = self.config.training.early_stopping_patience
+        patience = self.parts.config.training.early_stopping_patience
         return patience is not None and self.progress.bad_evaluations >= patience
 
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
         """Record an update that held, and do what is due after it. stopping: the run ends. saving: a rank asks."""
-        step, training = batch.step, self.config.training
-        record = step_record(batch, result, self.backend.world_size, self.backend.name)
+        step, backend, training = batch.step, self.parts.backend, self.parts.config.training
+        record = step_record(batch, result, backend.world_size, backend.name)
         self.repeats.judge(record)  # before it is written: the ledger must not have two results of one step
         self.progress = replace(self.progress, step=step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
@@ -162,26 +164,21 @@ class Trainer:
             self.clock.at(step, "evaluation")
             scores = self.evaluate()
             self.journal.evaluated(step, batch.epoch, scores, "validation")
-            if scores.loss is not None:
-                best = self._compare(scores.loss, result.digests.get("weights", 0))
+            done, loss = self.progress, scores.loss
+            if loss is not None and loss < done.best_loss:
+                best, weights = True, result.digests.get("weights", 0)
+                self.progress = replace(done, best_step=step, best_loss=loss, best_weights=weights, bad_evaluations=0)
+            elif loss is not None:
+                self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
         began = monotonic()
         saving = saving or stopping or best or self._gives_up() or self._is_due(step, training.checkpoint_every)
         # Frozen weights are too large to be read at each update, but no checkpoint vouches for them unread.
-        if saving or step % self.config.contracts.base_every == 0:
-            self.step.attest_base(step, self.base_digest)
+        if saving or step % self.parts.config.contracts.base_every == 0:
+            self.parts.step.attest_base(step, self.parts.base)
         if saving:
             self._save(best=best)
             self._saved_at = step
             self._schedule_save(monotonic() - began)
-
-    def _compare(self, loss: float, weights: int) -> bool:
-        """Whether this validation loss is the lowest so far; after too many that are not, the run gives up."""
-        done = self.progress
-        if not loss < done.best_loss:  # a loss that is not a number is not the lowest
-            self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
-            return False
-        self.progress = replace(done, best_step=done.step, best_loss=loss, best_weights=weights, bad_evaluations=0)
-        return True
 
     def _save(self, *, best: bool) -> None:
         """Have the checkpoint written, and tell every rank what became of it: all go on or none does."""
@@ -193,7 +190,8 @@ class Trainer:
             error = refused
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED
         # Also if this rank is about to raise: the others would wait for it in the next update.
-        outcomes = self.backend.gather([torch.tensor([outcome], device=device) for device in self.backend.devices])
+        backend = self.parts.backend
+        outcomes = backend.gather([torch.tensor([outcome], device=device) for device in backend.devices])
         if error is not None:
             raise error
         for rank, what in enumerate(map(int, outcomes)):
@@ -202,12 +200,6 @@ class Trainer:
                 enforce(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
             if what == _REFUSED:
                 raise RankFailed(f"rank {rank} could not write the checkpoint of step {self.progress.step}")
-
-    def _end(self, reason: str) -> str:
-        self.clock.at(self.progress.step, "end")
-        if self._saved_at != self.progress.step:
-            self.step.attest_base(self.progress.step, self.base_digest)
-        return reason
 
 
 @dataclass

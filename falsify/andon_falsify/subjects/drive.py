@@ -18,7 +18,7 @@ from andon.run.repeats import Repeats
 from andon.step.replica import state_tensors
 from andon.training.history import read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, progress_from
-from andon.training.trainer import Progress
+from andon.training.trainer import Progress, Trainer
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from andon_contracts.record import End, Plan, Resume, Start
@@ -97,7 +97,7 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
     if parts.writes:
         inner = _journal(parts, folder, progress)
     journal = WatchedJournal(parts, step, inner, meters)
-    trainer = parts.trainer(journal, progress, Repeats(history.steps))
+    trainer = Trainer(parts, journal, progress, Repeats(history.steps))
     try:
         journal.append(_opening(parts, progress))
         step.attest_start({"progress": progress.step})
