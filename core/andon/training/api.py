@@ -113,15 +113,16 @@ def train(
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("another run is trained in this process; one ends before the next begins")
     try:
-        with _row_files() as files, ExitStack() as stack:
+        with _row_files() as files:
             flags, overrides = _options(named | settings, files)
             found = load_config(None if config is None else Path(config), overrides, flags)
             if found.run.backend != "inline" and multiprocessing.current_process().daemon:
                 what = f"{found.run.backend} starts ranks, and a daemonic process may start none; take inline"
                 raise InputError([Problem("run.backend", what)])
-            stack.enter_context(_preserved() if found.run.backend == "inline" else for_one_launch())
             written = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
-            ended = start(found, started, given={key.removeprefix("data."): path for key, path in written.items()})
+            given = {key.removeprefix("data."): path for key, path in written.items()}
+            with _preserved() if found.run.backend == "inline" else for_one_launch():
+                ended = start(found, started, given=given)
     finally:
         _one_at_a_time.release()
     if ended.exit is not Exit.OK:
