@@ -12,7 +12,7 @@ import torch
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import Optimizer
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, Problem
 from andon.pipeline import (
     NOTHING,
     BatchResult,
@@ -20,15 +20,12 @@ from andon.pipeline import (
     ClassifyPipeline,
     SafetySample,
     TransformerConfig,
-    build_model,
-    config_of,
+    build_classifiers,
     encode,
-    encode_samples,
 )
 from andon.step.flat import REPLACED
 from andon.step.plan import GlobalBatch
 from andon.step.step import StepResult, TrainingStep
-from andon.training.build import build_replicas
 from andon_contracts.agree import minority
 from andon_contracts.policy import clause, enforced, ensure, require
 from andon_contracts.violation import Finding
@@ -96,8 +93,8 @@ def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) 
 class DataParallelCoordinator:
     """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002); a context manager.
 
-    pipelines: all replicas by rank. updates: the number of updates taken. last_step: the last update in detail,
-    micro-batches by rank and digests; None before the first.
+    pipelines: all replicas by rank. num_gpus: their number, on whatever devices (seed R13). updates: the number of
+    updates taken. last_step: the last update in detail, micro-batches by rank and digests; None before the first.
     """
 
     def __init__(
@@ -120,28 +117,23 @@ class DataParallelCoordinator:
         Raises `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
-        found = ProblemList()
-        for name, value in (("micro_batches", micro_batches), ("base_every", base_every)):
-            if value < 1:
-                found.add(name, f"{value} must be at least 1")
-        found.raise_if_any()
+        counts = {"micro_batches": micro_batches, "base_every": base_every}
+        if wrong := [Problem(name, f"{value} must be at least 1") for name, value in counts.items() if value < 1]:
+            raise InputError(wrong)
         self.model_config = model_config
         self.config = classify_config
         self.updates = 0
         self.last_step: StepResult | None = None
         self._base_every = base_every
         self._rate = classify_config.learning_rate
-        config = config_of(model_config, classify_config, seed, optimizer)
-        built = build_model(model_config, classify_config, seed)  # before any row: it refuses what has no model
-        rows = encode(model_config, classify_config, [[0]], [0])
-        backend = InlineBackend(placed)
-        replicas = build_replicas(built, config, backend, rows, 0, own_base=True)
+        replicas = build_classifiers(model_config, classify_config, seed, optimizer, placed)
         self.pipelines = tuple(
             ClassifyPipeline(model_config, classify_config, micro_batches=micro_batches, replica=replica)
             for replica in replicas
         )
-        parts = micro_batches * classify_config.accumulation_steps
-        self._step = TrainingStep(backend, replicas, rows, parts, classify_config.gradient_clip_norm)
+        self.num_gpus = len(self.pipelines)
+        parts, rows = self.pipelines[0].micro_batches, encode(model_config, classify_config, [([0], 0)])
+        self._step = TrainingStep(InlineBackend(placed), replicas, rows, parts, classify_config.gradient_clip_norm)
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
 
@@ -153,11 +145,6 @@ class DataParallelCoordinator:
 
     def close(self) -> None:
         """Free what the replicas share: nothing, as they live in this process."""
-
-    @property
-    def num_gpus(self) -> int:
-        """The number of replicas, on whatever devices (seed R13)."""
-        return len(self.pipelines)
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:
@@ -187,7 +174,7 @@ class DataParallelCoordinator:
         """
         if not samples:
             return NOTHING
-        rows = encode_samples(self.model_config, self.config, samples)
+        rows = encode(self.model_config, self.config, [(each.input_ids(), each.label) for each in samples])
         step = self.updates + 1
         if self.updates % self._base_every == 0:
             self._step.attest_base(step, self._base)

@@ -41,10 +41,8 @@ def _fp32(values: Gradient) -> torch.Tensor:
 
 
 def _checked_mean(grads: Sequence[Gradient], average: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 [n], the mean: each share is scaled before it is added, unlike in the code that is checked.
-
-    And bool [n]: where `average` is not this mean to fp32 rounding, or is NaN or Inf where the workers' mean is not.
-    """
+    """fp64 [n], the mean. bool [n]: where `average` is not the mean to fp32 rounding, or not finite unlike the mean."""
+    # Each share is scaled before it is added, unlike in the code that is checked.
     mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
     largest = torch.zeros_like(mean)
     for gradient in grads:

@@ -21,7 +21,7 @@ from andon.console.problems import InputError, Problem, ProblemList, install_hin
 from andon.model.batches import predictions
 from andon.model.build import ModelInterface, evaluating, without_adapter
 from andon.step import message
-from andon.step.micro_batch import Leaf, plan_leaves
+from andon.step.micro_batch import plan_leaves
 from andon.step.plan import GlobalBatch
 from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
@@ -222,17 +222,17 @@ NOTHING = BatchResult(0.0, 0, 0, 0.0)
 
 
 def encode(
-    shape: TransformerConfig, classify: ClassifyConfig, rows: Sequence[Sequence[int]], labels: Sequence[int]
+    shape: TransformerConfig, classify: ClassifyConfig, rows: Sequence[tuple[Sequence[int], int]]
 ) -> ClassificationTask:
-    """Token ids and labels as a task, one or more rows, cut to the longest that the model takes.
+    """One or more rows of token ids and a label as a task, cut to the longest that the model takes.
 
     Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that is not
     a class (F-CLASS-002, V20, V30).
     """
     longest = min(classify.max_seq_len, shape.max_position_embeddings)
     return ClassificationTask(
-        [row[:longest] for row in rows],
-        labels,
+        [ids[:longest] for ids, _ in rows],
+        [label for _, label in rows],
         num_labels=classify.num_classes,
         vocab_size=shape.vocab_size,
         pad_id=shape.vocab_size,
@@ -240,13 +240,6 @@ def encode(
         max_length=longest,
         places=[f"sample {place}" for place in range(len(rows))],
     )
-
-
-def encode_samples(
-    shape: TransformerConfig, classify: ClassifyConfig, samples: Sequence[SafetySample]
-) -> ClassificationTask:
-    """`encode` the bytes of one or more samples."""
-    return encode(shape, classify, [each.input_ids() for each in samples], [each.label for each in samples])
 
 
 def build_model(shape: TransformerConfig, classify: ClassifyConfig, seed: int) -> nn.Module:
@@ -279,11 +272,25 @@ def config_of(
     return config_from({"seed": seed, "model": model, "adapter": adapter, "optimizer": chosen})
 
 
+def build_classifiers(
+    shape: TransformerConfig,
+    classify: ClassifyConfig,
+    seed: int,
+    optimizer: Optimizer | None,
+    devices: Sequence[torch.device],
+) -> list[Replica]:
+    """A replica of `build_model` on each device, with a base of its own. Raises `InputError`."""
+    model = build_model(shape, classify, seed)  # before any row: it refuses what has no model
+    config, rows = config_of(shape, classify, seed, optimizer), encode(shape, classify, [([0], 0)])
+    return build_replicas(model, config, InlineBackend(devices), rows, 0, own_base=True)
+
+
 class ClassifyPipeline:
     """A classifier that can train alone, or lend its gradient half to others (seed S12 to S20).
 
     `train_batch` is `accumulate_gradients` and `apply_accumulated_gradients`; with the same `micro_batches` it leaves
-    the bits that a coordinator leaves, whatever its number of replicas.
+    the bits that a coordinator leaves, whatever its number of replicas. num_trainable_parameters: elements of the
+    adapter and the head: the sum of r * (d_in + d_out), and the head's own.
     """
 
     def __init__(
@@ -308,24 +315,14 @@ class ClassifyPipeline:
         self.config = config
         self.micro_batches = micro_batches * config.accumulation_steps
         if replica is None:
-            model = build_model(model_config, config, seed)  # before any row: it refuses what has no model
-            backend, rows = InlineBackend([torch.device(device)]), encode(model_config, config, [[0]], [0])
-            (replica,) = build_replicas(model, config_of(model_config, config, seed, optimizer), backend, rows, 0)
+            (replica,) = build_classifiers(model_config, config, seed, optimizer, [torch.device(device)])
         self.replica = replica
         self.model = replica.model
+        self.device = replica.device
+        self.num_trainable_parameters = replica.parameters.count
         self._rate = config.learning_rate
         self._sum: torch.Tensor | None = None
         self._samples = self._calls = 0
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model and its optimizer."""
-        return self.replica.device
-
-    @property
-    def num_trainable_parameters(self) -> int:
-        """Elements of the adapter and the head: the sum of r * (d_in + d_out), and the head's own."""
-        return self.replica.parameters.count
 
     @property
     def learning_rate(self) -> float:
@@ -364,7 +361,8 @@ class ClassifyPipeline:
         """
         if not samples:
             return NOTHING
-        partial, reports = self._compute(encode_samples(self.model_config, self.config, samples)).result
+        rows = [(each.input_ids(), each.label) for each in samples]
+        partial, reports = self._compute(encode(self.model_config, self.config, rows)).result
         (root,) = partial.roots.values()
         self._sum = root.clone() if self._sum is None else self._sum.add_(root)
         self.replica.release(partial)
@@ -379,9 +377,7 @@ class ClassifyPipeline:
         """The gradient of all `rows`. Micro-batches are numbered on from earlier calls, so that their masks differ."""
         step, first = self.replica.updates + 1, self._calls * self.micro_batches
         parts = GlobalBatch(step, 0, 0, tuple(range(len(rows)))).micro_batches(self.micro_batches)
-        planned = plan_leaves(parts, (range(self.micro_batches),), rows)
-        plan = [replace(leaf, index=first + leaf.index) for leaf in planned]
-        leaves = [Leaf(leaf.index, leaf.ids[0] if leaf.ids else 0, leaf.ids) for leaf in plan]
+        leaves, plan = plan_leaves(parts, [range(self.micro_batches)], rows, first=first)
         node = (first, first + self.micro_batches)
         partial = self.replica.gradients(step, leaves, [node], rows, checked=enforced())
         reports = message.reports_of([Observation(0, step, 0, "accumulated", {}, partial.reports)])
@@ -454,14 +450,14 @@ class ClassifyPipeline:
 
         In eval mode. Raises `InputError` for a bad id or label, `Violation` if the logits are not finite (V29).
         """
-        rows = encode(self.model_config, self.config, [ids], [label])
+        rows = encode(self.model_config, self.config, [(ids, label)])
         batch = rows.load([0], self.device)
         logits = self._finite("logits", predictions(self.model, batch))
         return float(rows.row_losses(logits, batch["labels"])), int(logits.argmax(dim=1))
 
     def forward_hidden(self, ids: Sequence[int]) -> torch.Tensor:
         """fp32 [len(ids), hidden_size]: the last hidden states of one row, adapter included; see `forward_only`."""
-        batch = encode(self.model_config, self.config, [ids], [0]).load([0], self.device)
+        batch = encode(self.model_config, self.config, [(ids, 0)]).load([0], self.device)
         base: Any = without_adapter(self.model)
         with evaluating(self.model, self.device):
             backbone = getattr(base, base.base_model_prefix)

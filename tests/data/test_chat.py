@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from andon.console.problems import InputError
-from andon.data import template as templates
+from andon.data import chat as templates
 from andon.data.chat import EncodedRow, Encoding, TrainOn, asking, encode_each, encode_prompt, show_row
 from andon.data.conversations import Conversation, ConversationSet, Form, Message
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer

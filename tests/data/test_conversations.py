@@ -154,7 +154,7 @@ def test_tables_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     found = read_conversations(tmp_path / "a.parquet")
     assert [each.weight for each in found.rows[0].messages] == [1.0, 0.5, 1.0, 1.0]
     assert found.digest == read_conversations(lines(tmp_path, with_messages(*rows[0]))).digest
-    assert found.source_of(0) == "x"
+    assert found.sources[0] == "x"
     rows = [[ASKED, {**SAID, "weight": float("nan")}]]  # JSON cannot say it
     parquet.write_table(arrow.table({"messages": rows}), tmp_path / "a.parquet")
     assert faults(tmp_path / "a.parquet") == [
@@ -275,7 +275,7 @@ def test_ids_are_places_and_a_subset_keeps_them(tmp_path: Path) -> None:
     data = read_conversations(lines(tmp_path, {"text": "a", "source": "s"}, {"text": "b"}, {"text": "c", "source": 3}))
     part = data.subset([2, 0])
     assert (data.ids, part.ids, part.texts()) == ((0, 1, 2), (2, 0), ("c", "a"))
-    assert [data.source_of(id_) for id_ in data.ids] == ["s", "", "3"]
+    assert data.sources == ["s", "", "3"]
     assert data.rows[2].where.endswith("a.jsonl:3")
     asked = read_conversations(lines(tmp_path, with_messages(ASKED, SAID, {**ASKED, "content": "who"}, SAID)))
     assert asked.told(0) == ("so", "user: why\nassistant: so\nuser: who") == ("so", *asked.texts())

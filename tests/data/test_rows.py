@@ -246,9 +246,9 @@ def test_a_files_conversations_have_its_name_for_a_source_where_they_name_none(t
     one = written(tmp_path / "a.jsonl", '{"text": "p"}', '{"text": "q"}')
     two = written(tmp_path / "b.jsonl", '{"text": "r", "source": "s"}', '{"text": "t"}')
     data = read_conversations(one, two)
-    assert [data.source_of(id_) for id_ in data.ids] == ["a.jsonl", "a.jsonl", "s", ""]
+    assert data.sources == ["a.jsonl", "a.jsonl", "s", ""]
     assert [data.rows[id_].where for id_ in (1, 2)] == [f"{one}:2", f"{two}:1"]
-    assert read_conversations(one).source_of(0) == ""
+    assert read_conversations(one).sources[0] == ""
     other = written(tmp_path / "c.jsonl", '{"prompt": "p", "completion": "q"}')
     with pytest.raises(InputError, match=f"the rows from {one}:1 on have text"):
         read_conversations(one, other)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from andon.launch.context import RankContext
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from andon_contracts.liveness.process import Process
 from tests.launch.pipes import PATIENCE_S
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from andon.console.exits import Exit
 from andon.launch.heartbeat import Heartbeat, Timeouts
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from andon_contracts.liveness.diagnosis import UPDATE, Pauses, RankStatus, StepClock
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.store_link import SignedStore

@@ -13,7 +13,7 @@ import pytest
 
 from andon.console.exits import Exit
 from andon.launch.launcher import LaunchResult, launch, warm_up
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from tests.launch.driver import PRELOAD
 from tests.launch.pipes import Pipe
 

@@ -15,7 +15,7 @@ import pytest
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from andon.run import folder as run_folder
 from andon.run.folder import RunFolder
 from andon.step.replica import Replica

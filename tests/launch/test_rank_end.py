@@ -12,14 +12,14 @@ import pytest
 from andon.console.exits import Exit
 from andon.console.problems import InputError
 from andon.launch.context import RankContext, is_rank
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from tests.launch.pipes import PATIENCE_S
 
 RANK = """
 import os, sys
 from pathlib import Path
 from andon.launch import rank
-from andon.launch.report import path_of
+from andon.launch.rank import path_of
 
 rank._RECORD_S = 0.1  # a disk that takes nothing takes nothing in 10 s either
 

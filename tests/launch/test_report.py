@@ -13,7 +13,7 @@ from torch.distributed import DistStoreError
 
 from andon.console.exits import Exit
 from andon.console.problems import InputError, Problem
-from andon.launch.report import Report, clear, describe, exit_of, first_cause, path_of, write_for_torch
+from andon.launch.rank import Report, clear, describe, exit_of, first_cause, path_of, write_for_torch
 from andon_contracts.violation import Violation
 
 NOTICED = [Exit.RANK_LOST, Exit.RANK_SILENT, Exit.PREEMPTED]

@@ -19,7 +19,7 @@ from andon.launch import launcher
 from andon.launch.launcher import LaunchResult, Supervisor
 from andon.launch.orphan import die_with_parent
 from andon.launch.preemption import collected
-from andon.launch.report import UNSEEN, Report, path_of
+from andon.launch.rank import UNSEEN, Report, path_of
 from andon_contracts.liveness.process import start_time
 from tests.launch.pipes import PATIENCE_S, Pipe
 

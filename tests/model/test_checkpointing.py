@@ -13,7 +13,7 @@ from andon.config.schema import Adapter, Config, Optimizer, Training
 from andon.console.problems import InputError
 from andon.model.adapter import attach
 from andon.model.build import checkpoint_layers
-from andon.model.masks import attending_by
+from andon.model.masks import using_own_attention
 from andon.step.plan import BatchPlan
 from andon.step.step import TrainingStep
 from andon.training.build import build_replicas
@@ -75,7 +75,7 @@ def test_what_is_computed_again_attends_as_it_did() -> None:
         if checkpointing:
             checkpoint_layers(model)
         calls.clear()
-        with attending_by(model, "andon_test_attention", attend):
+        with using_own_attention(model, "andon_test_attention", attend):
             logits = model(input_ids=torch.arange(1, 9)[None], use_cache=False).logits
         forward = len(calls)
         logits.square().sum().backward()

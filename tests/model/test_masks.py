@@ -22,12 +22,12 @@ from andon.model.build import backbone_of
 from andon.model.masks import (
     Masking,
     Padding,
+    choose_masking,
     masked,
     masking_of,
     padding_note,
     padding_of,
     possible_maskings,
-    tried_masking,
 )
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import CPU, PAD, adapted, base_of, padded_batch, spec
@@ -95,7 +95,7 @@ def _logits(model: nn.Module, masking: Masking) -> torch.Tensor:
 def test_any_model_is_told_on_a_gpu_what_it_is_told_on_a_cpu(kind: str) -> None:
     settings, expected = OTHERS[kind]
     model = _model(kind, settings)
-    found = tried_masking(model, CPU)
+    found = choose_masking(model, CPU)
     assert found is expected
     torch.testing.assert_close(_logits(model, found), _logits(model, TOKENS), rtol=1e-4, atol=1e-4)
     assert not any(module.training for module in model.modules())
@@ -136,7 +136,7 @@ def test_a_way_that_does_not_hold_is_found_by_trying(
         with torch.no_grad():
             model.get_submodule("classifier").weight.zero_()
     monkeypatch.setattr(masks, "possible_maskings", lambda _: (wrong, TOKENS))
-    assert tried_masking(model, CPU) is TOKENS
+    assert choose_masking(model, CPU) is TOKENS
     assert all(module.training for module in model.modules())
 
 
@@ -147,9 +147,9 @@ def test_a_mask_by_which_some_see_more_does_not_hold_in_any_precision(
     model = _model("llama", {}).to(dtype)
     model.config.dtype = dtype
     monkeypatch.setattr(masks, "possible_maskings", lambda _: (Masking.PAIRS, TOKENS))
-    assert tried_masking(model, CPU) is TOKENS
+    assert choose_masking(model, CPU) is TOKENS
     monkeypatch.setattr(masks, "possible_maskings", lambda _: (UNMASKED, TOKENS))
-    assert tried_masking(model, CPU) is UNMASKED
+    assert choose_masking(model, CPU) is UNMASKED
 
 
 def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,7 @@ def test_what_was_tried_on_a_gpu_is_used_and_nothing_is_tried_on_a_cpu(monkeypat
         tried.append(model)
         return Masking.CAUSAL_PAIRS
 
-    monkeypatch.setattr(masks, "tried_masking", trying)
+    monkeypatch.setattr(masks, "choose_masking", trying)
     assert masking_of(model, CPU) is TOKENS
     for _ in range(2):
         assert masking_of(model, torch.device("cuda", 0)) is Masking.CAUSAL_PAIRS
@@ -183,7 +183,7 @@ def test_windows_and_layers_of_another_kind_need_the_mask_of_tokens(name: str, v
 def test_a_decoder_that_is_told_to_see_all_is_not_causal() -> None:
     model = _model("llama", {"is_causal": False})
     assert possible_maskings(model) == (Masking.PAIRS, TOKENS)
-    found = tried_masking(model, CPU)
+    found = choose_masking(model, CPU)
     torch.testing.assert_close(_logits(model, found), _logits(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
@@ -199,7 +199,7 @@ def test_a_fault_of_the_device_is_not_the_mask_s(error: Exception) -> None:
 
     model.register_forward_pre_hook(failing)
     with pytest.raises(type(error)):
-        tried_masking(model, CPU)
+        choose_masking(model, CPU)
 
 
 @pytest.mark.parametrize("kind", ["t5", "bart"])
@@ -212,7 +212,7 @@ def test_a_model_that_cannot_be_tried_gets_the_mask_of_tokens(kind: str) -> None
         kind, d_model=32, vocab_size=33, pad_token_id=PAD, eos_token_id=2, max_position_embeddings=64, **sizes
     )
     model = AutoModelForSequenceClassification.from_config(config)
-    assert tried_masking(model, CPU) is TOKENS
+    assert choose_masking(model, CPU) is TOKENS
     assert not backbone_of(model)._forward_hooks
 
 
@@ -277,6 +277,6 @@ def test_an_error_of_our_own_is_not_taken_for_the_model_s(monkeypatch: pytest.Mo
         raise AttributeError
         yield
 
-    monkeypatch.setattr(masks, "attending_by", broken)
+    monkeypatch.setattr(masks, "using_own_attention", broken)
     with pytest.raises(AttributeError):
-        tried_masking(base_of(spec("decoder")), CPU)
+        choose_masking(base_of(spec("decoder")), CPU)

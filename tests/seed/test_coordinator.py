@@ -401,7 +401,7 @@ def test_v21_replicas_of_another_structure_cannot_train_together() -> None:
     deep = replace(SMALL, num_hidden_layers=2)
     pipelines = [ClassifyPipeline(shape, CONFIG) for shape in (deep, SMALL)]
     before = [state(each) for each in pipelines]
-    rows = encode(deep, CONFIG, [[0]], [0])
+    rows = encode(deep, CONFIG, [([0], 0)])
     backend = InlineBackend([pipeline.device for pipeline in pipelines])
     step = TrainingStep(backend, [pipeline.replica for pipeline in pipelines], rows, 4, None)
     with pytest.raises(Violation, match="layout-equal"):

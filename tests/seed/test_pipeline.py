@@ -26,7 +26,7 @@ from andon.pipeline import (
     SafetySample,
     TransformerConfig,
     build_model,
-    encode_samples,
+    encode,
 )
 from andon.tasks import text as text_tasks
 from andon_contracts.policy import evaluations, reset_evaluations
@@ -418,7 +418,7 @@ def test_v23_memory_is_measured_and_not_a_formula() -> None:
     shape = replace(SMALL, hidden_size=128, intermediate_size=256, vocab_size=4096)
     samples = mixed_samples(8)
     model = build_model(shape, CONFIG, 0)
-    rows = encode_samples(shape, CONFIG, samples)
+    rows = encode(shape, CONFIG, [(each.input_ids(), each.label) for each in samples])
     largest = activation_bytes(model, rows, rows.load(range(2), torch.device("cpu")))
     plan = plan_bytes(model, trainable_parameters(model), "adamw", 4, largest)
     measured = peak_bytes(lambda: ClassifyPipeline(shape, CONFIG, micro_batches=4).train_batch(samples))

@@ -192,14 +192,14 @@ PLACED = {
 }
 
 
-def placed(settings: Settings, *, apart: bool) -> Replica:
+def placed(settings: Settings, *, separate: bool) -> Replica:
     torch.manual_seed(0)
     model = ToyModel()
-    return Replica(model, trainable(model), settings.optimizer, SEED, CPU, CPU if apart else None)
+    return Replica(model, trainable(model), settings.optimizer, SEED, CPU, CPU if separate else None)
 
 
 def made(settings: Settings, masters: list[bool]) -> tuple[TrainingStep, list[Replica]]:
-    replicas = [placed(settings, apart=apart) for apart in masters]
+    replicas = [placed(settings, separate=separate) for separate in masters]
     step = TrainingStep(InlineBackend([CPU] * len(masters)), replicas, ToyTask(), 5, settings.clip_norm)
     step.attest_start({})
     return step, replicas
@@ -227,8 +227,8 @@ def test_a_state_goes_from_a_master_apart_to_one_in_place(name: str) -> None:
         first(batch, rate(batch.step), batch.step)
     kept = {key: value.clone() for key, value in state_tensors(saved).items()}
     ended = []
-    for apart in (True, False):
-        fresh = placed(settings, apart=apart)
+    for separate in (True, False):
+        fresh = placed(settings, separate=separate)
         restore_state(fresh, kept, 2)
         step = TrainingStep(InlineBackend([CPU]), [fresh], ToyTask(), 5, settings.clip_norm)
         step.attest_start({})
@@ -249,6 +249,6 @@ def test_a_flip_in_the_weights_of_a_model_is_found_though_its_master_is_right() 
 def test_an_update_that_the_model_is_not_given_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = PLACED["plain"]
     step, replicas = made(settings, [False, True])
-    monkeypatch.setattr(type(replicas[1].master), "give", lambda self, parameters: None)
+    monkeypatch.setattr(type(replicas[1].master), "push_weights", lambda self, parameters: None)
     with pytest.raises(Violation, match="weights"):
         step(settings.batches()[0], rate(1), 1)

@@ -24,10 +24,10 @@ from andon.training.forecast import (
     NotPlannable,
     WorldPlan,
     agree_on_devices,
-    captures,
+    drop_graphs_if_too_big,
     fitting_setting,
     hold_to_budget,
-    with_graphs_that_fit,
+    uses_cuda_graphs,
 )
 from andon.training.material import prepare
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
@@ -222,7 +222,7 @@ def test_small_eager_passes_are_captured(
     settings: dict[str, object], kind: str, activations: int | None, expected: bool
 ) -> None:
     """Never what is compiled or checkpointed, nor beside a CPU."""
-    assert captures(Config.model_validate(settings), kind, activations) is expected
+    assert uses_cuda_graphs(Config.model_validate(settings), kind, activations) is expected
 
 
 @pytest.mark.parametrize(
@@ -233,4 +233,4 @@ def test_graphs_are_left_out_where_there_is_no_room(asked: str, compiled: str, f
     """Ten bytes of weights and five of graphs. Only graphs that the user asked for, or compiled, count as needed."""
     plan = MemoryPlan(base=10, graphs=5)
     settings = {"run": {"backend": "nccl", "cuda_graphs": asked}, "training": {"compile": compiled}}
-    assert with_graphs_that_fit(plan, Config.model_validate(settings), free) == replace(plan, graphs=kept)
+    assert drop_graphs_if_too_big(plan, Config.model_validate(settings), free) == replace(plan, graphs=kept)

@@ -161,16 +161,13 @@ def demand_determinism(devices: Sequence[torch.device]) -> None:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU as its rank finds it: its index on its machine, its model, and bytes (0: it did not answer).
-
-    fault: why it cannot be used, in the words of its driver; "" if it can.
-    """
+    """A GPU as its rank finds it: its index on its machine, its model, and bytes (0: it did not answer)."""
 
     index: int
     name: str
     total: int
     free: int
-    fault: str = ""
+    fault: str = ""  # why it cannot be used, in the words of its driver; "" if it can
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -193,16 +190,14 @@ def gpus_here() -> Sequence[Accelerator]:
 
 
 def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
-    """The GPU of every rank that has one, by rank. Collective over the default group.
-
-    Over its CPUs, because a broken GPU cannot send, and in JSON, so that nothing is unpickled.
-    """
+    """The GPU of every rank that has one, by rank. Collective over the default group."""
+    # Over its CPUs, because a broken GPU cannot send, and in JSON, so that nothing is unpickled.
     text = json.dumps(None if mine is None else mine.as_dict()).encode()
     sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, sent)
-    told = (json.loads(bytes(row.tolist())) for row in rows)
-    return {rank: Accelerator(**fact) for rank, fact in enumerate(told) if fact is not None}
+    reports = (json.loads(bytes(row.tolist())) for row in rows)
+    return {rank: Accelerator(**each) for rank, each in enumerate(reports) if each is not None}
 
 
 def none_works(found: Mapping[int, Accelerator]) -> str:

@@ -46,7 +46,7 @@ class GroupBackend:
         self.ranks: tuple[int, ...] = (dist.get_rank(group),)
         self.devices: tuple[torch.device, ...] = (device,)
         self._group = group
-        self._clock = clock
+        self._clock = StepClock() if clock is None else clock
         self._carrier = device if name == "nccl" else torch.device("cpu")
         self._mesh = None if name == "nccl" else GroupGather(group or dist.group.WORLD, 0).sockets()
 
@@ -56,11 +56,9 @@ class GroupBackend:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Context manager: the clock shows that this rank waits, also after an error."""
-        if self._clock is not None:
-            self._clock.wait()
+        self._clock.wait()
         yield
-        if self._clock is not None:
-            self._clock.work()
+        self._clock.work()
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._waiting():
@@ -72,10 +70,7 @@ class GroupBackend:
             return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
-        """`gather` over sockets. Each message follows its length, so that bits of a shorter one are never misread.
-
-        Raises `RuntimeError` if another rank sends a message of another length.
-        """
+        """`gather` over sockets. Raises `RuntimeError` if another rank sends a message of another length."""
         size = sent.numel() * sent.itemsize
         message = size.to_bytes(_LENGTH_BYTES, "little") + ctypes.string_at(sent.data_ptr(), size)
         message = message.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")

@@ -65,8 +65,14 @@ class _Command(TyperCommand):
             return super().make_context(*given, **named)
         except Exception as error:
             # By name: typer brings its own copy of click, or imports it, depending on its version.
-            if type(error).__name__ == "NoSuchOption" and any("--set" in option.opts for option in self.params):
-                _point_to_set(error)
+            unknown: Any = error if type(error).__name__ == "NoSuchOption" else None
+            if unknown is not None and any("--set" in option.opts for option in self.params):
+                from andon.config.load import meant_by
+
+                meant = meant_by(unknown.option_name.lstrip("-").replace("-", "_"))
+                if meant:
+                    unknown.message += f". Use --set {meant}=VALUE" if " " not in meant else f"; {meant}"
+                    unknown.possibilities = None
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -77,15 +83,6 @@ class _Command(TyperCommand):
             raise
 
 
-def _point_to_set(error: Any) -> None:
-    from andon.config.load import meant_by
-
-    meant = meant_by(error.option_name.lstrip("-").replace("-", "_"))
-    if meant:
-        how = f". Use --set {meant}=VALUE" if " " not in meant else f"; {meant}"
-        error.message, error.possibilities = error.message + how, None
-
-
 def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> Callable[..., None]:
     """Add the command; its line in the list of commands is the first sentence of its docstring."""
     first = (function.__doc__ or "").strip().partition(". ")[0].rstrip(".")
@@ -93,7 +90,7 @@ def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> C
     return function
 
 
-class Asked(NamedTuple):
+class ConfigArguments(NamedTuple):
     """The configuration that a command was given: its file, overrides as KEY=VALUE, and flags by key."""
 
     file: Path | None
@@ -116,7 +113,7 @@ def _train_files(said: Sequence[str]) -> object:
     return files[0]["path"] if len(files) == 1 and "weight" not in files[0] else files
 
 
-def _asked(
+def _config_arguments(
     config: Annotated[Path | None, Argument(help="YAML file; without one, the embedded example.")] = None,
     backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
     task: Annotated[
@@ -137,7 +134,7 @@ def _asked(
     overrides: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
     ] = None,
-) -> Asked:
+) -> ConfigArguments:
     flags = {
         "run.backend": backend,
         "task": task,
@@ -147,16 +144,16 @@ def _asked(
         "data.label_column": label_column,
         "model.base": model,
     }
-    return Asked(config, overrides or (), {key: value for key, value in flags.items() if value is not None})
+    return ConfigArguments(config, overrides or (), {key: value for key, value in flags.items() if value is not None})
 
 
 def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the parameters of `_asked` to those of `command`, whose first argument is what `_asked` returns."""
-    file, *shared = inspect.signature(_asked, eval_str=True).parameters.values()
+    """Add the parameters of `_config_arguments` to those of `command`, which receives its result first."""
+    file, *shared = inspect.signature(_config_arguments, eval_str=True).parameters.values()
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
     def whole(**values: Any) -> None:
-        command(_asked(**{each.name: values.pop(each.name) for each in (file, *shared)}), **values)
+        command(_config_arguments(**{each.name: values.pop(each.name) for each in (file, *shared)}), **values)
 
     parameters = [file, *own, *shared]
     whole.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -168,7 +165,7 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 @_listed
 @_configured
 def train(
-    asked: Asked,
+    given: ConfigArguments,
     workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
     resume: Annotated[str | None, Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
@@ -182,8 +179,8 @@ def train(
     flags = {"run.progress": progress, "run.workers": workers, "run.resume": resume, "run.dir": run_dir}
     from andon.cli.train import run_training
 
-    given = {key: value for key, value in flags.items() if value is not None}
-    raise Ended(int(run_training(asked.file, asked.overrides, given | asked.flags)))
+    own = {key: value for key, value in flags.items() if value is not None}
+    raise Ended(int(run_training(given.file, given.overrides, own | given.flags)))
 
 
 @_listed
@@ -232,7 +229,7 @@ def in_a_child(command: str) -> None:
 @_listed
 @_configured
 def check(
-    asked: Asked,
+    given: ConfigArguments,
     workers: Annotated[int | None, Option(min=1, help="Ranks on this machine.")] = None,
     show_row: Annotated[int | None, Option(help="Show a row of the training data token by token.")] = None,
 ) -> None:
@@ -240,7 +237,7 @@ def check(
     from andon.config.load import load_config
     from andon.integrations.trackers import require
 
-    loaded = load_config(asked.file, asked.overrides, {"run.workers": workers, **asked.flags})
+    loaded = load_config(given.file, given.overrides, {"run.workers": workers, **given.flags})
     in_a_child("check")
     from andon.training.preview import describe
 
@@ -286,7 +283,7 @@ _listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # a scr
 @_listed
 @_configured
 def plan(
-    asked: Asked,
+    given: ConfigArguments,
     workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")] = None,
     gpu_memory: Annotated[
         float | None, Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
@@ -299,7 +296,7 @@ def plan(
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
-    loaded = load_config(asked.file, asked.overrides, asked.flags)
+    loaded = load_config(given.file, given.overrides, given.flags)
     parts = [part.strip() for part in workers.split(",")] if workers is not None else []
     if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
         what = f"{workers!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4"

@@ -25,8 +25,7 @@ from andon_contracts.legible import legible
 if TYPE_CHECKING:
     from andon.training.inference import Predicted
 
-_DIGITS = 9
-"""Significant digits of a probability in a file: as many as tell any two of fp32 apart."""
+_DIGITS = 9  # significant digits of a probability in a file: as many as tell any two of fp32 apart
 
 
 def put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
@@ -75,7 +74,10 @@ def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> T
         what = f"names a column of a file, and standard input has a text a line: {_typed(folder, text_column)}"
         raise InputError([Problem("--text-column", what)])
     texts = read_lines(sys.stdin.buffer)
-    if _is_header(texts[0], (column,) if column else TEXT_COLUMNS):
+    first = texts[0]
+    fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", first)]
+    names = any(name in fields for name in ((column,) if column else TEXT_COLUMNS))
+    if (len(fields) > 1 and names) or first.lstrip().startswith('{"'):
         say(
             "warning: the first line of standard input reads like the header of a table, and was labelled as a text, as"
         )
@@ -86,11 +88,6 @@ def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> T
 def _typed(folder: RunFolder, column: str | None) -> str:
     named = ["--text-column", column] if column else []
     return command_line("andon", "predict", folder.path, "--data", "FILE.csv", *named)
-
-
-def _is_header(line: str, columns: Sequence[str]) -> bool:
-    fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", line)]
-    return (len(fields) > 1 and any(name in fields for name in columns)) or line.lstrip().startswith('{"')
 
 
 def records(

@@ -84,9 +84,10 @@ class ConversationSet(Examples):
             add_row(sha, row)
         return sha.hexdigest()
 
-    def source_of(self, id_: int) -> str:
-        """The source of a row, or an empty string. Raises KeyError for an unknown id."""
-        return str(self._by_id[id_].source)
+    @property
+    def sources(self) -> list[str]:
+        """The source of each row, or an empty string."""
+        return [row.source for row in self.rows]
 
     def texts(self) -> tuple[str, ...]:
         return tuple(asked(self.form, row) for row in self.rows)
@@ -146,22 +147,17 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     return ConversationSet(named, origins.source, reading.form, origins)
 
 
-@dataclass
 class Reading:
     """One pass over files: the form and place of the first row, and the places of all rows."""
 
-    selection: RowSelection = ALL_ROWS
-    form: Form | None = None
-    first: str = ""
-
-    def __post_init__(self) -> None:
-        self.problems = ProblemList(skips=self.selection.skip_bad)
-        self.origins = Origins(self.selection.limit)
+    def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
+        self.form: Form | None = None
+        self.first, self.origins = "", Origins(selection)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
         """The usable rows of the files in turn. Raises `InputError` at the end, with all faults."""
-        yield from self.origins.read(paths, self.problems, self._parsed)
-        self.problems.raise_if_any()
+        yield from self.origins.read(paths, self._parsed)
+        self.origins.problems.raise_if_any()
 
     def _parsed(self, table: Table, record: Record) -> tuple[Conversation, list[str]]:
         where = table.place(record.line)

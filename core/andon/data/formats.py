@@ -48,7 +48,7 @@ class Table:
     """The records of a file. `columns`: None if each record has its own (JSON).
 
     `typed`: numbers and strings differ (JSON, Parquet). `unit`: what stands between the path and a record's `line`.
-    `note`: what the user should know about how the file is read. `close`: closes the file.
+    `note`: what the user should know about how the file is read. `file`: open; the reader closes it.
     """
 
     path: Path
@@ -57,13 +57,17 @@ class Table:
     records: Iterator[Record]
     unit: str = ":"
     note: str = ""
-    close: Callable[[], None] = lambda: None
+    file: BinaryIO | None = None
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
     def place(self, line: int) -> str:
         return f"{self.path}{self.unit}{line}"
 
 
-_held: list[tuple[Path, BinaryIO]] = []
+_held: list[Table] = []
 """At most one entry: the file whose first record was read last. The reader that follows need not open it again."""
 
 
@@ -72,9 +76,9 @@ def first_record(path: Path) -> Mapping[str, object] | None:
 
     Raises `InputError` for a file that cannot be opened, or that has no header and needs one.
     """
-    table, file = _opened(path, ProblemList())
+    table = open_table(path, ProblemList())
     first = next(table.records, None)
-    _held.append((path, file))
+    _held.append(table)
     return None if first is None else first.fields
 
 
@@ -84,11 +88,6 @@ def open_table(path: Path, problems: ProblemList) -> Table:
     The caller closes the table (`contextlib.closing`). Raises `InputError` for another kind of file, and if `path` is
     not a file with content.
     """
-    table, file = _opened(path, problems)
-    return replace(table, close=file.close)
-
-
-def _opened(path: Path, problems: ProblemList) -> tuple[Table, BinaryIO]:
     kind = KINDS.get(path.suffix.lower())
     if kind is None and not path.is_dir():
         what = f"unknown kind of file {path.suffix!r}; known are {', '.join(KINDS)}"
@@ -96,15 +95,14 @@ def _opened(path: Path, problems: ProblemList) -> tuple[Table, BinaryIO]:
     require_file(path)
     assert kind is not None
     with _readable(path):
-        before, file = _held.pop() if _held else (None, None)
-        if file is not None and not (
-            before == path and identity_of(os.fstat(file.fileno())) == identity_of(path.stat())
-        ):
+        before = _held.pop() if _held else None
+        file = None if before is None else before.file
+        if file is not None and identity_of(os.fstat(file.fileno())) != identity_of(path.stat()):
             file.close()
             file = None
         file = path.open("rb") if file is None else file
     try:
-        return kind(path, file, problems), file
+        return replace(kind(path, file, problems), file=file)
     except BaseException:
         file.close()
         raise

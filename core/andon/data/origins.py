@@ -43,7 +43,7 @@ def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
     return tuple(map(str, paths))
 
 
-Stamp = tuple[str | int, ...]
+Stamp = list[str | int]
 
 
 def stamps(paths: Sequence[Path]) -> list[Stamp]:
@@ -51,7 +51,7 @@ def stamps(paths: Sequence[Path]) -> list[Stamp]:
     found: list[Stamp] = []
     for path in paths:
         require_file(path)
-        found.append((str(path.absolute()), *identity_of(path.stat())))
+        found.append([str(path.absolute()), *identity_of(path.stat())])
     return found
 
 
@@ -64,19 +64,19 @@ def require_unchanged(paths: Sequence[Path], *before: Sequence[Stamp]) -> None:
 class Origins:
     """The file and line of each row. Rows are added in order, one file after another; a row is known by its position.
 
-    stamps: of the files when their reading began. skipped: the rows that were left out, and why. notes: lines for the
-    user about how the files were read.
+    stamps: of the files when their reading began. problems: what is wrong in them; skipped: the rows that were left
+    out, and why. notes: lines for the user about how the files were read.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self.skipped: Sequence[Problem] = ()
+    def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
+        self.problems, self._limit = ProblemList(skips=selection.skip_bad), selection.limit
+        self.skipped: Sequence[Problem] = self.problems.skipped
         self.stamps: list[Stamp] = []
-        self.notes = [] if limit is None else [f"note: reading at most {limit} training rows (data.limit)"]
-        self._limit = limit
+        most = f"note: reading at most {self._limit} training rows (data.limit)"
+        self.notes = [] if self._limit is None else [most]
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []
         self.lines: array[int] = array("q")
-        self._before = 0
         self._ids: dict[str, int] = {}
 
     @classmethod
@@ -101,7 +101,6 @@ class Origins:
     def read(
         self,
         paths: Iterable[Path],
-        problems: ProblemList,
         parse: Callable[[Table, Record], tuple[Parsed, list[str]]],
         begin: Callable[[Table], None] = lambda table: None,
     ) -> Iterator[Parsed]:
@@ -110,6 +109,7 @@ class Origins:
         parse: a record as a row, and its faults; a row without faults is added. begin: called with each open file.
         Raises `InputError` for a file that is named twice.
         """
+        problems = self.problems
         for path in paths:
             with closing(open_table(path, problems)) as table:
                 begin(table)
@@ -132,14 +132,13 @@ class Origins:
                     if not faults:
                         self.lines.append(record.line)
                         yield row
-                self.skipped = problems.skipped
                 if len(self) == before != self._limit and not problems:
                     bad = problems.skipped[skipped:]
                     what = f"none of its {len(bad)} rows can be used; {bad[0]}" if bad else "has no rows"
                     problems.add(str(path), what)
 
     def __len__(self) -> int:
-        return self._before + len(self.lines)
+        return len(self.lines)
 
     def repeated(self, table: Table, record: Record) -> list[str]:
         """A fault if an earlier record of the file has the same value in the column `id`."""
@@ -153,13 +152,6 @@ class Origins:
         """Drop all rows but these, ascending, and number those from 0."""
         self._starts = [bisect_left(rows, start) for start in self._starts]
         self.lines = array("q", (self.lines[row] for row in rows))
-
-    def pop_lines(self) -> array[int]:
-        """Remove and return the lines of the rows added since the last call, so that memory stays bounded."""
-        lines = self.lines
-        self._before += len(lines)
-        self.lines = array("q")
-        return lines
 
     @property
     def sizes(self) -> tuple[int, ...]:

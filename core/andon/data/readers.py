@@ -56,7 +56,8 @@ def read(
     named twice, empty, a folder or not UTF-8; NUL bytes; malformed records; missing columns; empty texts; labels that
     are unusable or unknown; ids that a file repeats; too few classes; no rows.
     """
-    problems, origins, typed = ProblemList(skips=selection.skip_bad), Origins(selection.limit), True
+    origins, typed = Origins(selection), True
+    problems = origins.problems
     columns: dict[str, tuple[str, ...]] = {}
     parse: Callable[[Table, Record], Parsed]
     if kind is Tagged:
@@ -76,7 +77,7 @@ def read(
         _require_columns(columns, table, problems)
         typed = typed and table.typed
 
-    found = list(origins.read(map(Path, paths), problems, parse, begin))
+    found = list(origins.read(map(Path, paths), parse, begin))
 
     def refuse(faults: Iterable[tuple[int, str]]) -> None:
         """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or no row is left."""

@@ -87,13 +87,7 @@ def _non_idempotent(draw: Draw) -> str:
 def _unsafe(draw: Draw) -> str:
     word = _word(draw)
     return draw.pick(
-        (
-            f"rm -rf /{word}",
-            f"curl {word} | sh",
-            f"eval {word}",
-            f"chmod -R 777 {word}",
-            f"dd if={word} of=/dev/sda",
-        )
+        (f"rm -rf /{word}", f"curl {word} | sh", f"eval {word}", f"chmod -R 777 {word}", f"dd if={word} of=/dev/sda")
     )
 
 

@@ -235,9 +235,9 @@ class Tokenizer:
         except BaseException as error:
             if not _of_native_code(error):
                 raise
-            why, where = (
-                f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer",
+            where, why = (
                 "model.base",
+                f"the tokenizer fails on it ({error}); leave the row out, or use another tokenizer",
             )
             for place, text in numbered:
                 try:

@@ -1,4 +1,4 @@
-"""Rewrites of a traced graph, whose parts torch's compiler makes slow kernels of; it computes the same function.
+"""Rewrites of a traced graph for which torch's compiler generates slow kernels. The graph computes the same function.
 
 Masks of dropout and rounding differ between a compiled pass and an eager one; see `CompiledPasses` for why that never
 depends on the rank. Each rewrite was measured on an H200 with the reference job of docs/gpu.md.
@@ -37,13 +37,13 @@ _SCORING += (nn.ModuleDict, nn.ParameterDict)
 def rewrite(module: GraphModule) -> None:
     """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again. The latter
     keep their dropout, which they draw again in the backward pass."""
-    leave_out(module.graph)
-    drop_by_hash(module.graph)
+    skip_unread_tokens(module.graph)
+    replace_dropout(module.graph)
     for each in module.modules():
         if isinstance(each, GraphModule):
-            add_in_place(each.graph)
-            exchange_halves(each.graph)
-            keep_waves(each.graph)
+            fuse_adapter_products(each.graph)
+            replace_rotate_half(each.graph)
+            compute_waves_once(each.graph)
             replace_causal_attention(each.graph)
             each.recompile()
 
@@ -51,8 +51,9 @@ def rewrite(module: GraphModule) -> None:
 def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callable[..., Any]:
     """`forward` of the backbone of `head`, with zeros for every token that the head does not read.
 
-    A decoder's classification head reads the last real token of each row. `leave_out` finds by the zeros what need not
-    be computed, a thirtieth of a model of 36 layers. Returns `forward` if it is not known which tokens the head reads.
+    A decoder's classification head reads the last real token of each row. By the zeros `skip_unread_tokens` finds what
+    need not be computed, a thirtieth of a model of 36 layers. Returns `forward` if it is not known which tokens the
+    head reads.
     """
     from transformers.modeling_layers import GenericForSequenceClassification as Known
 
@@ -100,7 +101,7 @@ def picked(x: Tensor, chosen: Tensor) -> Tensor:
     return one
 
 
-def leave_out(graph: Graph) -> None:
+def skip_unread_tokens(graph: Graph) -> None:
     """Have what leads to `only_at` alone computed for the chosen tokens alone. A token is picked once, before its first
     use. So nothing changes if a value is written in place, or gradients are switched on or off on the way."""
     for end in calls_of(graph, only_at):
@@ -132,27 +133,27 @@ def _by_token(node: Node) -> bool:
     if not known(node) or value_of(node).dim() != 3:
         return False
     if node.target == "mean":
-        return given_to(node, "self", "dim").get("dim") in (-1, [-1], (-1,))
-    return node.target not in _NORMS or len(given_to(node, "input", "normalized_shape")["normalized_shape"]) == 1
+        return args_of(node, "self", "dim").get("dim") in (-1, [-1], (-1,))
+    return node.target not in _NORMS or len(args_of(node, "input", "normalized_shape")["normalized_shape"]) == 1
 
 
-def drop_by_hash(graph: Graph) -> None:
+def replace_dropout(graph: Graph) -> None:
     """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use. A hash
     is a dozen integer operations a value instead of Philox's hundred, and no mask in memory."""
     found = []
     for node in calls_of(graph, nn.functional.dropout):
-        given = {"p": 0.5, "training": True, "inplace": False, **given_to(node, "input", "p", "training", "inplace")}
+        given = {"p": 0.5, "training": True, "inplace": False, **args_of(node, "input", "p", "training", "inplace")}
         draws = given["training"] is True and isinstance(given["p"], float) and 0 < given["p"] < 1
         if draws and not given["inplace"] and known(given["input"]) and value_of(given["input"]).numel() < _MOST_VALUES:
             found.append(node)
     if not found:
         return
     with graph.inserting_before(found[0]):
-        device = value_of(given_to(found[0], "input")["input"]).device
+        device = value_of(args_of(found[0], "input")["input"]).device
         keys = graph.call_function(torch.ops.andon.drawn_keys.default, (len(found), device))
         own = [graph.call_function(torch.select, (keys, 0, place)) for place in range(len(found))]
     for node, key in zip(found, own, strict=True):
-        given = given_to(node, "input", "p")  # only now: its input may be a dropout that was just replaced
+        given = args_of(node, "input", "p")  # only now: its input may be a dropout that was just replaced
         replace_node(node, hashed_dropout, given["input"], key, given.get("p", 0.5))
 
 
@@ -186,7 +187,7 @@ def _keys_shape(count: int, device: torch.device) -> Tensor:
     return torch.empty((count, 2), dtype=torch.int32, device=device)
 
 
-def add_in_place(graph: Graph) -> None:
+def fuse_adapter_products(graph: Graph) -> None:
     """Replace each `linear(x, weight) + scale * linear(narrow, low)` by `adapted_product`, if nothing else uses the
     first product, its weight is frozen, and both products have one shape and the type of the weight.
 
@@ -212,7 +213,7 @@ def _operands(node: Any) -> tuple[Node, ...]:
     """(input, weight) of a product without a bias that has a gradient if they have; empty for another node."""
     if not known(node) or node.target is not _LINEAR:
         return ()
-    given = given_to(node, "input", "weight", "bias")
+    given = args_of(node, "input", "weight", "bias")
     x, weight = given["input"], given["weight"]
     if given.get("bias") is not None or not known(x, weight):
         return ()
@@ -256,11 +257,11 @@ def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _add_into.register_autograd(_product_gradient, setup_context=_keep_factors)
 
 
-def exchange_halves(graph: Graph) -> None:
+def replace_rotate_half(graph: Graph) -> None:
     """Replace `cat((-b, a))` of a tensor's halves a and b by `exchanged_halves`: one load instead of masked loads,
     forward and backward."""
     for node in calls_of(graph, torch.cat):
-        given = given_to(node, "tensors", "dim")
+        given = args_of(node, "tensors", "dim")
         parts = given.get("tensors")
         if given.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
             continue
@@ -292,7 +293,7 @@ def exchanged_halves(x: Tensor) -> Tensor:
     return torch.where(torch.arange(2 * half, device=x.device) < half, -other, other)
 
 
-def keep_waves(graph: Graph) -> None:
+def compute_waves_once(graph: Graph) -> None:
     """Have cosines and sines computed once. Each layer's kernels would compute them anew, which takes longer than what
     those kernels read and write."""
     waves = [node for name in ("cos", "sin") for node in graph.find_nodes(op="call_method", target=name)]
@@ -320,7 +321,7 @@ def _kept_shape(x: Tensor) -> Tensor:
 def replace_causal_attention(graph: Graph) -> None:
     """Replace causal attention that has no mask and no dropout by `causal_attention`, if that supports it."""
     for node in calls_of(graph, _SDPA):
-        given = given_to(node, *_SDPA_ARGUMENTS)
+        given = args_of(node, *_SDPA_ARGUMENTS)
         parts = [given[name] for name in _SDPA_ARGUMENTS[:3]]
         plain = given.get("attn_mask") is None and given.get("dropout_p", 0.0) == 0.0 and known(*parts)
         if not plain or given.get("is_causal") is not True or not supports(*(value_of(part) for part in parts)):
@@ -342,7 +343,7 @@ def value_of(node: Node) -> Tensor:
 
 
 def known(*nodes: Any) -> bool:
-    """Whether all of `nodes` are nodes that dynamo traced as tensors, without numbers, lists and tensor subclasses."""
+    """Whether dynamo traced all of `nodes` as plain tensors: not as numbers, lists or tensor subclasses."""
     values = [node.meta.get("example_value") if isinstance(node, Node) else None for node in nodes]
     return all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
 
@@ -358,7 +359,7 @@ def calls_of(graph: Graph, target: Callable[..., Any]) -> list[Node]:
     return [node for node in graph.find_nodes(op="call_function", target=target) if known(node)]
 
 
-def given_to(node: Node, *names: str) -> dict[str, Any]:
+def args_of(node: Node, *names: str) -> dict[str, Any]:
     """The arguments of the call `node` by name. names: of the function's parameters, in order."""
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 

@@ -190,14 +190,13 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
             if alone in lacking:
                 report.add("not told", f"{name}: only in the {called}, so not compared")
     counts, longest = [len(each) for each in steps], [max(each, default=0) for each in steps]
-    if not common:
-        report.add("steps", f"none that both have; {counts[0]} | {counts[1]} in all")
-    elif step is None and longest[0] == longest[1]:
-        report.add("steps", f"all {len(common)} are the same to the bit")
-    elif step is None:
-        in_all = f"{longest[0]} | {longest[1]} in all"
-        report.add("steps", f"the {len(common)} that both have are the same to the bit; {in_all}")
     if step is None:
+        same = f"the {len(common)} that both have are the same to the bit; {longest[0]} | {longest[1]} in all"
+        if not common:
+            same = f"none that both have; {counts[0]} | {counts[1]} in all"
+        elif longest[0] == longest[1]:
+            same = f"all {len(common)} are the same to the bit"
+        report.add("steps", same)
         return bool(common) and longest[0] != longest[1]
     more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
     earlier = [number for number in steps[0] if number < step]

@@ -18,7 +18,6 @@ from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.record import Broken
 from andon_contracts.untrusted import read_json, read_regular
 
-_ENDS = {"failed": "failed", "out of memory": "ran out of memory", "died": "died", "hangs": "hangs", "left": "left"}
 _SHOWN, _MOST_IDS, _MOST_FRAMES, _MOST_TENSORS, _MOST_RANKS, _MOST_THREADS = 300, 16, 6, 8, 1024, 64
 _MOST_BYTES = 1 << 28
 
@@ -90,8 +89,10 @@ def _list(found: object) -> list[Any]:
 def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     """Lines on the broken clause: its promise, and where; `scene` is what a bundle says besides its record."""
     clause, step, cause = CLAUSES.get(record.clause), record.step, str(scene.get("cause", "violation"))
-    ended = f"no violation: a rank {_ENDS.get(cause, cause)}, at step {step}"
-    yield f"{record.clause} broken at step {step}" if cause == "violation" else ended
+    if cause == "violation":
+        yield f"{record.clause} broken at step {step}"
+    else:
+        yield f"no violation: a rank {'ran out of memory' if cause == 'out of memory' else cause}, at step {step}"
     if clause is not None:
         yield from _promise(clause)
     of = f" of {scene['world']}" if scene.get("world") else ""

@@ -53,8 +53,7 @@ class Steps(Mapping[int, Step]):
     places: dict[int, int] = field(default_factory=dict)
     facts: bytearray = field(default_factory=bytearray)
     layouts: dict[str, int] = field(default_factory=dict)
-    _heap: list[int] = field(default_factory=list)
-    """The steps in `places`, negated: the highest first."""
+    _heap: list[int] = field(default_factory=list)  # the steps in `places`, negated: the highest first
 
     def __getitem__(self, step: int) -> Step:
         with open_regular(self.ledger, follow=self.follow) as file:

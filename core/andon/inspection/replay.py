@@ -26,7 +26,6 @@ from andon.run.repeats import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
 
 if TYPE_CHECKING:
-    from andon.run.checkpoint import Checkpoint
     from andon.training.session import Session
 
 _RESULT = "replay.json"  # the file in which rank 0 of a process group leaves the outcome
@@ -113,6 +112,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     from andon.run.checkpoint import newest_valid
     from andon.run.provenance import differences as other_machine
     from andon.run.provenance import fingerprint
+    from andon.training.run import identity_changes
     from andon.training.session import assembled
 
     found, report = open_recorded(path), Differences()
@@ -120,7 +120,13 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     with assembled(config, found.folder, writing=False) as session:
         # If the latest is damaged, an older one, or the initial weights, serve as well.
         checkpoint = newest_valid(found.folder.checkpoints, before=first)[0]
-        _require_same(session, checkpoint)
+        problems = [
+            Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
+            for key, before, now in identity_changes(session, checkpoint)
+            if key != "run.device_kind"  # another machine: its bits are not comparable, which the fingerprint says
+        ]
+        if problems:
+            raise InputError(problems)
         total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
             raise InputError([Problem(str(found.ledger), f"it has a step {last} of a run of {total}")])
@@ -163,18 +169,6 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
     if dist.get_rank() == 0:
         write_json(Path(payload["out"]) / _RESULT, {"lines": report.lines, "result": report.result.value})
     return 0
-
-
-def _require_same(session: Session, checkpoint: Checkpoint | None) -> None:
-    from andon.training.run import identity_changes
-
-    # Another kind of device is another machine: its bits are not comparable, which the fingerprint says.
-    changed = [each for each in identity_changes(session, checkpoint) if each[0] != "run.device_kind"]
-    if changed:
-        raise InputError(
-            Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
-            for key, before, now in changed
-        )
 
 
 def _first_difference(

@@ -12,8 +12,7 @@ from andon.console.problems import ProblemList
 RUN_ID = "TORCHELASTIC_RUN_ID"
 LAUNCHER = "ANDON_LAUNCHER_PID"
 """The process id of our launcher, which sets it for the fork server and for ranks: their parent is the fork server."""
-STORE = "ANDON_STORE"
-"""The address of the ranks' `unix_store`; our launcher sets it."""
+STORE = "ANDON_STORE"  # the address of the ranks' `unix_store`; our launcher sets it
 
 _MOST = 1 << 31
 

@@ -1,7 +1,7 @@
 """The process that ranks are forked from: how ranks are started by it, how it ended, and what it leaves behind.
 
 multiprocessing waits for its answer without a bound when a process is started and when the interpreter ends. So a fork
-server that is stopped (SIGSTOP, a debugger) is ended: after some seconds if ranks are being started (`supervisor`), at
+server that is stopped (SIGSTOP, a debugger) is ended: after some seconds if ranks are being started (`launcher`), at
 once if all ranks have ended.
 """
 
@@ -28,8 +28,7 @@ from andon_contracts.liveness.process import Process, exit_text
 from andon_contracts.untrusted import read_json
 
 _GONE_S = 5.0
-_OWNER = "andon-launcher.json"
-"""The file in a folder for sockets that names the launcher that it belongs to."""
+_OWNER = "andon-launcher.json"  # the file in a folder for sockets that names the launcher that it belongs to
 _hiding = threading.Lock()
 
 

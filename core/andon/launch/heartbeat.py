@@ -19,20 +19,18 @@ from torch.distributed import DistStoreError
 
 from andon.console.exits import Exit
 from andon.console.messages import say
-from andon.launch.report import Report, watchdog_failed
+from andon.launch.rank import Report, watchdog_failed
 from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, StepClock, View
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, SignedStore, StoreLink
 
-_SLOW_TIMES = 10
-"""How many times the usual a step may take before it is slow."""
+_SLOW_TIMES = 10  # how many times the usual a step may take before it is slow
 _EVIDENCE_S = 0.7
 """How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
 _FAREWELL_S = 0.6
-_PLACE_S = 1.0
-"""Since when it matters where the main thread is."""
+_PLACE_S = 1.0  # since when it matters where the main thread is
 
 
 @dataclass(frozen=True)
@@ -46,24 +44,6 @@ class Timeouts:
     timeout_s: float
     step_s: float | None = None
     silence_s: float | None = None
-
-    @property
-    def slow_s(self) -> float:
-        """Whatever lasts shorter is never called slow."""
-        return min(10.0, self.timeout_s / 2)
-
-    @property
-    def silent_s(self) -> float:
-        """Without a sign of life for so long, several beats, a rank is silent."""
-        return min(2.0, self.timeout_s / 3) if self.silence_s is None else self.silence_s
-
-    @property
-    def beat_s(self) -> float:
-        return min(0.5, self.timeout_s / 10)
-
-    @property
-    def look_s(self) -> float:
-        return min(0.2, self.timeout_s / 10)
 
 
 class Heartbeat:
@@ -89,10 +69,13 @@ class Heartbeat:
         """The last beat of each rank, and when it came (`time.monotonic`)."""
         self._over, self._last, self._accounted = threading.Event(), "", False
         self._exit, self._rounds, self._deaf = 0, 0, ""
-        self._slow_from = timeouts.slow_s
+        bound = timeouts.timeout_s
+        self._beat_s, self._look_s = min(0.5, bound / 10), min(0.2, bound / 10)  # between two beats, and two looks
+        self._silent_s = min(2.0, bound / 3) if timeouts.silence_s is None else timeouts.silence_s
+        self._slow_s = self._slow_from = min(10.0, bound / 2)
         self._words_by: tuple[float, int] | None = None
         # A longer time in which this process did not run is a pause, which counts for nothing.
-        clock.pauses.start(min(1.0, timeouts.timeout_s / 4))
+        clock.pauses.start(min(1.0, bound / 4))
         self._reader = store.reader
         self._beats = Heartbeats(store, rank, RankStatus, self._reader)
         self._link: StoreLink | None = None  # its thread begins before the constructor returns
@@ -113,7 +96,7 @@ class Heartbeat:
         found = ""
         while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._link is not None:
             self._link.wake()
-            time.sleep(self._timeouts.look_s / 10)
+            time.sleep(self._look_s / 10)
             found = diagnosis.known_end(self.view())
         # A process on another machine cannot be seen: a live rank has given a sign meanwhile.
         return found or diagnosis.possible_loss(replace(self.view(), silence_s=_EVIDENCE_S))
@@ -131,7 +114,7 @@ class Heartbeat:
     def view(self) -> View:
         mine = PeerStatus(**vars(self._status()), state="runs", host=self._host)
         others = {rank: self._sign(*heard) for rank, heard in self._heard.items()}
-        return View(self._rank, self._world, others | {self._rank: mine}, self._timeouts.silent_s, self._deaf)
+        return View(self._rank, self._world, others | {self._rank: mine}, self._silent_s, self._deaf)
 
     def _status(self) -> RankStatus:
         now = self.clock.read()
@@ -155,7 +138,7 @@ class Heartbeat:
             if beat is not self._heard[rank][1]:
                 self._heard[rank] = time.monotonic(), beat
         self._rounds += 1
-        return self._timeouts.beat_s
+        return self._beat_s
 
     def _tell(self) -> None:
         self._beats.send(replace(self._status(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
@@ -173,7 +156,7 @@ class Heartbeat:
     def _look(self) -> None:
         """Look until this rank ends by itself, or has to be ended."""
         try:
-            while not self._over.wait(self._timeouts.look_s):
+            while not self._over.wait(self._look_s):
                 view = self.view()
                 if self._expects_last_words(view):
                     continue
@@ -217,7 +200,7 @@ class Heartbeat:
             self._speak(self._reader.account(self._rank))
 
     def _say_slow(self, view: View) -> None:
-        lasts, least = diagnosis.longest_s(view), max(self._timeouts.slow_s, _SLOW_TIMES * self.clock.usual_s())
+        lasts, least = diagnosis.longest_s(view), max(self._slow_s, _SLOW_TIMES * self.clock.usual_s())
         if lasts < least:
             self._slow_from = least
         elif lasts >= self._slow_from and view.rank == min(view.fresh()):  # one rank speaks for all

@@ -37,10 +37,8 @@ from andon_contracts.violation import named_ranks
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
-_VERDICT_S = 1.0
-"""How much longer than rank 0 the others wait, to hear from it who is missing."""
-_LATE_S = 5.0
-"""How much longer than the server waits for a key, a client waits for the server to say so."""
+_VERDICT_S = 1.0  # how much longer than rank 0 the others wait, to hear from it who is missing
+_LATE_S = 5.0  # how much longer than the server waits for a key, a client waits for the server to say so
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
@@ -71,7 +69,11 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     rank, world = context.rank, context.world_size
     store: Store = unix_store(address) if address else _torch_store(timeout)
     store.set_timeout(timeout)
-    ours = Meeting(store, rank, world, timeout_s).meet(interface_problem())
+    # Gloo itself says nothing of an interface that does not exist.
+    there = [name for _, name in socket.if_nameindex()]
+    wrong = [name for name in os.environ.get(_INTERFACE, "").split(",") if name and name not in there]
+    absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}"
+    ours = Meeting(store, rank, world, timeout_s).meet(absent if wrong else "")
     reached = store_link.open_store() if rank == 0 else ""
     if reached:
         say(f"warning: {reached}")
@@ -92,14 +94,6 @@ def _torch_store(timeout: timedelta) -> Store:
         seconds = timeout.total_seconds()
         raise Absent(f"the ranks' store at {where} cannot be met at within {seconds:g} s: {_line(error)}") from error
     return store  # type: ignore[no-any-return]
-
-
-def interface_problem() -> str:
-    """What is wrong with the interface that gloo is told to use; "" if nothing is, or none is named."""
-    named = os.environ.get(_INTERFACE, "")
-    there = [name for _, name in socket.if_nameindex()]
-    wrong = [name for name in named.split(",") if name and name not in there]
-    return f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}" if wrong else ""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from andon.console.messages import say
 from andon.launch import fork_server, preemption
 from andon.launch.context import LAUNCHER, RUN_ID, STORE
 from andon.launch.preemption import PREEMPTION_SIGNALS
-from andon.launch.rank import serve
-from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
+from andon.launch.rank import UNSEEN, FirstCause, Report, clear, first_cause, serve
 from andon.launch.store_server import StoreServer
 from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, first_conclusion
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
@@ -45,20 +44,15 @@ _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"
 """Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""
 _NOT_INHERITED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
 """Variables by which another launcher may have told this process that it is a rank."""
-_one_at_a_time = threading.Lock()
 _preload: list[str] = []
-POLL_S = 0.05
-"""Seconds between two looks at the ranks; one that ends is noticed at once."""
+POLL_S = 0.05  # seconds between two looks at the ranks; one that ends is noticed at once
 END_S = 1.5
 """Seconds that ranks have to end once another has failed; then SIGKILL. With polling it stays under 2 s."""
-START_S = 300.0
-"""Seconds until the ranks' processes must exist: a cold disk may take a minute to import what they need."""
-STOPPED_S = 5.0
-"""Seconds that the fork server may be stopped (SIGSTOP, a debugger) while ranks are started."""
+START_S = 300.0  # seconds until the ranks' processes must exist: a cold disk may take a minute to import what they need
+STOPPED_S = 5.0  # seconds that the fork server may be stopped (SIGSTOP, a debugger) while ranks are started
 EXITS_S = 2.0
 """Seconds that the fork server has to report the exit codes of ranks that are gone. One that is stopped never does."""
-KILLED_S = 5.0
-"""Seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it."""
+KILLED_S = 5.0  # seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it
 _SERVER_S = 0.5
 """Seconds in which a fork server whose ranks were lost with it must have ended: its pipes close a little before."""
 
@@ -109,13 +103,10 @@ def launch(
     Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s.
     `PREEMPTION_SIGNALS` to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
     seconds to end at a step boundary; a second SIGINT ends them at once. A rank that is stopped for more than
-    `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process.
-
-    Raises TypeError for a payload that is not JSON, RuntimeError while another launch runs in this process.
+    `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process. Raises
+    TypeError for a payload that is not JSON.
     """
     arguments = json.dumps(payload)
-    if not _one_at_a_time.acquire(blocking=False):
-        raise RuntimeError("another launch runs in this process")
     try:
         with preemption.collected():
             warm_up()
@@ -128,7 +119,6 @@ def launch(
                 return Supervisor(ranks, run_folder, timeout_s, silence_s, launch=run_id).run()
     finally:
         fork_server.end_if_stopped()
-        _one_at_a_time.release()
 
 
 def _environment(workers: int, run_id: str, store: str) -> dict[str, str]:
@@ -187,11 +177,9 @@ class Supervisor:
         self._error: BaseException | None = None
         self._live: dict[int, Process] = {}
         self._exits: dict[int, int] = {}
-        self._died: dict[int, float] = {}
-        """When each rank was first found dead (seconds since the epoch)."""
+        self._died: dict[int, float] = {}  # when each rank was first found dead (seconds since the epoch)
         self._killed: set[int] = set()
-        self._verdict: tuple[Exit, str] | None = None
-        """An end that no rank could report itself."""
+        self._verdict: tuple[Exit, str] | None = None  # an end that no rank could report itself
         self._asked_by, self._interrupts = 0, 0
         self._stopped, self._server_stopped = ConditionTimer(END_S), ConditionTimer(END_S)
         self._kill_at, self._late = math.inf, ""
@@ -239,23 +227,18 @@ class Supervisor:
                 self._verdict = (Exit.RANK_SILENT, how)
                 fork_server.end_if_stopped()
         elif not self._met and self._error is None:
-            self._meet_ranks()
+            self._met = True
+            found = {rank: Process.of(process.pid or 0) for rank, process in enumerate(self._processes)}
+            self._live = {rank: process for rank, process in found.items() if process is not None}
+            for rank in found.keys() - self._live.keys():
+                self._note_death(rank)
+            if self._interrupts > 1:
+                self._kill(None)
+            elif self._asked_by:
+                self._forward(self._asked_by)
         self._conclude()
         if time.monotonic() >= self._kill_at:
             self._kill((Exit.RANK_SILENT, f"{named_ranks(self._live)} {self._late}") if self._late else None)
-
-    def _meet_ranks(self) -> None:
-        self._met = True
-        for rank, process in enumerate(self._processes):
-            found = Process.of(process.pid or 0)
-            if found is not None:
-                self._live[rank] = found
-        for rank in set(range(len(self._processes))) - self._live.keys():
-            self._note_death(rank)
-        if self._interrupts > 1:
-            self._kill(None)
-        elif self._asked_by:
-            self._forward(self._asked_by)
 
     def _handle(self, signum: int) -> None:
         self._interrupts += signum == signal.SIGINT

@@ -188,28 +188,30 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`a @ b + bias`: [rows, k] by [k, outputs], and [outputs]; a bias only for a product of one part."""
     import torch
 
-    (rows, columns), outputs = a.shape, b.shape[1]
+    rows, outputs = a.shape[0], b.shape[1]
     # oneDNN copies a left matrix that lies by columns, as the gradient of a weight has it. The other way round are the
-    # same products and sums, and the smaller of the two is on the left.
-    if outputs < rows and not a.is_contiguous() and a.t().is_contiguous():
-        turned = _product(b.t(), a.t(), None).t().clone(memory_format=torch.contiguous_format)
-        return turned if bias is None else turned.add_(bias)
-    right = b.t()
+    # same products and sums: the smaller of the two is on the left, unless it has so few rows that it is filled up.
+    other_way = _FEW <= outputs < rows or rows < _FEW <= outputs
+    turned = other_way and not a.is_contiguous() and a.t().is_contiguous()
+    left, right, added = (b.t(), a, None) if turned else (a, b.t(), bias)
+    (rows, columns), outputs = left.shape, right.shape[0]
     if rows < _FEW:
-        a = torch.cat((a, a.new_zeros(_FEW - rows, columns)))
+        left = torch.cat((left, left.new_zeros(_FEW - rows, columns)))
     # For a single output oneDNN has other kernels, which add in another order: it is computed twice.
     if outputs == 1:
-        right, bias = right.expand(2, columns), bias if bias is None else bias.repeat(2)
-    made = a
+        right, added = right.expand(2, columns), added if added is None else added.repeat(2)
+    linear = torch.ops.mkldnn._linear_pointwise.default
+    made = left
     for first in range(0, columns, RUN):
-        part = right[:, first : first + RUN]
-        if not (part.is_contiguous() or part.t().is_contiguous()):
-            part = part.contiguous()  # oneDNN has a kernel for others that adds in another order
-        linear = torch.ops.mkldnn._linear_pointwise.default
-        product: Tensor = linear(a[:, first : first + RUN], part, None if first else bias, "none", [], "")
+        parts = (left, right) if columns <= RUN else (left[:, first : first + RUN], right[:, first : first + RUN])
+        if not (parts[1].is_contiguous() or parts[1].t().is_contiguous()):
+            parts = (parts[0], parts[1].contiguous())  # oneDNN has a kernel for others that adds in another order
+        product: Tensor = linear(*parts, None if first else added, "none", [], "")
         made = made.add_(product) if first else product
-    # The result is alone in its memory, as a product of torch's is.
-    return made if rows >= _FEW and outputs > 1 else made[:rows, :outputs].clone(memory_format=torch.contiguous_format)
+    if turned or rows < _FEW or outputs == 1:
+        made = made[:rows, :outputs].t() if turned else made[:rows, :outputs]
+        made = made.clone(memory_format=torch.contiguous_format)  # alone in its memory, as a product of torch's is
+    return made.add_(bias) if turned and bias is not None else made
 
 
 def _require_order() -> None:

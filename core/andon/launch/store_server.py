@@ -17,8 +17,7 @@ from contextlib import ExitStack, suppress
 from multiprocessing.connection import Client, Connection, Listener
 
 _LENGTH = struct.Struct("!I")
-_CREDENTIALS = struct.Struct("3i")
-"""Process, user and group of the other end (unix(7), SO_PEERCRED)."""
+_CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end (unix(7), SO_PEERCRED)
 
 
 class StoreServer:

@@ -105,8 +105,7 @@ def scores(
     """Scores of a confusion matrix.
 
     positive_scores and labels (0 or 1), one a row in one order, give the AUROC of class 1 (any score that grows with
-    the class will do); only for two classes. row_losses, one a row, give the loss. Raises `ValueError` for lists whose
-    lengths are not the number of rows.
+    the class will do); only for two classes. row_losses, one a row, give the loss.
     """
     actual, predicted, right = ([0] * confusion.classes for _ in range(3))
     for true, guess, count in confusion.cells:
@@ -115,11 +114,6 @@ def scores(
         right[true] += count if true == guess else 0
     rows, hits = sum(actual), sum(right)
     classes = tuple(map(class_scores, right, predicted, actual))
-    if row_losses is not None and len(row_losses) != rows:
-        raise ValueError(f"{len(row_losses)} losses for {rows} rows")
-    if positive_scores is not None and (len(classes) != 2 or len(labels) != rows):
-        what = f"AUROC needs two classes and a label for each of {rows} rows"
-        raise ValueError(f"{what}, not {len(classes)} and {len(labels)}")
     covariance = hits * rows - sum(a * p for a, p in zip(actual, predicted, strict=True))
     spreads = [rows * rows - sum(count * count for count in counts) for counts in (actual, predicted)]
     return ClassificationScores(

@@ -99,8 +99,8 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
         if not all(parameter.requires_grad for parameter in head.parameters()):
             msg = f"{name}, which is part of the classification head, is not trainable"
             raise RuntimeError(msg)
-        head.register_forward_pre_hook(_in_own_type)
-        head.register_forward_hook(_back_to_autocast, always_call=True)
+        head.register_forward_pre_hook(_enter_fp32)
+        head.register_forward_hook(_leave_fp32, always_call=True)
     trained: nn.Module = adapted
     return trained
 
@@ -182,20 +182,20 @@ def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
     return torch.where(new[..., None], own if scale is None else own * scale.to(own.dtype), found)
 
 
-_left: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
+_fp32_contexts: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
 """The heads that are computing, each with its context without autocast."""
 
 
-def _in_own_type(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _enter_fp32(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Give an fp32 head fp32 input from a bfloat16 backbone. Autocast would round its weights and its logits."""
     first = next(head.parameters())
-    _left[head] = torch.autocast(first.device.type, enabled=False)
-    _left[head].__enter__()  # type: ignore[no-untyped-call]
+    _fp32_contexts[head] = torch.autocast(first.device.type, enabled=False)
+    _fp32_contexts[head].__enter__()  # type: ignore[no-untyped-call]
     return tuple(value.to(first.dtype) if isinstance(value, Tensor) else value for value in inputs)
 
 
-def _back_to_autocast(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-    _left.pop(head).__exit__(None, None, None)
+def _leave_fp32(head: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    _fp32_contexts.pop(head).__exit__(None, None, None)
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -292,24 +292,32 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
     this dtype, computed in fp32 one weight at a time. Of tied weights one is written. `model` does not change.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     base: Any = without_adapter(model)
     changes = {} if merged is None else _changes(base)
     left_out = (".lora_", ".trainable_tokens_", ".modules_to_save." if merged is None else ".original_module.")
-    tensors = {}
+    tensors: dict[str, Stored] = {}
     for name, value in base.state_dict().items():
         # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
-        plain = _plain(name.replace(".modules_to_save.default.", "."))
+        plain = _base_name(name.replace(".modules_to_save.default.", "."))
         if not any(part in name for part in left_out) and plain not in base.all_tied_weights_keys:
             tensors[plain] = Stored(value, merged if value.is_floating_point() else None, changes.get(plain))
     folder.mkdir(parents=True, exist_ok=True)
-    write_sharded(folder, tensors)
+    sizes: dict[str, Any] = {"get_storage_size": lambda each: each.size, "max_shard_size": LARGEST_FILE}
+    split = split_state_dict_into_shards_factory(tensors, filename_pattern="model{suffix}.safetensors", **sizes)
+    for file, names in split.filename_to_tensors.items():
+        write_tensors(folder / file, {name: tensors[name] for name in names})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / "model.safetensors.index.json", index)
     dtype = str(merged or base.dtype).removeprefix("torch.")
     _write_json(folder / "config.json", _model_config(base, labels) | {"dtype": dtype})
     if labels:
         _write_json(folder / "labels.json", {"labels": list(labels)})
 
 
-def _plain(name: str) -> str:
+def _base_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -327,7 +335,7 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
     found: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
-        plain = _plain(name)
+        plain = _base_name(name)
         if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
             found[f"{plain}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):
@@ -367,29 +375,6 @@ def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
     kinds = {name: (each.kind, each.tensor.shape) for name, each in tensors.items()}
     with file.open("wb") as out:
         out.writelines(safetensors_parts(kinds, lambda name: tensors[name].data(), {"format": "pt"}))
-
-
-def write_sharded(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Write `tensors` as `model.safetensors`, or as several files with an index if they exceed `LARGEST_FILE`."""
-    shards: list[dict[str, Stored]] = [{}]
-    room = LARGEST_FILE
-    for name, each in tensors.items():
-        if each.size > room and shards[-1]:
-            shards.append({})
-            room = LARGEST_FILE
-        shards[-1][name] = each
-        room -= each.size
-    if len(shards) == 1:
-        write_tensors(folder / "model.safetensors", tensors)
-        return
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / file, shard)
-        places |= dict.fromkeys(shard, file)
-    total = sum(each.size for each in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:

@@ -46,13 +46,11 @@ def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
 def collate(rows: Sequence[Tensor], pad_id: int, multiple: int, limit: int | None = None) -> dict[str, Tensor]:
     """Rows (int64 vectors, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length]. length:
     that of the longest row, rounded up to `multiple` but not beyond `limit`."""
-    length = padded_length(max(row.numel() for row in rows), multiple, limit)
-    ids = torch.full((len(rows), length), pad_id, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for place, row in enumerate(rows):
-        ids[place, : row.numel()] = row
-        mask[place, : row.numel()] = 1
-    return {"input_ids": ids, "attention_mask": mask}
+    lengths = torch.tensor([row.numel() for row in rows])
+    length = padded_length(int(lengths.max()), multiple, limit)
+    ids = nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=pad_id)
+    ids = nn.functional.pad(ids, (0, length - ids.shape[1]), value=pad_id)
+    return {"input_ids": ids, "attention_mask": (torch.arange(length) < lengths[:, None]).long()}
 
 
 def placed(batch: Batch, device: torch.device) -> dict[str, Tensor]:

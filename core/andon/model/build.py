@@ -1,6 +1,6 @@
-"""A sequence classifier or a causal language model from transformers: the embedded small one, a folder's or the hub's.
+"""Load or build a classifier or a causal language model: the embedded small one, a folder's or the hub's.
 
-The same settings give the same bits in every process: weights that a checkpoint lacks (all of the embedded models, the
+The same settings give the same bits in every process. Weights that a checkpoint lacks (all of the embedded models, the
 classification head of others) are drawn from the run's seed, and the process-global generator is left alone.
 """
 
@@ -54,7 +54,7 @@ class ModelInterface:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """What is known of a base model once its checkpoint is loaded.
+    """Facts about a base model after its checkpoint was loaded.
 
     drawn: modules of its backbone that the checkpoint lacks, drawn at random. notes: lines for the user about its head.
     own_code: a sentence about code that the base names and that was not run, or empty.
@@ -104,7 +104,7 @@ def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights
         what = f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {model.config.vocab_size}"
         found.add("model.base", what)
     positions, length = positions_of(model), settings.max_length
-    if positions is not None and length > positions and not _takes(model, length, interface, positions):
+    if positions is not None and length > positions and not _accepts_length(model, length, interface, positions):
         what = f"{length} tokens are more than the model's {positions} positions"
         found.add("model.max_length", f"{what}; --set model.max_length={positions} is the most")
     found.raise_if_any()
@@ -146,14 +146,10 @@ def _embedded(settings: Model, interface: ModelInterface) -> Any:
     if kind == "Bert":
         shared |= {"hidden_dropout_prob": settings.dropout, "attention_probs_dropout_prob": settings.dropout}
     else:
-        shared |= {
-            "head_dim": settings.hidden_size // settings.num_attention_heads,
-            "num_key_value_heads": settings.num_key_value_heads,
-            "attention_dropout": settings.dropout,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "tie_word_embeddings": interface.head == "causal",
-        }
+        heads, key_value_heads = settings.num_attention_heads, settings.num_key_value_heads
+        shared |= {"head_dim": settings.hidden_size // heads, "num_key_value_heads": key_value_heads}
+        shared |= {"attention_dropout": settings.dropout, "tie_word_embeddings": interface.head == "causal"}
+        shared |= {"bos_token_id": None, "eos_token_id": None}
     loaded_as = LOADERS[interface.head].removeprefix("AutoModel")
     model: Any = getattr(transformers, kind + loaded_as)(getattr(transformers, f"{kind}Config")(**shared))
     model.config.dtype = _DTYPES[settings.dtype]
@@ -171,10 +167,10 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     # Its values are not given to the model, which refuses those that it lacks.
     config, stored = _configuration(settings, interface), _config(base, settings.revision)
     source, local = _source(base, settings.revision)
-    how: dict[str, Any] = {"revision": settings.revision, "local_files_only": local, "trust_remote_code": False}
-    how |= {"ignore_mismatched_sizes": True, "output_loading_info": True, "dtype": _DTYPES[settings.dtype]}
+    auto, how = _auto_class(interface.head), dict[str, Any](ignore_mismatched_sizes=True, output_loading_info=True)
+    how |= {"revision": settings.revision, "local_files_only": local, "dtype": _DTYPES[settings.dtype]}
     with loading(base, "model.base"):
-        model, report = _auto_class(interface.head).from_pretrained(source, config=config, **how)
+        model, report = auto.from_pretrained(source, config=config, trust_remote_code=False, **how)
     missing = set(map(str, report["missing_keys"]))
     # transformers reports a tensor of another shape with or without both shapes.
     mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
@@ -184,8 +180,8 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     backbone = [name for name in inside if ".pooler." not in name]
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
-        whose = "that a causal language model needs" if causal else "of its own backbone"
-        raise InputError([Problem("model.base", f"{base!r} lacks weights {whose}: {shown}")])
+        kind = "that a causal language model needs" if causal else "of its own backbone"
+        raise InputError([Problem("model.base", f"{base!r} lacks weights {kind}: {shown}")])
     cached = source
     if not local:
         from huggingface_hub import try_to_load_from_cache
@@ -193,7 +189,7 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
         file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
         cached = str(Path(file).parent) if isinstance(file, str) else ""
     _require_finite_model(model, Path(cached) if cached else None, base)
-    note = "" if causal else _settle_head(model, stored, missing, mismatched, interface, seed)
+    note = "" if causal else _keep_or_draw_head(model, stored, missing, mismatched, interface, seed)
     named, own_code = getattr(stored, "auto_map", None) or {}, ""
     codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
     if codes:
@@ -275,7 +271,7 @@ def _has_own_head(stored: Any, auto: Any) -> bool:
     return not written_by or any(each is not None and each.__name__ in written_by for each in loads)
 
 
-def _settle_head(
+def _keep_or_draw_head(
     model: Any, stored: Any, missing: Set[str], mismatched: Set[str], interface: ModelInterface, seed: int
 ) -> str:
     """Keep the checkpoint's head for labels of the same names, draw its output layer anew for others, and say which.
@@ -337,7 +333,7 @@ def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: s
 
 
 def _config(base: str, revision: str | None, **values: Any) -> Any:
-    """The configuration at `base`, with these values instead of its own."""
+    """The configuration at `base`. `values` replace its own."""
     from transformers import AutoConfig
 
     source, local = _source(base, revision)
@@ -424,7 +420,7 @@ def positions_of(model: Any) -> int | None:
     """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit. A table of
     positions with a row for padding, as RoBERTa has it, counts from the next row on."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
-    if positions is None or positions < 1:  # XLNet says -1 for no limit
+    if positions is None or positions < 1:  # -1 means no limit in XLNet
         return None
     words = model.get_input_embeddings()
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
@@ -432,7 +428,7 @@ def positions_of(model: Any) -> int | None:
     return min([positions, *(rows - pad - 1 for rows, pad in sizes if pad is not None and rows >= positions)])
 
 
-def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
+def _accepts_length(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
     """Whether `model` accepts length tokens, more than its configuration's `positions`.
 
     A model that uses distances alone (DeBERTa) does; others fail, or would look beyond a table. A model with rotary
@@ -450,7 +446,7 @@ def _takes(model: Any, length: int, interface: ModelInterface, positions: int) -
     hooks = [module.register_forward_pre_hook(note) for module in embeddings]
     ids = torch.full((1, length), (interface.pad_id + 1) % interface.vocab_size, device=model.device)
     with evaluating(model, torch.device("cpu")):
-        output = tried(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
+        output = try_pass(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
     for hook in hooks:
         hook.remove()
     return not isinstance(output, Exception) and not beyond
@@ -470,7 +466,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def facts_of(model: nn.Module) -> BaseFacts:
-    """What is known of the base of `model`, with or without an adapter; nothing if it came from no checkpoint."""
+    """Facts about the base of `model`, with or without an adapter; empty if it came from no checkpoint."""
     found: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
     return found
 
@@ -487,9 +483,11 @@ def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
-def tried(call: Callable[[], T]) -> T | Exception:
-    """What `call`, a pass of a model, returns, or the error with which the model refuses its input, as a mask. An error
-    of the device is raised: it says nothing of the model, and on another rank the call would succeed."""
+def try_pass(call: Callable[[], T]) -> T | Exception:
+    """The result of `call`, a pass of a model, or the error with which the model refuses its input, for example a mask.
+
+    An error of the device is raised: it says nothing about the model, and on another rank the call would succeed.
+    """
     try:
         return call()
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
@@ -512,7 +510,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def attending_as(model: nn.Module, name: str) -> Iterator[None]:
+def using_attention(model: nn.Module, name: str) -> Iterator[None]:
     """Inside, `model` uses the attention that transformers has under `name`."""
     config: Any = without_adapter(model).config
     before = config._attn_implementation
@@ -537,7 +535,7 @@ def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManag
 
     @contextmanager
     def as_before(attention: str, context: AbstractContextManager[object]) -> Iterator[None]:
-        with attending_as(model, attention), context:
+        with using_attention(model, attention), context:
             yield
 
     def both_passes() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:

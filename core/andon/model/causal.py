@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from andon.console.problems import InputError, Problem
 from andon.model.batches import padded_length
-from andon.model.build import backbone_of, computing, evaluating, half_of, tried, vocabulary_head, without_adapter
+from andon.model.build import backbone_of, computing, evaluating, half_of, try_pass, vocabulary_head, without_adapter
 from andon.model.masks import NOISE, WINDOWS, masking_of, packed_inputs
 from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
@@ -202,13 +202,18 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
     the tokens of the longest row (None: not known).
     """
     base: Any = without_adapter(model)
+
+    def refuse(what: str) -> NoReturn:
+        name = base.config._name_or_path or type(base).__name__
+        raise InputError([Problem("model.base", f"{name!r} {what}; give another model")])
+
     kinds = set(getattr(base.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        _refuse(base, f"has layers of {', '.join(sorted(kinds))}, which cannot be told rows apart")
+        refuse(f"has layers of {', '.join(sorted(kinds))}, which cannot be told rows apart")
     limits = {name: getattr(base.config, name, None) for name in WINDOWS}
     narrow = [f"{name} {limit}" for name, limit in limits.items() if limit and (longest is None or limit < longest)]
     if narrow:
-        _refuse(base, f"limits how far a token sees ({', '.join(narrow)}), and rows may be longer")
+        refuse(f"limits how far a token sees ({', '.join(narrow)}), and rows may be longer")
     positions = getattr(base.config, "max_position_embeddings", None)
     room = min(limit for limit in (*_TRIED_LENGTHS[:1], longest, positions) if limit)
     counts = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
@@ -226,22 +231,17 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
         return packed, alone, head(output.last_hidden_state)[0]
 
     with evaluating(model, device):
-        found = tried(logits_of)
+        found = try_pass(logits_of)
     if isinstance(found, Exception):
-        _refuse(base, f"cannot be given packs of rows: {' '.join(str(found).split())[:200]}")
+        refuse(f"cannot be given packs of rows: {' '.join(str(found).split())[:200]}")
     packed, alone, by_head = found
     if not torch.equal(by_head, alone[0]):
-        _refuse(base, "changes its logits behind its head (scales or caps them), which this training does not")
+        refuse("changes its logits behind its head (scales or caps them), which this training does not")
     together = [*torch.split(packed[0, : sum(counts)], counts), packed[1, : counts[0]]]
     pairs = zip(together, [*alone, alone[0]], strict=True)
     worst = max(float((one - other).norm() / other.float().norm()) for one, other in pairs)
     if not worst <= NOISE[half_of(model)]:
-        _refuse(base, f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
-
-
-def _refuse(base: Any, what: str) -> NoReturn:
-    name = base.config._name_or_path or type(base).__name__
-    raise InputError([Problem("model.base", f"{name!r} {what}; give another model")])
+        refuse(f"gives packed rows other logits than each row alone (relative L2 {worst:.2g})")
 
 
 def generate(

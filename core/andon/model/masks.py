@@ -1,8 +1,8 @@
-"""How a model is told which tokens see which, without the host waiting for a GPU.
+"""Attention masks that a GPU needs no host for, and the side on which rows are padded.
 
-Given a mask of tokens, transformers reads it on the host to see whether it is needed, so the host waits for the device.
-Padding follows the last token here, and a causal model never looks there from a token that counts: its attention needs
-no mask. Other models take a mask by pairs of tokens as it is.
+transformers reads a mask of tokens on the host to see whether it is needed, so the host waits for the device. Padding
+follows the last token here, and a causal model never looks there from a real token: its attention needs no mask. Other
+models take a mask by pairs of tokens as it is.
 
 Rows packed end to end must not see each other. A mask by pairs of tokens works for every model. On a GPU a model gets
 the place where each row begins and ends instead, and attention between rows is not computed.
@@ -27,18 +27,18 @@ from torch import Tensor, nn
 from andon.config.source import quiet_loading
 from andon.fast.attention import causal_attention, fits, runs_on
 from andon.model.build import (
-    attending_as,
     backbone_of,
     computing,
     evaluating,
     half_of,
-    tried,
+    try_pass,
+    using_attention,
     vocabulary_head,
     without_adapter,
 )
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
-"""What configurations of transformers call a limit to how far a token sees."""
+"""Settings of transformers that limit how far a token sees."""
 _UNMASKED, _SPANS = "andon_unmasked_sdpa", "andon_packed_rows"
 """Names under which transformers has its own attention a second time, without a mask, and our attention of packs."""
 _TRIED_LENGTHS = (12, 7, 1)
@@ -48,8 +48,10 @@ that is wrongly seen moves them more."""
 
 
 class Masking(Enum):
-    """How a model is told which tokens see which. A causal language model, which gets packs, takes one of the last two.
-    Each number of workers must choose the same, so the choice depends on the model and its device alone."""
+    """Ways to tell a model which tokens see which. A causal language model, which gets packs, uses one of the last two.
+
+    Each number of workers must choose the same, so the choice depends on the model and its device alone.
+    """
 
     UNMASKED = "no mask in its attention, which is causal"
     CAUSAL_PAIRS = "a mask by pairs of tokens, of those before"
@@ -59,7 +61,7 @@ class Masking(Enum):
     ROW_PAIRS = "a mask by pairs of tokens of one row"
 
 
-_tried: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionary()
+_chosen: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictionary()
 
 
 def masking_of(model: nn.Module, device: torch.device) -> Masking:
@@ -67,9 +69,9 @@ def masking_of(model: nn.Module, device: torch.device) -> Masking:
     trial with other weights may end otherwise, so a run asks before it restores weights."""
     if device.type != "cuda":
         return Masking.TOKENS if vocabulary_head(model) is None else Masking.ROW_PAIRS
-    if model not in _tried:
-        _tried[model] = tried_masking(model, device)
-    return _tried[model]
+    if model not in _chosen:
+        _chosen[model] = choose_masking(model, device)
+    return _chosen[model]
 
 
 def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
@@ -97,7 +99,7 @@ def _has_windows(config: Any) -> bool:
     return limited or any(_has_windows(part) for part in parts if part is not None)
 
 
-def tried_masking(model: nn.Module, device: torch.device) -> Masking:
+def choose_masking(model: nn.Module, device: torch.device) -> Masking:
     """The first of `possible_maskings` with which `model` on `device` gives what it gives with the last."""
     *cheaper, last = possible_maskings(model)
     packs = last is Masking.ROW_PAIRS
@@ -109,10 +111,8 @@ def tried_masking(model: nn.Module, device: torch.device) -> Masking:
         wanted = outputs_with(model, last, device)
         for masking in cheaper if wanted else ():
             found = outputs_with(model, masking, device)
-            pairs = zip(found, wanted, strict=False)
-            if len(found) == len(wanted) and all(
-                bool(size(one - other) <= noise * size(other)) for one, other in pairs
-            ):
+            same = len(found) == len(wanted)
+            if same and all(size(one - other) <= noise * size(other) for one, other in zip(found, wanted, strict=True)):
                 return masking
     return last
 
@@ -128,7 +128,7 @@ def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list
             outputs.append(hidden.float() * mask[..., None])
 
     with masked(model, masking, mask) as given, backbone_of(model).register_forward_hook(note):
-        logits = tried(lambda: model(input_ids=ids, attention_mask=given).logits.float())
+        logits = try_pass(lambda: model(input_ids=ids, attention_mask=given).logits.float())
     return [] if isinstance(logits, Exception) else [*outputs, logits]
 
 
@@ -142,14 +142,14 @@ def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
     with packed_inputs(model, masking, {"input_ids": ids, "rows": rows, "positions": positions}) as given:
-        hidden = tried(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
+        hidden = try_pass(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
     return [] if isinstance(hidden, Exception) else [hidden]
 
 
 def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     """Three rows of different tokens, one of a single token, and their mask, [rows, length]; equal on all ranks."""
     room = getattr(model.config, "max_position_embeddings", None) or 0
-    room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # XLNet says -1 for no limit
+    room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # -1 means no limit in XLNet
     pad = getattr(model.config, "pad_token_id", None) or 0
     size = model.get_input_embeddings().weight.shape[0]
     places = torch.arange(max(1, min(_TRIED_LENGTHS[0], room // 2)), device=device)
@@ -159,18 +159,18 @@ def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Padding:
-    """Where rows are padded. change: how far padding moves a row's logits, as a share of the largest logit; 0.0 if only
-    by rounding, or if the model cannot be tried."""
+    """The side on which rows are padded. change: the largest effect of padding on a row's logits, as a share of the
+    largest logit; 0.0 if only by rounding, or if the model cannot be tried."""
 
     side: str = "right"
     change: float = 0.0
 
 
 def padding_of(model: nn.Module, device: torch.device) -> Padding:
-    """The side on which `model` needs its rows padded, so that a row's logits do not depend on the rows beside it.
+    """The side on which padding does not change a row's logits, whatever rows are beside it.
 
-    The right suits most models, but XLNet classifies by the last position, padding or not. The left is used if only
-    there three rows keep the logits that they have alone. A causal language model gets packs and is not tried.
+    The right suits most models, but XLNet classifies by the last position, padding or not. The left is used if three
+    rows keep the logits that they have alone on that side only. A causal language model gets packs and is not tried.
     """
     base: Any = without_adapter(model)
     if not hasattr(base, "config") or vocabulary_head(model) is not None:
@@ -180,7 +180,7 @@ def padding_of(model: nn.Module, device: torch.device) -> Padding:
         tensors = itertools.chain(model.parameters(), model.buffers())
         other = copy.deepcopy(model, {id(each): each for each in tensors})
         with evaluating(other, device), quiet_loading():
-            found = tried(lambda: _tried_padding(other, device))
+            found = try_pass(lambda: _tried_padding(other, device))
         base.andon_padding = Padding() if isinstance(found, Exception) else found
     padding: Padding = base.andon_padding
     return padding
@@ -231,7 +231,7 @@ def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]
     if masking is Masking.UNMASKED:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        with attending_by(model, _UNMASKED, sdpa_attention_forward):
+        with using_own_attention(model, _UNMASKED, sdpa_attention_forward):
             yield mask
     elif masking is Masking.TOKENS:
         yield mask
@@ -242,19 +242,19 @@ def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]
 
 
 @contextmanager
-def attending_by(model: nn.Module, name: str, attention: Callable[..., Any]) -> Iterator[None]:
+def using_own_attention(model: nn.Module, name: str, attention: Callable[..., Any]) -> Iterator[None]:
     """Inside, `model` attends by `attention`. transformers makes no mask for a `name` that it has no masks for."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention)
-    with attending_as(model, name):
+    with using_attention(model, name):
         yield
 
 
 @contextmanager
 def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Inside, the arguments of the backbone of `model` with which each token sees those of its own row up to itself,
-    and no other; computed in the precision of `model`.
+    """Inside, the arguments of the backbone of `model`, in whose precision it computes. Each token sees the tokens of
+    its own row up to itself, and no other.
 
     masking: `SPANS` or `ROW_PAIRS`. batch: int64 [packs, length] input_ids, rows (1 for a pack's first row, 2, ... and
     0 for padding at the end), and positions (from 0 in each row, and 0 for padding).
@@ -263,7 +263,7 @@ def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor
     given = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": False}
     with computing(model, rows.device):
         if masking is Masking.SPANS:
-            with attending_by(model, _SPANS, _attend_by_spans):
+            with using_own_attention(model, _SPANS, _attend_by_spans):
                 yield given | {"attention_mask": _spans(rows, positions)}
             return
         seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
@@ -275,8 +275,8 @@ def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor
 
 
 def _spans(rows: Tensor, positions: Tensor) -> Tensor:
-    """int32 [packs, 1, length, 2]: for each place where its row begins and the place after its row's last. Each place
-    of padding is a row of its own."""
+    """int32 [packs, 1, length, 2]: for each place the first place of its row, and the place after the last. A place of
+    padding counts as a row of one token."""
     length = rows.shape[1]
     places = torch.arange(length, device=rows.device).expand_as(rows)
     last = torch.ones_like(rows, dtype=torch.bool)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from andon.model.adapter import trainable_parameters
 from andon.model.batches import Shape
-from andon.model.build import backbone_of, checkpoint_layers, computing, tried, vocabulary_head
+from andon.model.build import backbone_of, checkpoint_layers, computing, try_pass, vocabulary_head
 from andon.model.causal import loss_of_hidden
 from andon.model.masks import Masking, masked, packed_inputs, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
@@ -52,7 +52,7 @@ class MemoryPlan:
     partials (buffers of the tree), ramp (the digest's table of positions), workspace (of products on a GPU).
     Phases, of which the largest counts: activations (one micro-batch, forward and backward), finite (the check for NaN
     and Inf), digest (its chunks), reduction (what is sent, received and gathered), evaluation (a forward pass).
-    graphs: held by CUDA graphs while they do not run. outside: what torch does not count, as a device's context.
+    graphs: held by CUDA graphs while they do not run. outside: bytes that torch does not count, as a device's context.
     """
 
     base: int = 0
@@ -133,7 +133,7 @@ def plan_bytes(
 
 
 def kept_partials(micro_batches: int, run: range) -> int:
-    """Buffers of the gradient's size that a rank with the leaves `run` holds at once beside the gradient. The sums of
+    """The most buffers of the gradient's size that a rank with the leaves `run` holds beside the gradient: sums of
     earlier subtrees, and in the current one of n leaves a left summand at each level, ceil(log2 n)."""
     roots = subtree_roots((0, micro_batches), run.start, run.stop)
     return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)
@@ -240,7 +240,7 @@ def traced_bytes(
         # that none passes for another.
         for each in cheaper if kind == "cuda" else ():
             with kernels(), torch.no_grad(), passing((2, 5), each) as (_, forward):
-                accepted = not isinstance(tried(forward), Exception)
+                accepted = not isinstance(try_pass(forward), Exception)
             if accepted:
                 masking = each
                 break

@@ -45,12 +45,12 @@ def _refusals(path: Path) -> Iterator[None]:
         raise InputError([Problem("", str(error))]) from error
 
 
-def read_ledger(path: Path, *, follow: bool = False) -> Iterator[Record]:
+def read_ledger(path: Path) -> Iterator[Record]:
     """The records of the ledger at `path`, verified as they are read, without a torn last line.
 
-    follow: follow `path` if it is a link. Raises `LedgerError` at the first wrong line, `OSError` as `open_regular`.
+    Raises `LedgerError` at the first wrong line, and `OSError` as `open_regular`.
     """
-    for record, _ in read_lines(path, follow=follow):
+    for record, _ in read_lines(path):
         yield record
 
 

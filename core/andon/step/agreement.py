@@ -129,10 +129,8 @@ class Agreement:
         return Gathered(step, self._sequence, point, all_names, table, length, held)
 
     def compare(self, seen: Seen[object], tensors: Mapping[str, Callable[[Replica], Tensors]]) -> Details:
-        """For each value of `tensors` in which the ranks differ: the digests of its tensors, by rank.
-
-        One more gather for each such value. Every rank sees the same difference, so all ranks gather or none does.
-        """
+        """For each value of `tensors` in which the ranks differ: the digests of its tensors, by rank."""
+        # Every rank sees the same differences, so all ranks gather or none does.
         details: dict[str, Mapping[str, Sequence[int]]] = {name: {} for name in tensors}
         for name in tensors if in_lockstep(seen.observations) else ():
             if name in seen.differing:

@@ -83,23 +83,22 @@ class Audited:
 
     def _differences(self, observation: Observation) -> dict[str, int]:
         """An auditor's values: how many gradients and sums differ, and the first of each with both word sums."""
-        values = dict(observation.values)
         found = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
-        found |= {"leaf": -1, "root": -1}
+        values = {**observation.values, **found, "leaf": -1, "root": -1}
         if not observation.names_match or observation.payload is None or values["failed"]:
-            return values | found
+            return values
         subject = self.subjects[values["subject"]]
         then, now = observation.payload.view(2, -1).tolist()
         leaves = max(len(each.chosen) for each in self.subjects)
         odd = [place for place in range(len(then)) if then[place] != now[place]]
         wrong, sums = [place for place in odd if place < leaves], [place for place in odd if place >= leaves]
-        found |= {"leaves": len(wrong), "sums": len(sums)}
+        values |= {"leaves": len(wrong), "sums": len(sums)}
         if wrong:
-            found |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
+            values |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
         if sums:
             root = subject.roots[sums[0] - leaves][0]
-            found |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
-        return values | found
+            values |= {"root": root, "root then": then[sums[0]], "root now": now[sums[0]]}
+        return values
 
     def refuse_failed(self, seen: Seen[None]) -> None:
         """Raise `RankFailed` if recomputing raised on another rank."""
@@ -195,16 +194,12 @@ class Audit:
                 roots = [word_sum_tensor(finish(node, table, torch.add)) for node in subject.roots]
             except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
                 return error
-            told = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
-            then = [told[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
-            # Of leaves and roots the word sums then, and in the same order now; as many on all ranks.
-            parts = [
-                _filled(then, most_leaves, devices[index]),
-                _filled(sums[subject.rank].unbind()[: len(subject.roots)], most_roots, devices[index]),
-                _filled(list(map(word_sum_tensor, computed)), most_leaves, devices[index]),
-                _filled(roots, most_roots, devices[index]),
-            ]
-            return torch.cat(parts)
+            own = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
+            then = [own[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
+            now, device = list(map(word_sum_tensor, computed)), devices[index]
+            # The word sums of leaves and roots then, and in the same order now; as many on all ranks.
+            parts = _filled(then, most_leaves, device), sums[subject.rank].to(device)
+            return torch.cat([*parts, _filled(now, most_leaves, device), _filled(roots, most_roots, device)])
 
         done = self._backend.map(work)
         errors = tuple(each if isinstance(each, Exception) else None for each in done)
@@ -220,10 +215,8 @@ class Audit:
     def _copies(
         self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
     ) -> dict[int, dict[Node, torch.Tensor]]:
-        """For each rank of `wanted`, its copies of the sums that are not recomputed.
-
-        One gather for each sum, so that a rank never holds more than one of every other rank at once.
-        """
+        """For each rank of `wanted`, its copies of the sums that are not recomputed."""
+        # One gather for each sum, so that a rank never holds more than one of every other rank at once.
         found: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
         for place in range(max(len(subject.kept) for subject in subjects)):
             local = []

@@ -35,14 +35,11 @@ Pass = Callable[[Batch], PassResult]
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured pass: its input tensors, the bits of its result as one int64 vector, and the result without memory.
-
-    One vector, so that one copy moves a result out of memory that graphs share.
-    """
+    """A captured pass: its input tensors, the bits of its result as one int64 vector, and the result without memory."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
-    bits: torch.Tensor
+    bits: torch.Tensor  # one vector, so that one copy moves a result out of memory that graphs share
     like: Sequence[torch.Tensor | None]
 
     def replay(self, batch: Batch) -> PassResult:

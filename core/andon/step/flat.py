@@ -9,7 +9,7 @@ and updates with other roundings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -113,14 +113,14 @@ class Range:
 class Master:
     """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
 
-    device: where they are copies; None: they are the model's own buffers (`apart` is false). decayed: the elements
+    device: where they are copies; None: they are the model's own buffers (`separate` is false). decayed: the elements
     before this one decay. ranges: those that decay and those that do not; none is empty.
     """
 
     def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
         self.weights, self.gradient, size = parameters.weights, parameters.gradient, parameters.size
-        self.apart = device is not None
-        if self.apart:
+        self.separate = device is not None
+        if self.separate:
             self.weights = nn.Parameter(self.weights.detach().to(device, copy=True))
             self.gradient = torch.zeros(size, device=device)
         self.weights.grad = self.gradient
@@ -132,25 +132,25 @@ class Master:
         for each in self.ranges:
             each.weights.grad = self.gradient[each.span]
 
-    def take(self, parameters: FlatParameters) -> None:
+    def build_optimizer(self, settings: Optimizer) -> torch.optim.Optimizer:
+        """The optimizer of all ranges (seed S12)."""
+        decay = settings.weight_decay
+        groups = [{"params": [each.weights], "weight_decay": decay if each.decays else 0.0} for each in self.ranges]
+        if settings.name == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+        # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
+        fused = True if self.device.type == "cuda" else None
+        return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
+
+    def pull_weights(self, parameters: FlatParameters) -> None:
         """Copy the model's weights to these."""
-        if self.apart:
+        if self.separate:
             self.weights.data.copy_(parameters.weights.data)
 
-    def give(self, parameters: FlatParameters) -> None:
+    def push_weights(self, parameters: FlatParameters) -> None:
         """Copy these to the model's weights."""
-        if self.apart:
+        if self.separate:
             parameters.weights.data.copy_(self.weights.data)
-
-
-def build_optimizer(settings: Optimizer, ranges: Sequence[Range]) -> torch.optim.Optimizer:
-    """The optimizer of ranges of one flat parameter (seed S12)."""
-    groups = [{"params": [r.weights], "weight_decay": settings.weight_decay if r.decays else 0.0} for r in ranges]
-    if settings.name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-    # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
-    fused = True if ranges[0].weights.is_cuda else None
-    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
 
 
 def moments_of(settings: Optimizer) -> tuple[str, ...]:

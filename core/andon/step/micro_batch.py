@@ -26,7 +26,7 @@ class Leaf:
 
     index: int
     first: int
-    ids: Sequence[int]
+    ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,18 +55,21 @@ class LeafResult:
 
 
 def plan_leaves(
-    micro_batches: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True
-) -> tuple[LeafPlan, ...]:
-    """Each micro-batch with its owner, the digest of its planned rows (0 if not `checked`) and its loss terms."""
-    rank_of = {index: rank for rank, run in enumerate(owners) for index in run}
-    sums = [0] * len(micro_batches)
-    ids = [row for part in micro_batches for row in part]
+    parts: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True, first: int = 0
+) -> tuple[list[Leaf], tuple[LeafPlan, ...]]:
+    """Micro-batches from their rows, and what each must be: owner, digest of the rows (0 if not `checked`), terms.
+
+    first: the index of the first micro-batch.
+    """
+    rank_of = {first + index: rank for rank, run in enumerate(owners) for index in run}
+    starts = accumulate(map(len, parts), initial=0)
+    leaves = [Leaf(first + index, next(starts), part) for index, part in enumerate(parts)]
+    ids, sums = [row for part in parts for row in part], [0] * len(parts)
     if checked and ids:
-        counts = [len(part) for part in micro_batches]
-        sums = bound_sums(task.planned_content(ids), list(accumulate(counts, initial=0))[:-1], counts).tolist()
-    return tuple(
-        LeafPlan(index, rank_of[index], part, content, sum(task.planned_terms(part)))
-        for index, (part, content) in enumerate(zip(micro_batches, sums, strict=True))
+        sums = bound_sums(task.planned_content(ids), [leaf.first for leaf in leaves], list(map(len, parts))).tolist()
+    return leaves, tuple(
+        LeafPlan(leaf.index, rank_of[leaf.index], leaf.ids, content, sum(task.planned_terms(leaf.ids)))
+        for leaf, content in zip(leaves, sums, strict=True)
     )
 
 

@@ -44,18 +44,15 @@ class Report:
 
 
 def requires(*laws: Law[Any]) -> Callable[[F], F]:
-    """Preconditions: the rows `laws` hold for the state with which the phase began, as its record shows it.
-
-    Raises the `Violation` of the first row that is broken.
-    """
+    """Preconditions: the rows `laws` hold for the state with which the phase began, as its record shows it."""
     return lambda phase: _with_condition(phase, require, laws, lambda record: record)
 
 
 def ensures(*laws: Law[Any], of: Callable[[Any], Any] = lambda record: record) -> Callable[[F], F]:
-    """Postconditions: the rows `laws` hold for the record. Evaluated after all preconditions; otherwise as `requires`.
+    """Postconditions: the rows `laws` hold for the record. Evaluated after all preconditions.
 
     of: the part of the record that the laws judge. If a phase has several of these decorators, the one closest to the
-    function is evaluated first.
+    function is evaluated first. Both raise the `Violation` of the first row that is broken.
     """
     return lambda phase: _with_condition(phase, ensure, laws, of)
 

@@ -15,16 +15,7 @@ from torch import nn
 
 from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
-from andon.step.flat import (
-    REPLACED,
-    FlatParameters,
-    Master,
-    build_optimizer,
-    counts_updates,
-    moments_of,
-    state_names,
-    undecayed,
-)
+from andon.step.flat import REPLACED, FlatParameters, Master, counts_updates, moments_of, state_names, undecayed
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
 from andon.step.reduce import Node, fold
@@ -71,7 +62,7 @@ class Replica:
         self.settings = optimizer
         undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
         self.master = Master(self.parameters, master_on, next(undecayed_slots, self.parameters.size))
-        self.optimizer = build_optimizer(optimizer, self.master.ranges)
+        self.optimizer = self.master.build_optimizer(optimizer)
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
@@ -137,10 +128,8 @@ class Replica:
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
     def completed(self, partial: PartialGradient | None, roots: Sequence[Node]) -> PartialGradient:
-        """`partial` (None: the pass raised) with zeros for the `roots` that it lacks.
-
-        On GPUs a rank takes part in the collectives that the others enter before they have read that it is wrong.
-        """
+        """`partial` (None: the pass raised) with zeros for the `roots` that it lacks."""
+        # On GPUs a rank takes part in the collectives that the others enter before they have read that it is wrong.
         if partial is None:
             reports = torch.empty((0, WIDTH), dtype=torch.int64, device=self.device)
             kept = dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
@@ -177,11 +166,9 @@ class Replica:
         return PassResult(loss.loss_sum.detach(), loss.correct, loss.terms, total, rows)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
-        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; for an audit.
-
-        Always eager, so that the audit of a captured pass compares it with the eager one.
-        """
+        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; for an audit."""
         self._prepare()
+        # Eager, so that the audit of a captured pass compares it with the eager one.
         captured, self.captured = self.captured, None
         try:
             self._leaf(step, leaf, task, checked=False)
@@ -267,7 +254,7 @@ class Replica:
             names = sorted(state_names(self.settings))
             self._hold({name: torch.zeros_like(shaped.get(name, self.master.gradient)) for name in names})
         self.optimizer.step()
-        self.master.give(self.parameters)
+        self.master.push_weights(self.parameters)
         if not counts_updates(self.settings):
             # On the device, because only the device knows now whether the gate skipped the update.
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
@@ -293,7 +280,7 @@ class Replica:
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
         """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
-        self.master.take(self.parameters)
+        self.master.pull_weights(self.parameters)
         self._count.fill_(updates)
         # Copies, because the optimizer writes into its state.
         self._hold({name: value.to(self.master.device, copy=True) for name, value in optimizer_state.items()})

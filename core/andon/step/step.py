@@ -14,34 +14,17 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from andon.backend.base import Backend
 from andon.config.schema import Contracts
+from andon.step import message
 from andon.step.agreement import Agreement, Gathered, RankFailed, Tensors
 from andon.step.audit import NO_AUDIT, Audit
 from andon.step.gate import Gate
-from andon.step.message import (
-    COMPUTED,
-    EACH_ONCE,
-    PARTS_FINITE,
-    REDUCED,
-    ROWS_AGREE,
-    ROWS_PLANNED,
-    TERMS_PLANNED,
-    WIDTH,
-    Expected,
-    Message,
-    expected_computed,
-    padded,
-    reduced_values,
-    reports_of,
-    state_values,
-    updated,
-)
+from andon.step.message import COMPUTED, EACH_ONCE, PARTS_FINITE, REDUCED, ROWS_AGREE, ROWS_PLANNED, TERMS_PLANNED
 from andon.step.micro_batch import Leaf, plan_leaves
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.promises import Report, ensures, requires
@@ -72,10 +55,8 @@ _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
 
 
 def reads_late(backend: Backend) -> bool:
-    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step.
-
-    In `mixed` messages go through the CPU, where they are read at once.
-    """
+    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step."""
+    # In `mixed` messages go through the CPU, where they are read at once.
     return backend.name != "mixed" and all(device.type == "cuda" for device in backend.devices)
 
 
@@ -202,7 +183,7 @@ class _Computed(Seen[Sequence[LeafPlan]]):
 
     @cached_property
     def leaves(self) -> Leaves:
-        return Leaves(reports_of(self.observations), self.want, self.step)
+        return Leaves(message.reports_of(self.observations), self.want, self.step)
 
 
 class TrainingStep:
@@ -238,7 +219,7 @@ class TrainingStep:
         self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank should compute, so that a surplus is seen.
         self._report_rows = max(map(len, self._owners)) + 1
-        self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * WIDTH)
+        self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * message.WIDTH)
         self._gate = Gate(backend.devices)
         for replica, device in zip(replicas, backend.devices, strict=True):
             replica.gate(self._gate.on(device) if self.late else None)
@@ -312,10 +293,8 @@ class TrainingStep:
         try:
             self.audit.prepare(step, checked=update.checked)
             parts = update.batch.micro_batches(self._micro_batches)
-            update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
+            update.leaves, update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
             update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
-            firsts = accumulate(map(len, parts), initial=0)
-            update.leaves = [Leaf(index, next(firsts), part) for index, part in enumerate(parts)]
             done = self._backend.map(gradients)
         except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
             done = [error] * len(self._replicas)
@@ -326,12 +305,8 @@ class TrainingStep:
             replica.completed(None if isinstance(each, Exception) else each, roots[rank])
             for replica, each, rank in zip(self._replicas, done, ranks, strict=True)
         ]
-        reports = [padded(each.reports, self._report_rows).flatten() for each in partials]
-        expected = None
-        if self.late:
-            world = self._backend.world_size
-            expected = expected_computed(update.plan, world, self._report_rows, checked=update.checked)
-        gathered = self._gather(update, COMPUTED, known, reports, expected)
+        reports = [message.padded(each.reports, self._report_rows).flatten() for each in partials]
+        gathered = self._gather(update, COMPUTED, known, reports)
 
         def record(table: torch.Tensor) -> _Computed:
             for error in errors:
@@ -383,13 +358,13 @@ class TrainingStep:
             return None
         want = laws.Reduced(Rule.SAME if self._weights_sum is None else Rule.PREVIOUS, self._clip_norm)
         rates = [{"planned": bits_of(update.rate), "rate": bits_of(replica.rate)} for replica in self._replicas]
-        gathered = self._gather(update, REDUCED, rates, facts, self._alike(REDUCED, want), self._weights_sum, want)
+        gathered = self._gather(update, REDUCED, rates, facts, want, self._weights_sum)
         size = self._replicas[0].parameters.size
 
         def record(table: torch.Tensor) -> Seen[Any]:
             # Only now: on GPUs the update before was read after this one was launched.
             weights = Rule.SAME if self._weights is None else self._weights
-            return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(reduced_values, size))
+            return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(message.reduced_values, size))
 
         def keep(reduced: Seen[laws.Reduced]) -> None:
             update.norm = real_of(reduced.column("norm")[0])
@@ -417,8 +392,7 @@ class TrainingStep:
             return None
         facts = self._backend.map(lambda index: self._replicas[index].after_update())
         settings, size = self._replicas[0].settings, self._replicas[0].parameters.size
-        message = updated(settings)
-        gathered = self._gather(update, message, [{} for _ in facts], facts, self._alike(message, update.updates))
+        gathered = self._gather(update, message.updated(settings), [{} for _ in facts], facts, update.updates)
         self._weights_sum = gathered.column("weights")[0] if self.late else None
 
         def keep(left: Seen[int]) -> None:
@@ -429,27 +403,29 @@ class TrainingStep:
                 for gradient, own, optimizer in zip(update.gradients, weights, moments, strict=True)
             )
 
-        record = partial(gathered.seen, want=update.updates, values=partial(state_values, settings, size))
+        record = partial(gathered.seen, want=update.updates, values=partial(message.state_values, settings, size))
         return Report(gathered.table, record, update.read, keep, self._look("weights", "optimizer"))
-
-    def _alike(self, message: Message, want: object) -> Expected | None:
-        return [message.expected(want)] * self._backend.world_size if self.late else None
 
     def _gather(
         self,
         update: Pending,
-        message: Message,
+        sent: message.Message,
         known: Sequence[Mapping[str, int]],
         facts: Sequence[torch.Tensor],
-        expected: Expected | None,
+        want: object = None,
         held: torch.Tensor | None = None,
-        want: laws.Reduced | None = None,
     ) -> Gathered:
-        """Gather `message` from all ranks. If it is judged late, the gate looks at it first."""
-        names = message.on_device
-        gathered = self._agreement.gather(update.batch.step, message.point, known, facts, names, expected)
+        """Gather the message `sent`, at which the gate looks if it is judged late. want, held: see `Gate.look`."""
+        world, expected = self._backend.world_size, None
+        if self.late and sent is COMPUTED:
+            expected = message.expected_computed(update.plan, world, self._report_rows, checked=update.checked)
+        elif self.late:
+            expected = [sent.expected(want)] * world
+        names = sent.on_device
+        gathered = self._agreement.gather(update.batch.step, sent.point, known, facts, names, expected)
         if gathered.expected is not None:
-            self._gate.look(gathered.sent, gathered.expected, held, want)
+            clipping = want if isinstance(want, laws.Reduced) else None
+            self._gate.look(gathered.sent, gathered.expected, held, clipping)
         return gathered
 
     def _look(self, *names: str) -> Callable[[Seen[object]], Details]:

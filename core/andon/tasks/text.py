@@ -15,7 +15,7 @@ from typing import Any, Required, Self, TypedDict, Unpack
 import torch
 from torch import nn
 
-from andon.console.problems import ProblemList
+from andon.console.problems import InputError, ProblemList
 from andon.data.tokens import Tokenizer
 from andon.metrics.confusion import confusion_of
 from andon.metrics.scores import (
@@ -82,8 +82,14 @@ class EncodedRows(PaddedRows):
         self.pad_id = options["pad_id"]
         self._multiple = options.get("padding_multiple", 8)
         self._limit = options.get("max_length")
-        if labels is not None:
-            self._check(tokens, labels, options)
+        places, found = options.get("places"), ProblemList()
+        if labels is not None and len(tokens) != len(labels):
+            raise InputError(f"{len(tokens)} rows of tokens but {len(labels)} labels")
+        for index, (row, label) in enumerate(zip(tokens, labels or (), strict=False)):
+            token_fault = _token_fault(row, options["vocab_size"], self.pad_id, self._limit)
+            for fault in filter(None, (self.label_fault(label), token_fault)):
+                found.add(places[index] if places is not None else f"row {index}", fault)
+        found.raise_if_any()
         self.lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         self._starts = (torch.cumsum(self.lengths, 0) - self.lengths).tolist()
         self._tokens = _flat(tokens)
@@ -135,7 +141,7 @@ class EncodedRows(PaddedRows):
         """
         self._require_known(ids)
         spans = [slice(self._starts[row], self._starts[row] + int(self.lengths[row])) for row in ids]
-        batch = collate([self._tokens[span] for span in spans], self.pad_id, self._multiple, self._limit)
+        batch = collate([self._tokens[span].long() for span in spans], self.pad_id, self._multiple, self._limit)
         for name, (values, padding) in self._columns.items():
             column = torch.full_like(batch["input_ids"], padding)
             for place, span in enumerate(spans):
@@ -203,18 +209,6 @@ class EncodedRows(PaddedRows):
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
         """Nothing to check: every model that was built for these rows can read them."""
 
-    def _check(self, tokens: Sequence[Sequence[int]], labels: Sequence[Any], options: RowOptions) -> None:
-        places, found = options.get("places"), ProblemList()
-        if len(tokens) != len(labels):
-            found.add("", f"{len(tokens)} rows of tokens but {len(labels)} labels")
-            found.raise_if_any()
-        for index, (row, label) in enumerate(zip(tokens, labels, strict=True)):
-            where = places[index] if places is not None else f"row {index}"
-            token_fault = _token_fault(row, options["vocab_size"], options["pad_id"], options.get("max_length"))
-            for fault in filter(None, (self.label_fault(label), token_fault)):
-                found.add(where, fault)
-        found.raise_if_any()
-
 
 def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
     if isinstance(rows, FlatRows):
@@ -256,19 +250,12 @@ class ClassificationTask(EncodedRows):
     ) -> None:
         """labels: the class of each row. class_weights: w, one a class (None: all 1). names: of the classes.
 
-        Raises `InputError` for unusable rows, as `EncodedRows`, and for class weights that are not finite and >= 0.
+        Raises `InputError` as `EncodedRows` does, also for a label that is no class.
         """
         self.num_labels = self.width = num_labels
         self._names = tuple(names)
         super().__init__(tokens, labels, **options)
         weights = [1.0] * num_labels if class_weights is None else list(class_weights)
-        found = ProblemList()
-        if len(weights) != num_labels:
-            found.add("class_weights", f"{len(weights)} weights for {num_labels} classes")
-        for label, weight in enumerate(weights):
-            if not math.isfinite(weight) or weight < 0:
-                found.add("class_weights", f"weight {weight} of class {label} must be finite and not negative")
-        found.raise_if_any()
         self._weights = {torch.device("cpu"): torch.tensor(weights, dtype=torch.float32)}
 
     def label_fault(self, label: int) -> str:
@@ -281,12 +268,8 @@ class ClassificationTask(EncodedRows):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         """Sum over the batch's rows of w[label] * cross entropy, in fp32, and the rows whose argmax is the label."""
-        logits = logits_of(model, batch)
-        labels = batch["labels"]
-        return LeafLoss(
-            loss_sum=self.row_losses(logits, labels).sum(),
-            correct=(logits.detach().argmax(dim=1) == labels).sum(),
-        )
+        logits, labels = logits_of(model, batch), batch["labels"]
+        return LeafLoss(self.row_losses(logits, labels).sum(), (logits.detach().argmax(dim=1) == labels).sum())
 
     def row_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """fp32 [rows]: w[label] * cross entropy. Their exact sum (`math.fsum`) is the same in any order of rows."""
@@ -299,7 +282,7 @@ class ClassificationTask(EncodedRows):
 
     def learned(self, row: int) -> str:
         number = int(self._labels[row])
-        return f"class {number} ({self._names[number]})" if self._names else f"class {number}"
+        return f"class {number}" + (f" ({self._names[number]})" if self._names else "")
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> ClassificationScores:
         logits, labels = outputs.float(), self._labels[list(ids)]
@@ -342,8 +325,7 @@ class MultiLabelTask(EncodedRows):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         """Sum over rows and labels of the binary cross entropy, in fp32, and how many labels are predicted right."""
-        logits = logits_of(model, batch)
-        wanted = batch["labels"]
+        logits, wanted = logits_of(model, batch), batch["labels"]
         right = ((logits.detach() > 0) == (wanted == 1)).sum()
         return LeafLoss(_label_losses(logits, wanted).sum(), right, torch.full_like(right, wanted.numel()))
 

@@ -24,9 +24,7 @@ COLUMNS: Mapping[str, str] = {
     "cut": "i",
     "cut_trained": "i",
 }
-"""The `array` type of each column; `KINDS` has torch's."""
-OF_TOKENS = ("tokens", "weights")
-"""The columns with a number for each token; the others have a number for each row."""
+"""The `array` type of each column (of tokens and weights a number for each token); `KINDS` has torch's."""
 
 
 class PaddedRows:
@@ -78,16 +76,16 @@ class FlatRows(Sequence[Sequence[int]]):
 
 def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int] | array[float]]:
     """The columns of some rows. end: the number of tokens of the rows before them."""
-    tokens, weights = array(COLUMNS["tokens"]), array("f")
-    of_rows = {name: array(kind) for name, kind in COLUMNS.items() if name not in OF_TOKENS}
+    columns: dict[str, Any] = {name: array(kind) for name, kind in COLUMNS.items()}
     for row in rows:
         end += len(row.ids)
-        trained = len(row.weights) - 1 - row.weights[1:].count(0.0)
-        for column, value in zip(of_rows.values(), (end, trained, row.cut, row.cut_trained), strict=True):
-            column.append(value)
-        tokens.extend(row.ids)
-        weights.extend(row.weights)
-    return {"tokens": tokens, "weights": weights, **of_rows}
+        columns["tokens"].extend(row.ids)
+        columns["weights"].extend(row.weights)
+        columns["ends"].append(end)
+        columns["trained"].append(len(row.weights) - 1 - row.weights[1:].count(0.0))
+        columns["cut"].append(row.cut)
+        columns["cut_trained"].append(row.cut_trained)
+    return columns
 
 
 def sums_of(values: torch.Tensor, packs: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -176,7 +176,7 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
     if not isinstance(data, ConversationSet):
         pairs = [row.pair for row in rows if row.pair is not None]
         return Questions(total, tokens, [row.text for row in rows], pairs) if rows else _NO_PROMPT
-    asked, text = [], data.form == "text"
+    answerable, text = [], data.form == "text"
     for row in rows:
         try:
             # A prompt is all before the last answer; of a row of text it is the first half.
@@ -185,21 +185,21 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
             continue
         ids = ids[: -(-len(ids) // 2)] if text else ids
         if ids and len(ids) < limit:
-            asked.append((ids, min(tokens, limit - len(ids))))
-    return Questions(total, tokens, prompts=asked) if asked else _NO_PROMPT
+            answerable.append((ids, min(tokens, limit - len(ids))))
+    return Questions(total, tokens, prompts=answerable) if answerable else _NO_PROMPT
 
 
-def _answers_of_run(run: TrainedRun, asked: Questions) -> Answers:
+def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
     if run.config.task == SFT:
-        prompts, most = zip(*asked.prompts, strict=True)
+        prompts, most = zip(*questions.prompts, strict=True)
         answers = generate(run.model, prompts, Asked.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
-            return _logits_along(without_adapter(run.model), asked, answers), list(map(tuple, answers))
-    return _decided(run, asked, [row for batch in asked.batches() for row in logits_of_texts(run, *batch)])
+            return _logits_along(without_adapter(run.model), questions, answers), list(map(tuple, answers))
+    return _decided(run, questions, [row for batch in questions.batches() for row in logits_of_texts(run, *batch)])
 
 
 def _answers_of_written(
-    run: TrainedRun, folder: Path, asked: Questions, before: Any, base: Path | str | None
+    run: TrainedRun, folder: Path, questions: Questions, before: Any, base: Path | str | None
 ) -> Answers:
     """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`.
 
@@ -232,30 +232,30 @@ def _answers_of_written(
     with torch.no_grad():
         if task == SFT:
             answers = []
-            for ids, most in asked.prompts:
+            for ids, most in questions.prompts:
                 given = torch.tensor([ids], device=model.device)
                 found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
                 answers.append(tuple(found[0, len(ids) :].tolist()))
-            return _logits_along(model, asked, before), answers
+            return _logits_along(model, questions, before), answers
         logits = []
-        for batch in asked.batches():
+        for batch in questions.batches():
             parts = (part for part in batch if part is not None)
             encoded = tokenizer(*parts, padding=True, truncation=True, return_tensors="pt")
             logits += model(**encoded.to(run.device)).logits.float().cpu()
-        return _decided(run, asked, logits)
+        return _decided(run, questions, logits)
 
 
-def _logits_along(model: Any, asked: Questions, answers: Sequence[Sequence[int]]) -> torch.Tensor:
+def _logits_along(model: Any, questions: Questions, answers: Sequence[Sequence[int]]) -> torch.Tensor:
     """fp32 [tokens of all answers, vocabulary]: the logits by which each of these tokens is chosen, or is not."""
     found = []
     with torch.no_grad():
-        for (ids, _), answer in zip(asked.prompts, answers, strict=True):
+        for (ids, _), answer in zip(questions.prompts, answers, strict=True):
             given = torch.tensor([[*ids, *answer[:-1]]], device=model.device)
             found.append(model(input_ids=given, use_cache=False).logits[0, len(ids) - 1 :].float().cpu())
     return torch.cat(found)
 
 
-def _decided(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) -> Answers:
+def _decided(run: TrainedRun, questions: Questions, logits: Sequence[torch.Tensor]) -> Answers:
     """Probabilities or numbers from the logits of each row, and labels or tags from these."""
     task = run.config.task or CLASSIFICATION
     if task == REGRESSION:
@@ -264,14 +264,14 @@ def _decided(run: TrainedRun, asked: Questions, logits: Sequence[torch.Tensor]) 
         found = torch.stack([*logits]).sigmoid()
         return found, (found > 0.5).tolist()
     if task == TOKEN_CLASSIFICATION:
-        firsts = run.tokenizer.encode(asked.texts, run.config.model.max_length, words=True).firsts
+        firsts = run.tokenizer.encode(questions.texts, run.config.model.max_length, words=True).firsts
         logits = [row[place] for row, places in zip(logits, firsts, strict=True) for place in places if place >= 0]
     found = torch.stack([*logits]).softmax(dim=1)
     return found, found.argmax(dim=1).tolist()
 
 
 def _drift(
-    run: TrainedRun, path: Path, asked: Questions, before: Answers, base: Path | str | None, *, exact: bool
+    run: TrainedRun, path: Path, questions: Questions, before: Answers, base: Path | str | None, *, exact: bool
 ) -> str:
     """A sentence on the difference between the run and the folder at `path`, loaded by stock libraries.
 
@@ -280,11 +280,11 @@ def _drift(
     folder gives no finite number.
     """
     run.model.to("meta")
-    (numbers, decided), (found, after) = before, _answers_of_written(run, path, asked, before[1], base)
+    (numbers, decided), (found, after) = before, _answers_of_written(run, path, questions, before[1], base)
     largest, size = float((numbers - found).abs().max()), float(numbers.abs().max())
-    count, task = len(asked.texts) + len(asked.prompts), run.config.task or CLASSIFICATION
-    of = f"{asked.total}" if count == asked.total else f"{count} of {asked.total}"
-    rows = f"prompts, answered with {asked.tokens} tokens at most," if task == SFT else "rows"
+    count, task = len(questions.texts) + len(questions.prompts), run.config.task or CLASSIFICATION
+    of = f"{questions.total}" if count == questions.total else f"{count} of {questions.total}"
+    rows = f"prompts, answered with {questions.tokens} tokens at most," if task == SFT else "rows"
     changed = sum(one != other for one, other in zip(decided, after, strict=True))
     words = _WORDS[task].format(largest=f"{largest:.1e}", changed=changed)
     sentence = f"on {of} evaluation {rows} the largest difference from a {words}"

@@ -1,4 +1,4 @@
-"""The memory that a run needs, found before it starts, and what its GPUs are held to (F-HET-002).
+"""The memory that a run needs: computed before it starts, and compared with the peak of its GPUs (F-HET-002).
 
 Nothing of the model is allocated or read but its configuration: its passes run on tensors that have no memory.
 """
@@ -78,7 +78,7 @@ class MemoryPlanner:
         return attach(base, config.adapter, config.seed, interface.new_tokens)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
-        """What one of `workers` replicas on a device of `kind` needs, without what lies outside of torch.
+        """Bytes of one of `workers` replicas on a device of `kind`, without memory outside of torch.
 
         Of compiled passes the plan is a bound: what eager ones need, and what captured graphs hold. Raises
         `NotPlannable` if the model's own code fails on tensors without memory.
@@ -95,22 +95,13 @@ class MemoryPlanner:
     def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         material, training, optimizer = self.material, config.training, config.optimizer
         model, checkpointing = self.shape(config), config.training.activation_checkpointing
-        plan = plan_bytes(
-            model,
-            trainable_parameters(model),
-            optimizer.name,
-            training.micro_batches,
-            0,  # of a micro-batch: traced below, because that leaves fake weights in the model
-            world_size=workers,
-            momentum=optimizer.momentum,
-            kind=kind,
-        )
+        options: dict[str, Any] = {"world_size": workers, "momentum": optimizer.momentum, "kind": kind}
+        # Activations are traced below, because that leaves fake weights in the model.
+        plan = plan_bytes(model, trainable_parameters(model), optimizer.name, training.micro_batches, 0, **options)
         trained = largest(material, config)
         # Packs are trained on; their rows are scored alone.
-        scored = (
-            (material.validation_task, material.validation_ids),
-            (material.evaluation_task, material.evaluation_ids),
-        )
+        scored = [(material.validation_task, material.validation_ids)]
+        scored += [(material.evaluation_task, material.evaluation_ids)]
         lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
         batching = evaluation_batching(material, config)
         evaluated = max(map(batching.largest, lengths), key=lambda shape: (shape[0] * shape[1], shape[1]))
@@ -119,17 +110,17 @@ class MemoryPlanner:
             self._traced[key] = traced_bytes(model, kind, trained, evaluated, checkpointing=checkpointing)
         activations, evaluation = self._traced[key]
         graphs = 0
-        if captures(config, kind, activations):
+        if uses_cuda_graphs(config, kind, activations):
             graphs = activations + plan.workspace  # they are captured on a stream with a workspace of its own
         elif kind == "cuda" and training.compile == "graphs":
-            # They keep their memory while an evaluation, or an eager pass of another shape, runs beside them.
+            # Graphs keep their memory during an evaluation and during an eager pass of another shape.
             graphs = min(activations, evaluation)
         on_host = kind == "cuda" and config.run.backend == "mixed"  # its update is made on the CPU, on buffers there
         moments = 0 if on_host else plan.moments
         return replace(plan, activations=activations, evaluation=evaluation, graphs=graphs, moments=moments)
 
 
-def captures(config: Config, kind: str, activations: int | None) -> bool:
+def uses_cuda_graphs(config: Config, kind: str, activations: int | None) -> bool:
     """Whether a replica on a device of `kind` has its eager passes as CUDA graphs.
 
     activations: bytes of a micro-batch, which the graphs hold beside those of eager passes; None: not known. A large
@@ -145,9 +136,9 @@ def captures(config: Config, kind: str, activations: int | None) -> bool:
     return asked == "always" or (activations is not None and activations <= _CAPTURED_BYTES and repeats)
 
 
-def with_graphs_that_fit(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
+def drop_graphs_if_too_big(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
     """`plan`, without CUDA graphs if `free` bytes have no room for them and no setting demands them; same bits."""
-    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # compiled ones are asked for
+    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # `compile: graphs` demands them
     return replace(plan, graphs=0) if unasked and plan.needed > free else plan
 
 
@@ -296,7 +287,7 @@ class Forecast:
 
 
 def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
-    """This machine; gpu_bytes: another one, with a GPU of so many for each of `workers`, and any amount of memory."""
+    """This machine; gpu_bytes: another one, with a GPU of this size for each of `workers`, and unknown host memory."""
     if gpu_bytes is not None:
         return Machine((gpu_bytes,) * workers, None)
     # To look at a GPU starts a context on it, which a plan counts by itself.
@@ -345,7 +336,7 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         plan = planner.plan(config, "cuda", workers)
         plan = replace(plan, outside=CUDA_CONTEXT + (NCCL_BUFFERS if workers > 1 and backend == "nccl" else 0))
         free = min(machine.gpus[index] for index in gpus)
-        plan = with_graphs_that_fit(plan, config, free)
+        plan = drop_graphs_if_too_big(plan, config, free)
         add("cuda", len(gpus), plan.needed, free, plan)
         # A rank's part of the machine's memory: the model that it builds for its GPU, or its updates if they are more.
         phases = [{"base": plan.base, "weights": plan.weights}]
@@ -390,7 +381,7 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     if planned is None or config.training.compile != "off":
         refuse_unfit(backend.name, found, None)
         return planned
-    planned = with_graphs_that_fit(planned, config, min(each.free for each in found.values()))
+    planned = drop_graphs_if_too_big(planned, config, min(each.free for each in found.values()))
     size = min((each.total for each in found.values() if not each.fault), default=0)
     remedy = fitting_setting(planner, backend.world_size, size) if 0 < size < planned.needed else ""
     refuse_unfit(backend.name, found, planned.needed, remedy)
@@ -404,7 +395,7 @@ def fitting_setting(planner: MemoryPlanner, workers: int, size: int) -> str:
     def needed_if_fits(changed: Config) -> int | None:
         if changed.model.max_length != config.model.max_length:
             return None  # it needs the rows tokenised again
-        needed = with_graphs_that_fit(planner.plan(changed, "cuda", workers), changed, size).needed
+        needed = drop_graphs_if_too_big(planner.plan(changed, "cuda", workers), changed, size).needed
         return needed if needed <= size else None
 
     found = first_that_fits(config, needed_if_fits)

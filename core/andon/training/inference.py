@@ -165,8 +165,7 @@ def load_run(
         else:
             raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
         if step not in saved:
-            what = f"{folder.checkpoints} has no checkpoint of step {step}; {there}"
-            raise InputError([Problem("--checkpoint", what)])
+            raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {there}")
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):

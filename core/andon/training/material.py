@@ -121,8 +121,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if name == CLASSIFICATION:
         weights = loss_weights(config, rows)
     elif config.data.class_weights != "uniform":
-        what = f"{config.data.class_weights} is of classes, and {name} has no weights"
-        raise InputError([Problem("data.class_weights", what)])
+        raise InputError(f"data.class_weights: {config.data.class_weights} is of classes, and {name} has no weights")
     whole = task_of(config, rows.train, tokenizer, weights, cache)
     scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
@@ -280,7 +279,7 @@ def _conversations(config: Config, data: TokenisedConversations | ConversationSe
         pad_id=tokenizer.pad_id,
         max_length=limit,
         padding_multiple=padding_multiple(config),
-        sources=[data.source_of(id_) for id_ in data.ids],
+        sources=data.sources,
         notes=(f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
         asked=Asked(data.form, encoding.stops),
         skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},

@@ -263,6 +263,11 @@ def selection_of(data: Data, *, train: bool) -> RowSelection:
     return RowSelection(data.bad_rows == "skip", data.limit if train else None)
 
 
+def data_files(config: Config) -> list[Path]:
+    """The files that training and evaluation rows come from."""
+    return [Path(path) for path in (*(file.path for file in config.data.files), config.data.eval) if path is not None]
+
+
 def is_tokenised_as_read(config: Config) -> bool:
     """Whether the first process of each host reads and tokenises the data in one pass."""
     return bool(config.data.files) and task_of_run(config) == SFT

@@ -40,7 +40,7 @@ from andon.run.folder import RunFolder
 from andon.run.provenance import environment
 from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line
-from andon.training.forecast import agree_on_devices, captures, evaluation_batching
+from andon.training.forecast import agree_on_devices, evaluation_batching, uses_cuda_graphs
 from andon.training.material import Material, padding_multiple, prepare, warnings_of
 from andon.training.rows import is_tokenised_as_read, notes, skip_notes, with_task
 from andon.training.trainer import Evaluator
@@ -90,25 +90,22 @@ def assembled(
         # Before ranks wait for each other: tokens take as long as there are rows.
         material = prepare(config, folder.tokens if writing else None)
         config, plan, task = material.config, material.plan, material.task
-        settings, compiling = config.run, config.training.compile
+        own, compiling = config.run, config.training.compile
         clock = StepClock(compiles=compiling != "off")
 
         # The backend
-        name, devices, note = placement(
-            settings.backend, settings.workers, settings.devices, fallback=settings.cpu_fallback
-        )
+        name, devices, note = placement(own.backend, own.workers, own.devices, fallback=own.cpu_fallback)
         demand_determinism(devices)
         backend: Backend = InlineBackend(devices)
         if name != "inline":
             refuse_without_nccl(name)
-            store, rank, world = join(groups_of(name), settings.timeout_s)
-            timeouts = Timeouts(settings.timeout_s, settings.step_deadline_s)
+            store, rank, world = join(groups_of(name), own.timeout_s)
+            timeouts = Timeouts(own.timeout_s, own.step_deadline_s)
             watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
             if note and rank == 0:
                 say(note)
-            if world != settings.workers:
-                what = f"{settings.workers} were asked for, {world} ranks were started"
-                raise InputError([Problem("run.workers", what)])
+            if world != own.workers:
+                raise InputError(f"run.workers: {own.workers} were asked for, {world} ranks were started")
             name, device = _usable(config, name, devices, rank)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
@@ -123,7 +120,7 @@ def assembled(
             say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
         if speaks and backend.name == "mixed":
             say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
-        captured = captures(config, backend.devices[0].type, memory.activations if memory else None)
+        captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
         lengths = padded_lengths(config.model.max_length, padding_multiple(config))
         shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
@@ -141,7 +138,7 @@ def assembled(
                 write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
                 say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
         accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
-        portable = FORM if settings.portable else None
+        portable = FORM if own.portable else None
         yield Session(
             config=config,
             folder=folder,

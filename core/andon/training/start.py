@@ -16,12 +16,12 @@ from andon.config.schema import SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import command_line, say
 from andon.console.problems import InputError, Problem
+from andon.data.origins import require_unchanged, stamps
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
 from andon.launch.portable import portable_environment
-from andon.launch.rank import preempted
-from andon.launch.report import Report
+from andon.launch.rank import Report, preempted
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import quoted, read_summary
@@ -37,6 +37,7 @@ from andon.training.existing import (
 from andon.training.given import kept
 from andon.training.rows import (
     cache_of,
+    data_files,
     found_task,
     is_tokenised_as_read,
     notes,
@@ -190,14 +191,19 @@ def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
     Settings that nobody set are left out: every rank chooses the same for them from the data and the base.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
-    return {"config": values, "folder": str(folder), "started": started, "task": found_task(config)}
+    now = stamps(data_files(config))
+    return {"config": values, "folder": str(folder), "started": started, "task": found_task(config), "files": now}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
-    """Be one rank of a run; returns an `Exit`. Called by the launcher in each of its processes."""
+    """Be one rank of a run; returns an `Exit`. Called by the launcher in each of its processes.
+
+    Raises `InputError` if a data file has changed since the launcher looked at it.
+    """
     from andon.training.run import train
 
     config = Config.model_validate(payload["config"])
+    require_unchanged(data_files(config), payload["files"])
     tell_found_task(config, tuple(payload["task"]))
     return int(train(config, RunFolder(Path(payload["folder"])), lambda: preempted() is not None, payload["started"]))
 

@@ -65,7 +65,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class TokenisedConversations(Examples):
-    """Rows without their texts. `fingerprint_of`: by row, of its input text. `chosen`: the ids of a part; None: all."""
+    """Rows without their texts. `fingerprint_of`: by row, of its input text. `chosen`: the ids of these rows."""
 
     tokens: TokenRows
     encoding: Encoding
@@ -76,7 +76,7 @@ class TokenisedConversations(Examples):
     sources: Sequence[str]
     """What the column `source` says of each row, else its file; empty strings if there is neither."""
     fingerprint_of: Sequence[int]
-    chosen: tuple[int, ...] | None = None
+    chosen: Sequence[int]
     labels = ()
 
     @property
@@ -85,20 +85,13 @@ class TokenisedConversations(Examples):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        return tuple(range(len(self.fingerprint_of))) if self.chosen is None else self.chosen
+        return tuple(self.chosen)
 
     def __len__(self) -> int:
-        return len(self.fingerprint_of) if self.chosen is None else len(self.chosen)
+        return len(self.chosen)
 
     def subset(self, ids: Iterable[int]) -> Self:
-        chosen, here = tuple(ids), {*self.ids}
-        missing = next((id_ for id_ in chosen if id_ not in here), None)
-        if missing is not None:
-            raise KeyError(missing)
-        return replace(self, chosen=chosen)
-
-    def source_of(self, id_: int) -> str:
-        return self.sources[id_]
+        return replace(self, chosen=tuple(ids))
 
     def fingerprints(self) -> tuple[int, ...]:
         return tuple(self.fingerprint_of[id_] for id_ in self.ids)
@@ -132,7 +125,7 @@ def tokenised(
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        """One pass over the files. Columns go to `append` as they are made, so that memory stays bounded."""
+        """One pass over the files."""
         size = sum(path.stat().st_size for path in paths)
         if size > _BIG:
             cores = len(os.sched_getaffinity(0))
@@ -145,8 +138,7 @@ def tokenised(
         add_form(sha, form)
         names: dict[str, int] = {}
         sources, texts = array("i"), array("Q")
-        encoded: list[EncodedRow] = []
-        end = 0
+        encoded, end = list[EncodedRow](), 0
 
         def noted() -> Iterator[Conversation]:
             said = time.monotonic()
@@ -159,16 +151,14 @@ def tokenised(
                     say(f"{number} rows read and tokenised")
                 yield row
 
-        def flush() -> None:
-            nonlocal end, encoded, sources, texts
-            append({"lines": origins.pop_lines(), "sources": sources, "texts": texts, **columns_of(encoded, end)})
-            end += sum(len(row.ids) for row in encoded)
-            encoded, sources, texts = [], array("i"), array("Q")
-
-        def keep(row: EncodedRow) -> None:
-            encoded.append(row)
-            if len(encoded) == _ROWS_AT_ONCE:
-                flush()
+        def keep(row: EncodedRow | None) -> None:
+            """Write the tokens of many rows at once, so that memory stays bounded. None: of those that are left."""
+            nonlocal end
+            encoded.extend([] if row is None else [row])
+            if row is None or len(encoded) == _ROWS_AT_ONCE:
+                append(columns_of(encoded, end))
+                end += sum(len(each.ids) for each in encoded)
+                encoded.clear()
 
         encoding = encode_each(
             tokenizer,
@@ -181,7 +171,8 @@ def tokenised(
             positions=positions,
             map_batches=on_all_cores,
         )
-        flush()
+        keep(None)
+        append({"lines": origins.lines, "sources": sources, "texts": texts})
         require_unchanged(paths, before)
         return {
             "form": form,
@@ -205,6 +196,7 @@ def tokenised(
             source=origins.source,
             sources=origins.with_files(names),
             fingerprint_of=column(columns, "texts", "Q"),
+            chosen=range(len(names)),
         )
 
     with ExitStack() as stack:
@@ -241,11 +233,7 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
         return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
 
     key = key_of(
-        _LIBRARIES,
-        code=source_digest(_CODE),
-        rows=data.digest,
-        tokenizer=tokenizer.digest,
-        max_length=max_length,
+        _LIBRARIES, code=source_digest(_CODE), rows=data.digest, tokenizer=tokenizer.digest, max_length=max_length
     )
     found = kept(folder, key, TEXT_COLUMNS, make, load)
     tokenizer.truncated = truncated + len(found.cut)

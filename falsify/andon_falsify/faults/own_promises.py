@@ -69,7 +69,7 @@ def _layout_reversed(parts: Parts, _: ExitStack) -> None:
         if rank:
             own = parts.replicas[place]
             backwards = dict(reversed(trainable_parameters(own.model).items()))
-            master_on = own.master.device if own.master.apart else None
+            master_on = own.master.device if own.master.separate else None
             parts.replicas[place] = Replica(own.model, backwards, own.settings, case.seed, own.device, master_on)
     parts.step = TrainingStep(
         parts.backend, parts.replicas, parts.task, case.micro_batches, case.clip_norm, late=parts.step.late

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 360, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
-MOST_BUCKETS = 250
-"""Of one series: about as many as a picture has pixels to draw two numbers of each."""
+MOST_BUCKETS = 250  # of one series: about as many as a picture has pixels to draw two numbers of each
 _MOST_DOTS = 60
 _TICKS = 4
 

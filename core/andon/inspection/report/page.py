@@ -1,6 +1,6 @@
 """A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no colour to be read.
 
-`RunView` reads the run's ledger and the other files of its folder; `data_of` makes the tables and pictures that the
+`RunView` is the run's ledger and the other files of its folder; `render` makes the tables and pictures that the
 template shows. A policy in the page lets the browser load nothing and use its one style. The template escapes what it
 is given, so the policy is a second lock. Every curve is a table too.
 """
@@ -27,7 +27,7 @@ from andon.inspection.difference import Differences, Side
 from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import HEIGHT, WIDTH, Picture, Point, Series, draw
 from andon.inspection.show import event
-from andon.launch.report import Report
+from andon.launch.rank import Report
 from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder, metrics_lines
@@ -121,18 +121,6 @@ class RunView:
         if folder is None or last is None:
             return None
         return last, read_confusion(folder.confusion, last.record.confusion)
-
-    def curve(self, name: str) -> list[Point]:
-        if name == "seconds":
-            return sorted((step, value) for step, value in self.seconds.items() if step in self.steps)
-        return self.steps.curve(name)
-
-    def scored(self, score: str) -> dict[str, list[Point]]:
-        found: dict[str, list[Point]] = {}
-        for each in self.evaluations:
-            if score in each.scores:
-                found.setdefault(each.what, []).append((each.record.step, each.scores[score]))
-        return {what: sorted(points) for what, points in found.items()}
 
     @cached_property
     def story(self) -> list[tuple[str, str]]:
@@ -272,16 +260,12 @@ def write_page(page: Page, path: Path) -> None:
 
 
 def render(page: Page) -> str:
-    """The whole page. A text longer than 2000 characters is cut, and says how many are left out."""
+    """The whole page. A text longer than 2000 characters is cut, and says how many are left out.
+
+    Two runs of one name are called by their paths.
+    """
     parts = resources.files(__package__)
-    style, text = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html.j2"))
-    policy = f"default-src 'none'; style-src {source(style)}; base-uri 'none'; form-action 'none'"
-    template = escaping(text, _MOST_CHARACTERS)
-    return template.render(**data_of(page), style=Markup(style), policy=policy, width=WIDTH, height=HEIGHT)
-
-
-def data_of(page: Page) -> dict[str, Any]:
-    """The page by the names that the template uses. Two runs of one name are called by their paths."""
+    style, template = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html.j2"))
     runs, two = page.runs, len(page.runs) > 1
     names = [run.side.name if len({each.name for each in runs}) < len(runs) else run.name for run in runs]
     heads = names if two else ("value",)
@@ -292,22 +276,26 @@ def data_of(page: Page) -> dict[str, Any]:
         [name, *(each.get(name, 0) for each in counts), CLAUSES[name].statement if name in CLAUSES else ""]
         for name in dict.fromkeys(chain(*counts))
     ]
-    return {
-        "runs": [
+    return escaping(template, _MOST_CHARACTERS).render(
+        policy=f"default-src 'none'; style-src {source(style)}; base-uri 'none'; form-action 'none'",
+        style=Markup(style),
+        width=WIDTH,
+        height=HEIGHT,
+        runs=[
             _sections(run, name, f" of {name}" if two else "") | {"verdict": verdict}
             for run, name, verdict in zip(runs, names, page.verdicts, strict=True)
         ],
-        "differences": page.differences,
-        "parting": parting,
-        "common": not two or bool(runs[0].steps.keys() & runs[1].steps.keys()),
-        "facts": _beside("At a glance", heads, map(_facts, runs)),
-        "pictures": _pictures(runs, [f"{name}: " if two else "" for name in names], parting),
-        "scores": _beside("Scores", heads, scores) if any(scores) else None,
-        "clauses": Table("Evaluations by rank 0's last process", ("clause", *heads, "what it promises"), clauses),
-        "environment": _beside("Where it ran", heads, environments) if any(environments) else None,
-        "settings": _settings(runs, heads),
-        "most_classes": _MOST_CLASSES,
-    }
+        differences=page.differences,
+        parting=parting,
+        common=not two or bool(runs[0].steps.keys() & runs[1].steps.keys()),
+        facts=_beside("At a glance", heads, map(_facts, runs)),
+        pictures=_pictures(runs, [f"{name}: " if two else "" for name in names], parting),
+        scores=_beside("Scores", heads, scores) if any(scores) else None,
+        clauses=Table("Evaluations by rank 0's last process", ("clause", *heads, "what it promises"), clauses),
+        environment=_beside("Where it ran", heads, environments) if any(environments) else None,
+        settings=_settings(runs, heads),
+        most_classes=_MOST_CLASSES,
+    )
 
 
 def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
@@ -356,12 +344,17 @@ def _pictures(runs: Sequence[RunView], prefixes: Sequence[str], parting: int | N
     for name, title, unit in (*_CURVES, *((name, name, "by evaluation") for name in others)):
         series = []
         for number, (run, prefix) in enumerate(zip(runs, prefixes, strict=True)):
-            if name not in others:
-                series.append(Series(f"{prefix}training", run.curve(name), number))
-            series += [
-                Series(f"{prefix}{what}", points, number, dots=kind)
-                for kind, (what, points) in enumerate(run.scored(name).items(), start=1)
-            ]
+            if name == "seconds":
+                points = sorted((step, value) for step, value in run.seconds.items() if step in run.steps)
+                series.append(Series(f"{prefix}training", points, number))
+            elif name not in others:
+                series.append(Series(f"{prefix}training", run.steps.curve(name), number))
+            scored: dict[str, list[Point]] = {}
+            for each in run.evaluations:
+                if name in each.scores:
+                    scored.setdefault(each.what, []).append((each.record.step, each.scores[name]))
+            for kind, (what, points) in enumerate(scored.items(), start=1):
+                series.append(Series(f"{prefix}{what}", sorted(points), number, dots=kind))
         pictures.append(draw(title, unit, series, parting))
     return [picture for picture in pictures if picture is not None]
 
