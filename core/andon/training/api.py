@@ -41,7 +41,7 @@ from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
 from andon.training.rows import TEXT_TASKS
-from andon.training.start import Ended, start
+from andon.training.start import RunOutcome, start
 from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
 
@@ -367,7 +367,7 @@ def _texts(texts: Iterable[str]) -> list[str]:
     return found
 
 
-def _raise(ended: Ended) -> NoReturn:
+def _raise(ended: RunOutcome) -> NoReturn:
     again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)
