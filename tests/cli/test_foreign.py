@@ -41,7 +41,7 @@ from andon.run.ledger import read_ledger
 from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
 from andon.training import history
-from andon.training.existing import config_of, go_on_with, how_far, newest_unfinished, require_task
+from andon.training.existing import config_of, newest_unfinished, progress_text, require_task, resume_command
 from andon.training.inference import load_run
 from andon.training.journal import MetricsWriter
 from andon_contracts.act import Evidence, Scene, message, write_account, write_part
@@ -116,7 +116,7 @@ def test_what_is_no_plain_file_is_refused_at_once(run: Path, reader: str, put: C
 def test_what_only_says_where_a_run_is_waits_for_nothing(run: Path, put: Callable[[Path], None]) -> None:
     folder = RunFolder(run)
     put(folder.ledger)
-    assert how_far(folder) == "before its first step"
+    assert progress_text(folder) == "before its first step"
 
 
 CONFIGURED: dict[str, Callable[[Path], object]] = {
@@ -524,7 +524,7 @@ def test_every_command_that_is_printed_can_be_pasted(
     run, named = Path(name), "./-rf" if name == "-rf" else name
     run.mkdir()
     begun = ["andon", "train", f"{named}/config.yaml"]
-    assert shlex.split(go_on_with(RunFolder(run))) == [*begun, "--run-dir", named, "--resume", "auto"]
+    assert shlex.split(resume_command(RunFolder(run))) == [*begun, "--run-dir", named, "--resume", "auto"]
     write(
         run / "ledger.jsonl",
         [whole_run()[0], step(1, (2, 2)), Broken("finite", 2, (1,), "loss", "the loss is not finite")],

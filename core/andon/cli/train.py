@@ -22,7 +22,7 @@ from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed, portable_demo
-from andon.training.existing import as_begun, go_on_with
+from andon.training.existing import as_begun, resume_command
 from andon.training.rows import task_notice, with_task
 from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 
@@ -44,13 +44,13 @@ def run_training(
     config = load_config(config_path, overrides, flags)
     ended = start(config, started, entry=entry)
     if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
-        say(f"{ended.why}; resume with: {go_on_with(ended.folder)}")
+        say(f"{ended.why}; resume with: {resume_command(ended.folder)}")
     elif ended.why:
         say(*(ended.why.split("\n") if ended.exit is Exit.USAGE else [ended.why]))
     if config.run.progress == "json":
         put(json.dumps({"what": "end", "exit": int(ended.exit), "run": str(ended.folder.path)}))
     if ended.exit is Exit.PREEMPTED:
-        say(f"ended at a step boundary; go on with: {go_on_with(ended.folder)}")
+        say(f"ended at a step boundary; go on with: {resume_command(ended.folder)}")
     return ended.exit
 
 

@@ -41,7 +41,7 @@ from andon.run.summary import Summary, labelled, read_summary
 from andon.training.existing import require_run, require_task
 from andon.training.given import RowFiles
 from andon.training.rows import TEXT_TASKS
-from andon.training.start import Ended, start
+from andon.training.start import RunOutcome, start
 from andon_contracts.record import Broken
 from andon_contracts.violation import Finding, Violation
 
@@ -113,15 +113,16 @@ def train(
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("another run is trained in this process; one ends before the next begins")
     try:
-        with _row_files() as files, ExitStack() as stack:
+        with _row_files() as files:
             flags, overrides = _options(named | settings, files)
             found = load_config(None if config is None else Path(config), overrides, flags)
             if found.run.backend != "inline" and multiprocessing.current_process().daemon:
                 what = f"{found.run.backend} starts ranks, and a daemonic process may start none; take inline"
                 raise InputError([Problem("run.backend", what)])
-            stack.enter_context(_preserved() if found.run.backend == "inline" else for_one_launch())
             written = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
-            ended = start(found, started, given={key.removeprefix("data."): path for key, path in written.items()})
+            given = {key.removeprefix("data."): path for key, path in written.items()}
+            with _preserved() if found.run.backend == "inline" else for_one_launch():
+                ended = start(found, started, given=given)
     finally:
         _one_at_a_time.release()
     if ended.exit is not Exit.OK:
@@ -366,7 +367,7 @@ def _texts(texts: Iterable[str]) -> list[str]:
     return found
 
 
-def _raise(ended: Ended) -> NoReturn:
+def _raise(ended: RunOutcome) -> NoReturn:
     again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)

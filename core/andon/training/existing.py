@@ -29,7 +29,7 @@ def require_run(path: Path) -> RunFolder:
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
     if not folder.adapter.is_dir():
-        raise InputError([Problem(str(path), f"has no trained adapter yet; finish it: {go_on_with(folder)}")])
+        raise InputError([Problem(str(path), f"has no trained adapter yet; finish it: {resume_command(folder)}")])
     return folder
 
 
@@ -53,7 +53,7 @@ def config_at_hand(
     return with_values(config, {"model.base": base, "model.revision": None})
 
 
-def how_far(folder: RunFolder) -> str:
+def progress_text(folder: RunFolder) -> str:
     """`after step 14 of 30`, by the ledger of the run in `folder`; `before its first step` where it has none."""
     done = planned = 0
     with suppress(OSError, LedgerError):  # this only says where: whoever resumes is told what is wrong with the ledger
@@ -68,7 +68,7 @@ def how_far(folder: RunFolder) -> str:
     return f"after step {done}{of}" if done else "before its first step"
 
 
-def go_on_with(folder: RunFolder) -> str:
+def resume_command(folder: RunFolder) -> str:
     """The command that resumes the run in `folder`, quoted for a shell."""
     return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
 
@@ -154,7 +154,7 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     other = _identity_of(newest[0]) if newest and config.data.train is None else None
     if other is not None and not other["data.embedded"]:
         what = f"no data was given, but the newest unfinished run, {newest[0].path}, has data files; continue it with"
-        raise InputError([Problem("--resume", f"{what}: {go_on_with(newest[0])}; or leave out --resume")])
+        raise InputError([Problem("--resume", f"{what}: {resume_command(newest[0])}; or leave out --resume")])
     return None
 
 

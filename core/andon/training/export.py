@@ -30,7 +30,7 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, read_summary
 from andon.tasks.sft import GenerationSettings
-from andon.training.existing import config_of, go_on_with
+from andon.training.existing import config_of, resume_command
 from andon.training.inference import TrainedRun, logits_of_texts, rows_of
 from andon.training.material import HEADS
 from andon.training.outputs import Form, form_of, write_card, write_model_files, write_tokenizer
@@ -74,7 +74,7 @@ def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
     """
     summary = read_summary(folder.summary)
     if not summary.finished:
-        raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {go_on_with(folder)}")])
+        raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {resume_command(folder)}")])
     try:
         first = next(iter(read_ledger(folder.ledger)), None)
     except (OSError, LedgerError) as error:

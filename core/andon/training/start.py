@@ -29,10 +29,10 @@ from andon.run.summary import quoted, read_summary
 from andon.training.choices import placed, portable_demo
 from andon.training.existing import (
     as_begun,
-    go_on_with,
-    how_far,
     newest_unfinished,
+    progress_text,
     require_same_as_finished,
+    resume_command,
     same_data,
 )
 from andon.training.given import kept
@@ -65,7 +65,7 @@ _RESTARTED = (Exit.RANK_LOST, Exit.RANK_SILENT, Exit.CRASHED)
 
 
 @dataclass(frozen=True)
-class Ended:
+class RunOutcome:
     """How a run ended, and its folder. why: the cause, or all of the user's mistakes; empty after `Exit.OK`. report: of
     the rank process that failed first. asked_by: the signal to this process that asked for the end, or 0."""
 
@@ -76,7 +76,7 @@ class Ended:
     asked_by: int = 0
 
 
-def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[str, Path] | None = None) -> Ended:
+def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[str, Path] | None = None) -> RunOutcome:
     """Train as configured, or go on, and say how it ended.
 
     started: when the command began, by `time.monotonic`. entry: what rank processes are started with, as
@@ -102,9 +102,9 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
         if resuming and state is State.FINISHED:
             require_same_as_finished(config, folder)
             say(f"resume: the run in {folder.path} is finished, nothing to do")
-            return Ended(folder, Exit.OK)
+            return RunOutcome(folder, Exit.OK)
         if not resuming and folder.begun():
-            what = "a run" if state is State.FINISHED else f"a run that is not finished ({how_far(folder)})"
+            what = "a run" if state is State.FINISHED else f"a run that is not finished ({progress_text(folder)})"
             raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
     if task:
         say(task)
@@ -152,13 +152,13 @@ def foreign(path: Path) -> Problem:
     return Problem(str(path), "holds something that is no run; name a new or an empty folder")
 
 
-def _unfinished(folder: RunFolder, how: str) -> Ended:
+def _unfinished(folder: RunFolder, how: str) -> RunOutcome:
     """The end of a run in which something called `sys.exit(0)`: it must not look like success."""
-    why = f"the run is not finished: {how} {how_far(folder)}; go on with: {go_on_with(folder)}"
-    return Ended(folder, Exit.RANK_LOST, why)
+    why = f"the run is not finished: {how} {progress_text(folder)}; go on with: {resume_command(folder)}"
+    return RunOutcome(folder, Exit.RANK_LOST, why)
 
 
-def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
+def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome:
     """All ranks in this process; a signal ends the run at its next step boundary, a second SIGINT at once."""
     from andon.training.run import train
 
@@ -175,15 +175,16 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> Ended:
                 for signum in preemption.PREEMPTION_SIGNALS:
                     stack.callback(signal.signal, signum, signal.signal(signum, note))
             asked.extend(preemption.taken())
-            return Ended(folder, train(config, folder, lambda: bool(asked), started), asked_by=next(iter(asked), 0))
+            code = train(config, folder, lambda: bool(asked), started)
+            return RunOutcome(folder, code, asked_by=next(iter(asked), 0))
     except SystemExit as ended:
-        code = "" if ended.code is None else repr(ended.code)
-        return _unfinished(folder, f"something in it called sys.exit({code})")
+        argument = "" if ended.code is None else repr(ended.code)
+        return _unfinished(folder, f"something in it called sys.exit({argument})")
     except KeyboardInterrupt:
         saved = any(folder.checkpoints.glob("step-*"))
         left = "the last checkpoint stands" if saved else "no checkpoint had been written yet"
         why = f"ended at once: a second SIGINT asked for it; {left}"
-        return Ended(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
+        return RunOutcome(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
 def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
@@ -209,7 +210,7 @@ def train_rank(payload: Mapping[str, Any]) -> int:
     return int(train(config, RunFolder(Path(payload["folder"])), lambda: preempted() is not None, payload["started"]))
 
 
-def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> Ended:
+def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> RunOutcome:
     """Launch ranks, and after a failure launch them again, as often as `run.max_restarts` allows.
 
     A restart resumes from the last checkpoint, so it repeats the same computation to the bit. If it fails by the same
@@ -253,7 +254,7 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
             break
         say(f"{why}; restart {len(failures)} of {most} from the last checkpoint")
         config = config.model_copy(update={"run": config.run.model_copy(update={"resume": "auto"})})
-    return Ended(folder, result.exit, why, report, result.asked_by)
+    return RunOutcome(folder, result.exit, why, report, result.asked_by)
 
 
 def _report(folder: RunFolder, config: Config) -> None:

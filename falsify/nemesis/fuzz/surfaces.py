@@ -38,7 +38,7 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
 from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
-from andon.training.existing import config_at_hand, how_far
+from andon.training.existing import config_at_hand, progress_text
 from andon_contracts.legible import legible_line
 from andon_contracts.liveness.store_link import StrictReader
 from andon_contracts.record import chain
@@ -216,7 +216,7 @@ def run_folder(draw: random.Random, folder: Path) -> str:
             lambda: read_provenance(run.provenance),
             lambda: newest_valid(run.checkpoints),
             lambda: config_at_hand(run),
-            lambda: how_far(run),
+            lambda: progress_text(run),
         )
         for look in looks:
             with contextlib.suppress(InputError, ValueError):

@@ -32,7 +32,7 @@ from andon.metrics.confusion import Confusion, read_confusion
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.summary import Summary, quoted, read_summary
-from andon.training.existing import go_on_with
+from andon.training.existing import resume_command
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, Saved, Start
 from andon_contracts.untrusted import read_json
@@ -311,7 +311,7 @@ def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
     commands, folder = [], run.recorded.folder
     if folder is not None and folder.config.exists():
         if run.state not in ("finished", "early-stopping"):
-            commands.append((f"Go on with the run{of}", go_on_with(folder)))
+            commands.append((f"Go on with the run{of}", resume_command(folder)))
         again = command_line("andon", "train", folder.config, "--run-dir", "ANOTHER_FOLDER")
         commands.append((f"Repeat the run{of}", again))
     classes, matrix = 0, None
