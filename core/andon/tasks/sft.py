@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Self, get_args
 
@@ -128,16 +127,14 @@ class SftTask(PaddedRows):
         self._packs, places = packs, [place for pack in packs for place in pack]
         self._terms = sums_of(self._rows.trained[places], packs).tolist()
         self.lengths = sums_of(self._rows.lengths[places], packs)
-        self.__dict__.pop("_table", None)
 
-    @cached_property
-    def _table(self) -> torch.Tensor:
-        """int64 [packs]: the digest of each, computed from the stored rows and not from batches."""
-        found, few = [], 64
-        for first in range(0, len(self), few):
-            laid, counts = self._rows.laid_out(self._packs[first : first + few])
-            found.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
-        return torch.cat(found)
+    def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
+        """int64 [len(ids)]: the digests of these packs, computed from the stored rows and not from batches."""
+        digests, few = [torch.empty(0, dtype=torch.int64)], 64
+        for first in range(0, len(ids), few):
+            laid, counts = self._rows.laid_out([self._packs[pack] for pack in ids[first : first + few]])
+            digests.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
+        return torch.cat(digests)
 
     def in_copies(self, copies: int) -> Self:
         """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""

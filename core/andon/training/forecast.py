@@ -366,10 +366,12 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     free. What else keeps GPUs from training was refused before a backend was made on them. Compiled passes mostly need
     less than eager ones, so for them the plan is only a bound, and no GPU is refused for it.
     """
-    if backend.name not in ("nccl", "mixed"):
-        return None
     device, config, planner = backend.devices[0], material.config, MemoryPlanner(material)
-    found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
+    mine = look_at(device.index or 0) if device.type == "cuda" else None
+    if backend.name == "inline" and len(backend.devices) == 1:
+        found = {} if mine is None else {0: mine}
+    else:
+        found = of_all_ranks(mine) if backend.name in ("nccl", "mixed") else {}
     if not found:
         return None
     try:
