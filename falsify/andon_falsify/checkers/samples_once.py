@@ -120,7 +120,6 @@ def _split(event: StepEvent) -> list[Counterexample]:
 
 
 def _epochs(history: History) -> dict[int, list[StepEvent]]:
-    """The updates of the trajectory by epoch."""
     updates: dict[int, list[StepEvent]] = {}
     for event in history.trajectory.values():
         if event.epoch is not None:
@@ -129,10 +128,7 @@ def _epochs(history: History) -> dict[int, list[StepEvent]]:
 
 
 def _visited(updates: Iterable[StepEvent]) -> list[RowId]:
-    """Visits in the order of the updates: what ranks used, or the batch where they do not say.
-
-    Rank order is not plan order, so the batch's own order stands wherever both name the same rows.
-    """
+    """Visits in the order of updates: as the ranks used them, but in the batch's order if it has the same rows."""
     visits: list[RowId] = []
     for event in updates:
         used = [row for entry in event.ranks for row in entry.ids]

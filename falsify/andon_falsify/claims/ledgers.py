@@ -130,10 +130,7 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
 
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
-    """The settings that define other runs, by key where both configurations are there.
-
-    Devices of another kind do another job's work no more than other ranks do: their fingerprints are compared.
-    """
+    """The settings by which two runs differ, by key that both configurations have. Devices are compared elsewhere."""
     from andon.config.identity import differences, identity
 
     try:

@@ -121,7 +121,6 @@ class CausalLaw:
     def __call__(
         self, weights: Mapping[str, Tensor], subject: CausalSubject, batch: GlobalBatch
     ) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradient of `batch` at `weights`."""
         return mean_of(self._sums(weights, subject, batch))
 
     def _sums(self, weights: Mapping[str, Tensor], subject: CausalSubject, batch: GlobalBatch) -> Iterator[TokenSum]:

@@ -65,7 +65,6 @@ class WatchedStep:
         return getattr(self._inner, name)
 
     def __call__(self, batch: GlobalBatch, *args: Any, **named: Any) -> StepResult:
-        """See `TrainingStep`."""
         self._parts.seen.at = batch.step
         result = self._inner(batch, *args, **named)
         self._look(batch.step)
