@@ -192,7 +192,7 @@ class Audit:
                 table = {node: tensor.to(replica.device) for node, tensor in copies[subject.rank].items()}
                 table |= {(leaf, leaf + 1): own for leaf, own in zip(subject.chosen, computed, strict=True)}
                 roots = [word_sum_tensor(finish(node, table, torch.add)) for node in subject.roots]
-            except Exception as error:  # noqa: BLE001 - the other ranks must be notified first before it is raised
+            except Exception as error:  # noqa: BLE001 - the other ranks must be notified before it is raised
                 return error
             own = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
             then = [own[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
