@@ -466,6 +466,6 @@ class ClassifyPipeline:
         return self._finite("hidden states", states.last_hidden_state[0, :length].float())
 
     def _finite(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        ranks = (0,) if nonfinite(values) else ()
-        enforce(Judgement(OUTPUT, Output(name, 1, ranks, self.replica.updates)))
+        rows = (0,) if nonfinite(values) else ()
+        enforce(Judgement(OUTPUT, Output(name, 1, rows, self.replica.updates)))
         return values
