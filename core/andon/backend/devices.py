@@ -201,7 +201,7 @@ def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
 
 
 def none_works(found: Mapping[int, Accelerator]) -> str:
-    """The first fault if none of these GPUs (by rank) can be used; "" if any can, or there are none.
+    """The first fault if all of these GPUs (by rank) have one; "" if any works, or without GPUs.
 
     Only then may a run fall back to the CPU (clause cpu-fallback): if some GPUs work, the broken one is an error.
     """

@@ -189,11 +189,8 @@ class Meeting:
         _put(ours, "verdict", verdict)
         if missing or verdict.problems:
             # The store may end with this rank: the others need a moment to read the verdict.
-            readers, deadline = (
-                [rank for rank in causes if rank and not causes[rank]],
-                time.monotonic() + _VERDICT_S / 2,
-            )
-            while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
+            others, deadline = [r for r in causes if r and not causes[r]], time.monotonic() + _VERDICT_S / 2
+            while others and not ours.check([f"read {rank}" for rank in others]) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         return verdict
 

@@ -203,7 +203,7 @@ class Supervisor:
     def _start(self) -> None:
         try:
             fork_server.start(self._processes)
-        except BaseException as error:  # noqa: BLE001 - any error: the main thread reports it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the main thread reports any error
             self._error = error
         self._started.set()
         if self._error is not None or self._abandoned:

@@ -115,7 +115,7 @@ def require_in_effect() -> None:
 
 
 def _capability_and_branch() -> tuple[str, int | None]:
-    """torch's CPU capability, and MKL's branch: None without MKL, `_COMPATIBLE` if MKL has no query."""
+    """torch's CPU capability, and MKL's branch: None without MKL, 0 if not queried, `_COMPATIBLE` without a query."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()
@@ -171,7 +171,7 @@ def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 
 def _in_order(a: Tensor, b: Tensor) -> bool:
-    """Whether both are nonempty float32 matrices. Raises `RuntimeError` if their shapes do not fit."""
+    """True for two nonempty float32 matrices. Raises `RuntimeError` if their shapes do not fit."""
     import torch
 
     if not (a.dim() == b.dim() == 2 and a.dtype is b.dtype is torch.float32):

@@ -56,7 +56,7 @@ def heed() -> None:
 
 
 def heeded() -> bool:
-    """Whether `heed` was called: this process then handles signals until it ends."""
+    """True after `heed`: this process then handles signals until it ends."""
     return _State.on
 
 

@@ -155,7 +155,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
         if code == Exit.PREEMPTED and signal_received is not None:
             cause = f"ended at a step boundary on {signal_received.name}"
         report = Report(rank=rank, exit=code, cause=cause, time=time.time())
-    except BaseException as error:  # noqa: BLE001 - any error: this rank must leave a report and end a report and end
+    except BaseException as error:  # noqa: BLE001 - any error: this rank must leave a report and end
         _take_the_end()
         report = describe(error, rank)
         if _state.heartbeat is not None and report.left:

@@ -60,7 +60,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether this is the name of a writer's temporary file or folder."""
+    """True for the name of a writer's temporary file or folder."""
     return _LEFTOVER in name
 
 

@@ -208,7 +208,7 @@ class RunFolder:
         with storage(file):
             self._lock(handle, fcntl.LOCK_EX)
             current = _is_at(handle, file)
-        if not current:  # useless: others lock the file that has the name now
+        if not current:  # others now lock another file of this name
             raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
 
     def _lock(self, handle: int, how: int) -> None:

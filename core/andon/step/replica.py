@@ -124,7 +124,7 @@ class Replica:
         self._prepare()
         sums = {node: save(fold(node, compute, add, save, keep if keeping else None)) for node in roots}
         if not self.parameters.attached():
-            raise RuntimeError(REPLACED)  # with contracts off too
+            raise RuntimeError(REPLACED)  # also with contracts off
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
     def completed(self, partial: PartialGradient | None, roots: Sequence[Node]) -> PartialGradient:

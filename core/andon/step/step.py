@@ -55,7 +55,7 @@ _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
 
 
 def reads_late(backend: Backend) -> bool:
-    """Whether values are read a step later: only if all replicas of `backend` are on GPUs."""
+    """True if all replicas of `backend` are on GPUs: values are then read a step later."""
     # In `mixed`, messages go through the CPU and are read immediately.
     return backend.name != "mixed" and all(device.type == "cuda" for device in backend.devices)
 
@@ -139,7 +139,7 @@ class Pending:
             # The next update may write into this memory before it is read.
             self._waiting.append((tensor.clone(), then))
         else:
-            # Only a copy into pinned memory does not make the host wait.
+            # Only a copy into pinned memory lets the host continue.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copy.copy_(tensor, non_blocking=True)
             self._waiting.append((copy, then))
