@@ -80,8 +80,8 @@ def _explain_placement(
     backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
 ) -> Finding:
     chosen, devices, note = result
-    said = f"and says {note!r}" if note else "and says nothing"
-    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {said}")
+    shown = f"and says {note!r}" if note else "and says nothing"
+    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {shown}")
 
 
 @clause("cpu-fallback", _explain_placement)

@@ -117,8 +117,8 @@ def first_cause(
     sentences = {rank: _sentence(exits[rank], reports[rank], len(exits), run_folder) for rank in failed}
     report = reports[first]
     left = report.left if report is not None else exits[first] == 0
-    alike = [rank for rank in failed if sentences[rank] == sentences[first]]
-    text = f"{named_ranks(alike if left else [first])} {sentences[first]}"
+    same_end = [rank for rank in failed if sentences[rank] == sentences[first]]
+    text = f"{named_ranks(same_end if left else [first])} {sentences[first]}"
     silent = sorted(rank for rank in failed if rank in ended and reports[rank] is None)
     if chosen[first] in NOTICED.values() and silent:
         # Others timed out on this rank, and it had to be killed: it is the cause, but could not report it.

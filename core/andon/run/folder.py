@@ -171,7 +171,7 @@ class RunFolder:
         command holds the claim.
         """
         with storage(self.path):
-            made = not self.path.exists()
+            created = not self.path.exists()
         handle = None
         try:
             with storage(self.path):
@@ -186,7 +186,7 @@ class RunFolder:
                 os.close(handle)
             with suppress(OSError):
                 _remove_unclaimed(self._claim)
-            if made:
+            if created:
                 with suppress(OSError):  # it stays if anything is in it
                     self.path.rmdir()
 

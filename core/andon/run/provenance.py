@@ -101,13 +101,13 @@ class Provenance:
 def read_provenance(path: Path) -> Provenance:
     """Read a file of `write_provenance`. Raises `InputError` if it cannot be read or is another file."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
         raise InputError([Problem(str(path), f"is no provenance of a run: {error}")]) from error
-    found = found if isinstance(found, dict) else {}
-    digests, machine, commit = (found.get(name) for name in ("digests", "fingerprint", "commit"))
+    content = content if isinstance(content, dict) else {}
+    digests, machine, commit = (content.get(name) for name in ("digests", "fingerprint", "commit"))
     if not (_is_mapping_of_strings(digests) and _is_mapping_of_strings(machine)):
         raise InputError([Problem(str(path), "is no provenance of a run: it must hold digests and a fingerprint")])
     return Provenance(path, digests, machine, commit if isinstance(commit, str) else None)

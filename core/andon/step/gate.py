@@ -78,21 +78,21 @@ def broken(
     want: Reduced | None = None,
 ) -> torch.Tensor:
     """0-dim bool on the device: whether any value in `table` breaks its rule. The Triton kernel must agree."""
-    odd = (rules == FIXED) & (table != wanted)
-    odd |= (rules == Rule.SAME) & (table != table[:1])
-    odd |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
+    violated = (rules == FIXED) & (table != wanted)
+    violated |= (rules == Rule.SAME) & (table != table[:1])
+    violated |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
     if held is not None:
-        odd |= (rules == Rule.PREVIOUS) & (table != held)
+        violated |= (rules == Rule.PREVIOUS) & (table != held)
     if want is not None:
         majority = most(torch.roll(table, 1, dims=1))
-        odd |= (rules == Rule.MAJORITY) & (table != majority)
+        violated |= (rules == Rule.MAJORITY) & (table != majority)
         norm = majority.view(torch.float64)
         left = table.contiguous().view(torch.float64)
         # The factor of `clip_grads_with_norm_`, with its 1e-6.
         right = norm if want.limit is None else norm * (want.limit / (norm + 1e-6)).clamp(max=1.0)
         close = (left - right).abs() <= want.norm_tolerance * right + FACTOR_STEP * norm + NORM_FLOOR
-        odd |= (rules == Rule.CLIPPED) & close.logical_not()
-    return odd.any()
+        violated |= (rules == Rule.CLIPPED) & close.logical_not()
+    return violated.any()
 
 
 def most(table: torch.Tensor) -> torch.Tensor:

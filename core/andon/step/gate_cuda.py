@@ -69,8 +69,8 @@ def _close(  # type: ignore[no-untyped-def]
             right = tl.where(factor < 1.0, norm * factor, norm)
         close = tl.abs(left - right) <= tolerance * right + norm * STEP + floor
         broken = broken | ((rule == 5) & (close == 0))
-    found = tl.sum(broken.to(tl.int32), axis=0)
-    tl.store(closed, 1.0, mask=found > 0)
+    violations = tl.sum(broken.to(tl.int32), axis=0)
+    tl.store(closed, 1.0, mask=violations > 0)
 
 
 def close_on_device(
