@@ -91,7 +91,7 @@ class Heartbeat:
             return diagnosis.explain_timeout(self.view())
         if code != Exit.RANK_LOST:
             return ""
-        # A rank that ended by itself wrote to the store first. After a full round of reads, others have died.
+        # A rank that ended by itself wrote to the store first: after a full round of reads, any other has died.
         deadline, wanted = time.monotonic() + _EVIDENCE_S, self._rounds + 2
         cause = ""
         while (self._rounds < wanted or not cause) and time.monotonic() < deadline and self._link is not None:

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-"""Sent when the terminal is closed. `nohup` ignores it, and then the run must continue."""
+"""Sent when the terminal is closed. Under `nohup` it is ignored, and the run must continue."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_HANGUP)
 """Signals that ask a rank to end at its next step boundary, with a checkpoint."""
 
 
 class Interrupted(BaseException):
-    """A signal asked this command to end before training. Not an `Exception`, so that no handler swallows it."""
+    """A signal asked this command to end before training. Not caught by `except Exception`, so nothing swallows it."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum

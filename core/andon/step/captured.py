@@ -150,7 +150,7 @@ class CapturedPasses:
         """End the capture into `graph`. If torch fails to, repair the state that it leaves.
 
         Otherwise the allocator would keep using the pool and never free memory of other streams, and the device's
-        generator would refuse to draw. The generator gets a new state. The device's graphs do not use it, so they are
+        generator would refuse to draw. The generator gets a new state, which existing graphs do not use. They are
         dropped.
         """
         try:

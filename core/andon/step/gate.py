@@ -18,9 +18,9 @@ class Gate:
     """One flag per device: 1 after a table broke a rule. While the gate is closed, the optimizer changes nothing.
 
     Invariant: the gate closes for exactly the tables that break a law on the host. If it closed for fewer, a GPU would
-    apply an update that the host rejects a step later, after later steps have built on it. If it closed for more, the
-    host would find no reason for the missing update (`step._refuse_closed` raises then). So the rules come from the
-    laws themselves (`message.Field.law`), and tests compare both on random tables.
+    apply an update that the host rejects only a step later. If it closed for more, the host would find no reason for
+    the missing update (`step._refuse_closed` raises then). So the rules come from the laws themselves
+    (`message.Field.law`), and tests compare both on random tables.
 
     A closed gate stays closed: updates launched after a broken one do nothing until the host has read the table and
     raised. All ranks have the same table, so their gates agree without another collective.

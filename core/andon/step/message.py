@@ -40,7 +40,7 @@ class Field:
     """One value. law: gives the value's rule on the device; None: `fixed` does.
 
     judged: the law's name for the value, if different. beside: the field of the previous column, with which the rule
-    compares it. fixed: without a law, the only correct value. code: converts the law's integer to the transmitted one.
+    compares it. fixed: its only correct value without a law. code: converts the law's integer to the transmitted one.
     """
 
     name: str
