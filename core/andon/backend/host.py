@@ -29,7 +29,7 @@ def physical_cores() -> int:
 
 
 def free_ram() -> int | None:
-    """Bytes of memory that processes can still allocate on this machine or in this container. None: unknown."""
+    """Bytes of memory that processes can still get: the lower of machine and container. None: unknown."""
     kibibytes, left = _named(_MEMINFO, "MemAvailable:"), None
     try:
         limit, used = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))

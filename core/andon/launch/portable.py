@@ -115,7 +115,7 @@ def require_in_effect() -> None:
 
 
 def _capability_and_branch() -> tuple[str, int | None]:
-    """torch's CPU capability, and MKL's branch: None without MKL, 0 if not queried, `_COMPATIBLE` if MKL has no query."""
+    """torch's CPU capability and MKL's branch: None without MKL, 0 if not queried, `_COMPATIBLE` if it has no query."""
     import torch
 
     capability = torch.backends.cpu.get_cpu_capability()

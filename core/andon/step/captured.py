@@ -150,8 +150,7 @@ class CapturedPasses:
         """End the capture into `graph`. If torch fails to, repair the state that it leaves.
 
         Otherwise the allocator would keep using the pool and never free memory of other streams, and the device's
-        generator would refuse to draw. The generator gets a new state, which existing graphs do not use. They are
-        dropped.
+        generator would refuse to draw. Existing graphs do not use the generator's new state, so they are dropped.
         """
         try:
             graph.capture_end()
