@@ -1,6 +1,6 @@
 """Andon: data-parallel training in which every step is a checked fact.
 
-What users need is importable from here and loaded on first use, so that `import andon` costs nothing.
+The public API is importable from here. It is loaded on first use, so that `import andon` is fast.
 """
 
 from __future__ import annotations

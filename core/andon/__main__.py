@@ -1,4 +1,4 @@
-"""`andon`, and `python -m andon`, also under torchrun."""
+"""The entry point of `andon` and `python -m andon`, also under torchrun."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import sys
 
 
 def _look_elsewhere() -> None:
-    """Take the current folder off the path of `python -m andon`, so that a `torch.py` in it is not imported.
+    """Remove the current folder from the path of `python -m andon`, so that a `torch.py` in it is not imported.
 
-    This is too late for an `andon.py` or a `contextlib.py` there: Python imports those before any of our code runs.
-    Only `andon` and `python -P -m andon` are safe in somebody else's folder. A user who wants a loop imported from the
-    current folder asks for it (`andon falsify`, `andon watch -m`).
+    This is too late for an `andon.py` or a `contextlib.py` there: Python imports those before any of our code runs. In
+    an untrusted folder only `andon` and `python -P -m andon` are safe. `andon falsify` and `andon watch -m` import a
+    loop from the current folder on request.
     """
     if sys.flags.safe_path:
         return
     try:
         here = os.getcwd()
-    except FileNotFoundError:  # the folder was removed: there is nothing in it
+    except FileNotFoundError:  # the folder was removed, so it has no modules
         return
     ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     if os.path.abspath(sys.path[0]) == here != ours:
@@ -25,7 +25,7 @@ def _look_elsewhere() -> None:
 
 
 def main() -> None:
-    """Run the command line; an interrupt while it is being imported ends the process in one line, with 130."""
+    """Run the command line. An interrupt during its import prints one line and ends the process with 130."""
     try:
         from andon.cli.app import main as run
     except KeyboardInterrupt:
@@ -36,6 +36,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["watch"]:  # which runs a script as Python does
+    if sys.argv[1:2] != ["watch"]:  # `andon watch` runs a script with Python's own path
         _look_elsewhere()
     main()

@@ -1,6 +1,6 @@
-"""Data-parallel training of a classifier with replicas in one process: the seed's coordinator, over the trainer's step.
+"""Data-parallel training of a classifier with replicas in one process: the seed's coordinator on the trainer's step.
 
-The bits do not depend on the number of replicas, and there is no other path for few samples or for one replica.
+The bits do not depend on the number of replicas. Few samples and a single replica use the same code path.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ Device = str | int | torch.device
     lambda devices, result: Finding(f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}"),
 )
 def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
-    """One device for each requested one: that one, or the CPU."""
-    asked = [str(device).strip() for device in devices]
-    names = [f"cuda:{int(each)}" if each.isdigit() else {"cuda": "cuda:0"}.get(each, each) for each in asked]
+    """One device per request: the requested one, or the CPU."""
+    requested = [str(device).strip() for device in devices]
+    names = [f"cuda:{int(each)}" if each.isdigit() else {"cuda": "cuda:0"}.get(each, each) for each in requested]
     pairs = zip(names, result, strict=False)
     return len(result) == len(names) and all(each.type == "cpu" or str(each) == name for name, each in pairs)
 
 
 @ensure(_as_asked_or_cpu)
 def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) -> tuple[torch.device, ...]:
-    """A device for each replica (F-DP-004). Integers are indices of GPUs; 'cpu' may be repeated.
+    """One device per replica (F-DP-004). Integers are indices of GPUs; 'cpu' may be repeated.
 
-    cpu_fallback: put replicas whose GPU does not exist on the CPU, and log a warning. Raises `InputError` with all that
-    is wrong: no devices, a name that is no device, a GPU that is absent or named twice (V15).
+    cpu_fallback: put replicas whose GPU does not exist on the CPU, and log a warning. Raises `InputError` listing all
+    problems: no devices, an invalid name, a missing or repeated GPU (V15).
     """
     if isinstance(devices, str) or not len(devices):
         raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu'; got {devices!r}")])
@@ -63,7 +63,7 @@ def _detached(self: DataParallelCoordinator) -> tuple[int, ...]:
 
 @clause("replicas-agree", lambda self, samples: Finding(REPLACED, self.updates + 1, _detached(self), "weights"))
 def _optimizers_own_the_weights(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
-    """The weights with which every model computes are those that its optimizer updates."""
+    """Every model computes with the weights that its optimizer updates."""
     return not samples or not _detached(self)
 
 
@@ -78,7 +78,7 @@ def _explain_states(self: DataParallelCoordinator, samples: Sequence[SafetySampl
 
 @clause("replicas-agree", _explain_states)
 def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
-    """After a step all replicas reported equal digests."""
+    """After a step all replicas report equal digests."""
     return not samples or len(set(_digests(self))) == 1
 
 
@@ -91,10 +91,10 @@ def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) 
 
 
 class DataParallelCoordinator:
-    """One replica of a classifier on each device, trained as one (seed R6; C-DP-001, C-DP-002); a context manager.
+    """Trains one replica of a classifier per device as one model (seed R6; C-DP-001, C-DP-002); a context manager.
 
-    pipelines: all replicas by rank. num_gpus: their number, on whatever devices (seed R13). updates: the number of
-    updates taken. last_step: the last update in detail, micro-batches by rank and digests; None before the first.
+    pipelines: all replicas by rank. num_gpus: their number, also on CPUs (seed R13). updates: the number of updates.
+    last_step: the last update in detail, with reports per micro-batch and digests; None before the first.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class DataParallelCoordinator:
     ) -> None:
         """devices: see `resolve_devices`; their replicas compute in turn (`andon train` uses processes).
 
-        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices. seed: of
-        initial weights and dropout. optimizer: AdamW with weight decay 0.01 if None. base_every: compare the frozen
-        weights before every so many updates; raise it for large models. All replicas are copies of one model (V19).
-        Raises `InputError`, before anything is built, and `Violation` if the replicas do not start alike.
+        micro_batches: M, the leaves of the sum; results depend on it, and not on the number of devices. seed: for
+        initial weights and dropout. optimizer: None: AdamW with weight decay 0.01. base_every: compare the frozen
+        weights every this many updates; raise it for large models. All replicas are copies of one model (V19). Raises
+        `InputError` before anything is built, and `Violation` if the replicas start from different states.
         """
         placed = resolve_devices(devices, cpu_fallback=cpu_fallback)
         counts = {"micro_batches": micro_batches, "base_every": base_every}
@@ -144,7 +144,7 @@ class DataParallelCoordinator:
         self.close()
 
     def close(self) -> None:
-        """Free what the replicas share: nothing, as they live in this process."""
+        """Does nothing: replicas in one process have no shared resources to free."""
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:
@@ -166,11 +166,11 @@ class DataParallelCoordinator:
     @ensure(_all_updated_alike)
     @ensure(_every_sample_counted)
     def train_batch_parallel(self, samples: Sequence[SafetySample]) -> BatchResult:
-        """One update of all replicas on `samples`, of which there may be fewer than replicas (C-DP-002, seed R16).
+        """One update of all replicas on `samples`, which may be fewer than the replicas (C-DP-002, seed R16).
 
-        No samples: zeros, and nothing changes. Raises `InputError` for any bad sample before anything is computed
-        (V20), and `Violation` naming clause, step, rank and micro-batch; before the update, as for every value that is
-        not finite, no replica has changed then (V9).
+        Without samples, returns zeros and changes nothing. Raises `InputError` for any bad sample before anything is
+        computed (V20), and `Violation` naming clause, step, rank and micro-batch. If that is before the optimizer step,
+        as for every non-finite value, no replica has changed (V9).
         """
         if not samples:
             return NOTHING

@@ -1,7 +1,7 @@
-"""The seed's free functions: mean of several workers' gradients, test for NaN and Inf, split of samples.
+"""The seed's free functions: the mean of workers' gradients, a test for NaN and Inf, sharding of samples.
 
-`average_gradients` gives every worker the same weight (seed R27). Over shards of unequal size that is not the gradient
-of the global batch (V8), so the training step does not use it. It is for workers that hold equally many rows.
+`average_gradients` gives every worker the same weight (seed R27). For shards of unequal size that is not the gradient
+of the global batch (V8), so the training step does not use it. Use it for workers with equally many rows.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ def _fp32(values: Gradient) -> torch.Tensor:
 
 
 def _checked_mean(grads: Sequence[Gradient], average: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp64 [n], the mean. bool [n]: where `average` is not the mean to fp32 rounding, or not finite unlike the mean."""
-    # Each share is scaled before it is added, unlike in the code that is checked.
+    """fp64 [n], the mean. bool [n]: where `average` differs from it beyond fp32 rounding, or only it is finite."""
+    # Scales each gradient before adding it, unlike the code that is checked.
     mean = torch.zeros_like(_fp32(grads[0]), dtype=torch.float64)
     largest = torch.zeros_like(mean)
     for gradient in grads:
         own = _fp32(gradient).to(mean.device).double()
         mean += own / len(grads)
         largest = torch.maximum(largest, own.abs())
-    # Half an ulp of fp32, relative to the largest summand; 1e-45 is the smallest fp32 there is.
+    # One ulp of fp32, relative to the largest summand. The smallest positive fp32 is about 1e-45.
     close = (average.double() - mean).abs() <= 2.0**-23 * largest + 2e-45
     same = (average.isnan() & mean.isnan()) | (average == mean)
     return mean, ~(same | (close & average.isfinite() & mean.isfinite()))
@@ -78,18 +78,18 @@ def average_gradients(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @overload
 def average_gradients(grads: Sequence[Sequence[float]]) -> list[float]:
-    """Of lists of one length: a list of it."""
+    """Lists of one length give a list of that length."""
 
 
 @require(_same_lengths)
 @ensure(_is_the_mean)
 def average_gradients(grads: Sequence[Gradient]) -> torch.Tensor | list[float]:
-    """avg[j] = (1/N) * sum over workers of g[j], every worker alike (seed R27; F-DP-003).
+    """avg[j] = (1/N) * sum over workers of g[j], all workers with equal weight (seed R27; F-DP-003).
 
-    grads: one gradient a worker, all lists of reals of one length, or all tensors of one shape; read as fp32. Returns
-    the same kind: a list of fp32 values, or an fp32 tensor of that shape on the first worker's device; [] for none.
-    The sum runs in fp64 in the order of the workers, so finite inputs give a finite result (V11); NaN and Inf
-    propagate. Raises `ValueError` naming the worker and the lengths where they differ (V12), or kinds are mixed.
+    grads: one gradient per worker, all lists of reals of one length or all tensors of one shape; converted to fp32.
+    Returns the same type: a list of fp32 values, or an fp32 tensor of that shape on the first worker's device; []
+    without workers. Sums in fp64 in worker order, so finite inputs give a finite result (V11); NaN and Inf propagate.
+    Raises `ValueError` naming the worker and the lengths if they differ (V12), or if lists and tensors are mixed.
     """
     if not grads:
         return []
@@ -105,7 +105,7 @@ def average_gradients(grads: Sequence[Gradient]) -> torch.Tensor | list[float]:
 
 
 def has_non_finite(values: Gradient) -> bool:
-    """Whether any element is NaN, Inf or -Inf (seed R28). No elements: no."""
+    """Whether any element is NaN, Inf or -Inf (seed R28). False without elements."""
     if isinstance(values, torch.Tensor):
         return not bool(torch.isfinite(values).all())
     return not all(math.isfinite(value) for value in values)
@@ -123,7 +123,7 @@ def _explain_shards(samples: Sequence[T], num_workers: int, result: Sequence[Seq
 
 @clause("samples-once", _explain_shards)
 def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> bool:
-    """One shard a worker; end to end they are the samples, each object once and in order."""
+    """One shard per worker; concatenated they are the samples, each object once and in order."""
     joined = [sample for shard in result for sample in shard]
     same = len(joined) == len(samples) and all(map(operator.is_, joined, samples))
     return len(result) == num_workers and same
@@ -132,9 +132,9 @@ def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[S
 @require(_has_workers)
 @ensure(_shards_partition)
 def shard_samples(samples: Sequence[T], num_workers: int) -> list[list[T]]:
-    """Contiguous shards, one a worker; each has floor(n / num_workers) samples and the last also the remainder.
+    """Contiguous shards, one per worker, of floor(n / num_workers) samples; the last also gets the remainder.
 
-    The rule of the seed (R26, F-DP-002), with two of its edge cases mended (V13): no samples give `num_workers` empty
+    The rule of the seed (R26, F-DP-002), with two of its edge cases fixed (V13): no samples give `num_workers` empty
     shards, and fewer than one worker is a `ValueError`. The training step itself splits evenly (`balanced_bounds`).
     """
     items = list(samples)

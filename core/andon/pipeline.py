@@ -1,6 +1,6 @@
 """The seed's pipeline: a classifier that trains alone, or computes gradient and update separately.
 
-These are the seed's names over the trainer's own parts, which build, train and judge the model as in `andon train`.
+The seed's API on the trainer's own parts, which build, train and check the model as in `andon train`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from andon_contracts.policy import enforced
 
 @dataclass(frozen=True)
 class ClassifyConfig:
-    """How a classifier is trained: the twelve settings of the seed with its defaults (seed 2c).
+    """The training settings of a classifier: the twelve of the seed with its defaults (seed 2c).
 
-    learning_rate: constant; a schedule belongs to the trainer, as do epochs, batch_size and log_interval.
-    accumulation_steps: every micro-batch is computed in so many parts, still for one update (V32).
-    gradient_clip_norm: L2 limit of the reduced gradient, None: no clipping. class_weights: one for each class, or None.
-    max_seq_len: longer texts are cut. quantize_nf4: only False (V34). Raises `InputError` with all that is wrong (V16).
+    learning_rate: constant. Only the trainer has schedules and uses epochs, batch_size and log_interval.
+    accumulation_steps: split every micro-batch into this many parts, still for one update (V32). gradient_clip_norm: L2
+    limit of the reduced gradient, None: no clipping. class_weights: one per class, or None. max_seq_len: longer texts
+    are truncated. quantize_nf4: must be False (V34). Raises `InputError` listing all problems (V16).
     """
 
     num_classes: int = 5
@@ -60,31 +60,31 @@ class ClassifyConfig:
     quantize_nf4: bool = False
 
     def __post_init__(self) -> None:
-        found = ProblemList()
+        problems = ProblemList()
         counts = ("lora_rank", "epochs", "max_seq_len", "log_interval", "batch_size", "accumulation_steps")
         of_two = "an integer of at least 2 (F-CLASS-004)"
-        _check(found, self, ["num_classes"], lambda value: _is_count(value, 2), of_two)
-        _check(found, self, counts, _is_count, "an integer of at least 1")
-        _check(found, self, ("lora_alpha", "learning_rate"), _is_positive, "a finite number above 0")
+        _check(problems, self, ["num_classes"], lambda value: _is_count(value, 2), of_two)
+        _check(problems, self, counts, _is_count, "an integer of at least 1")
+        _check(problems, self, ("lora_alpha", "learning_rate"), _is_positive, "a finite number above 0")
         if self.gradient_clip_norm is not None:
-            _check(found, self, ["gradient_clip_norm"], _is_positive, "a finite number above 0, or None")
+            _check(problems, self, ["gradient_clip_norm"], _is_positive, "a finite number above 0, or None")
         if self.quantize_nf4:
-            found.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
+            problems.add("quantize_nf4", "True, but four-bit bases are not supported; must be False")
         weights = self.class_weights
         if weights is not None and len(weights) != self.num_classes:
-            found.add("class_weights", f"{len(weights)} weights for {self.num_classes} classes")
+            problems.add("class_weights", f"{len(weights)} weights for {self.num_classes} classes")
         for label, weight in enumerate(weights or ()):
             if not _is_positive(weight):
-                found.add(f"class_weights[{label}]", f"{weight!r} must be a finite number above 0")
-        found.raise_if_any()
+                problems.add(f"class_weights[{label}]", f"{weight!r} must be a finite number above 0")
+        problems.raise_if_any()
 
 
 def _check(
-    found: ProblemList, config: object, names: Sequence[str], test: Callable[[object], bool], wanted: str
+    problems: ProblemList, config: object, names: Sequence[str], test: Callable[[object], bool], wanted: str
 ) -> None:
     for name in names:
         if not test(getattr(config, name)):
-            found.add(name, f"{getattr(config, name)!r} must be {wanted}")
+            problems.add(name, f"{getattr(config, name)!r} must be {wanted}")
 
 
 def _is_count(value: object, least: int = 1) -> bool:
@@ -97,12 +97,12 @@ def _is_positive(value: object) -> bool:
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a base model with random weights: the fields of the seed (S7), and dropout, which it lacks.
+    """The shape of a base model with random weights: the fields of the seed (S7), and dropout.
 
-    vocab_size: ids that a text may use; the model gets one more, for padding. architecture: 'decoder' (Qwen3, the last
-    token is classified) or 'encoder' (BERT, the first token is classified). dropout: of the attention (encoder: and
-    hidden layers) and in the adapter. `build_model` refuses what the embedded models cannot be. Presets such as
-    `qwen3_4b` then still serve for their sizes; their real weights are trained with `andon train --model`.
+    vocab_size: ids that a text may use; the model gets one more, for padding. architecture: 'decoder' (Qwen3,
+    classifies the last token) or 'encoder' (BERT, classifies the first token). dropout: in the attention, in the
+    adapter, and in an encoder's hidden layers. `build_model` rejects shapes that the embedded models do not support;
+    presets such as `qwen3_4b` then only give sizes. Train their real weights with `andon train --model`.
     """
 
     hidden_size: int
@@ -168,20 +168,20 @@ class TransformerConfig:
         return self.num_hidden_layers * rank * (2 * self.hidden_size + self.q_dim + self.kv_dim)
 
     def refuse_what_is_not_embedded(self) -> None:
-        """Raise `InputError` for each field that the embedded model cannot have."""
-        found = ProblemList()
-        _check(found, self, ["vocab_size"], _is_count, "an integer of at least 1")
+        """Raise `InputError` for each field that the embedded model does not support."""
+        problems = ProblemList()
+        _check(problems, self, ["vocab_size"], _is_count, "an integer of at least 1")
         remedy = "; real weights are trained with `andon train --model`"
         fixed = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "use_bias": False}
         for name, value in {} if self.is_encoder else fixed.items():
             if getattr(self, name) != value:
-                found.add(name, f"{getattr(self, name)!r}, but the embedded decoder has {value!r}{remedy}")
+                problems.add(name, f"{getattr(self, name)!r}, but the embedded decoder has {value!r}{remedy}")
         width, narrow = self.head_dim_override, self.hidden_size // max(self.num_attention_heads, 1)
         if width not in (None, narrow):
-            found.add("head_dim_override", f"{width} is not to be had: the model {remedy} has {narrow}")
+            problems.add("head_dim_override", f"{width} is not to be had: the model {remedy} has {narrow}")
         if self.is_encoder and self.num_kv_heads != self.num_attention_heads:
-            found.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
-        found.raise_if_any()
+            problems.add("num_kv_heads", f"{self.num_kv_heads} must be {self.num_attention_heads} in an encoder")
+        problems.raise_if_any()
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class SafetySample:
     label: int
 
     def input_ids(self) -> list[int]:
-        """The bytes of the text in UTF-8. Raises `InputError` for text that has none (half of a surrogate pair)."""
+        """The bytes of the text in UTF-8. Raises `InputError` for a lone surrogate, which has no encoding."""
         try:
             return list(self.input.encode("utf-8"))
         except UnicodeEncodeError as error:
@@ -201,10 +201,10 @@ class SafetySample:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What one batch gave (seed S23).
+    """The result of one batch (seed S23).
 
     avg_loss: sum of w[label] * cross entropy over all samples, divided once by their number. grad_norm: global L2 norm
-    of the batch's gradient before clipping, whether or not there is clipping (V6).
+    of the batch's gradient before clipping, also without clipping (V6).
     """
 
     avg_loss: float
@@ -213,18 +213,18 @@ class BatchResult:
     grad_norm: float
 
     def accuracy(self) -> float:
-        """The share of samples predicted right; 0 of none is 0."""
+        """The share of correctly predicted samples; 0 without samples."""
         return self.correct / max(self.total, 1)
 
 
 NOTHING = BatchResult(0.0, 0, 0, 0.0)
-"""The result of no samples: nothing is computed and nothing changes."""
+"""The result without samples."""
 
 
 def encode(
     shape: TransformerConfig, classify: ClassifyConfig, rows: Sequence[tuple[Sequence[int], int]]
 ) -> ClassificationTask:
-    """One or more rows of token ids and a label as a task, cut to the longest that the model takes.
+    """A task of rows, each of token ids and a label, truncated to the model's longest input.
 
     Raises `InputError` naming every sample with an empty text, a byte outside of the vocabulary, or a label that is not
     a class (F-CLASS-002, V20, V30).
@@ -243,9 +243,9 @@ def encode(
 
 
 def build_model(shape: TransformerConfig, classify: ClassifyConfig, seed: int) -> nn.Module:
-    """The base of `shape` on the CPU with LoRA on queries and values and a trainable head; the same every time.
+    """A base of `shape` on the CPU, with LoRA on queries and values and a trainable head; deterministic.
 
-    Raises `InputError` for a shape that no such model has, and where a library that makes it is not installed.
+    Raises `InputError` for an unsupported shape, and if a required library is not installed.
     """
     pad = shape.vocab_size
     interface = ModelInterface("classification", tuple(map(str, range(classify.num_classes))), pad + 1, pad)
@@ -258,9 +258,9 @@ def build_model(shape: TransformerConfig, classify: ClassifyConfig, seed: int) -
 def config_of(
     shape: TransformerConfig, classify: ClassifyConfig, seed: int, optimizer: Optimizer | None = None
 ) -> Config:
-    """The embedded model of this shape, with LoRA on the query and value projections of every layer (seed S10).
+    """The configuration of `shape`, with LoRA on the query and value projections of every layer (seed S10).
 
-    Raises `InputError` for each field that the embedded model cannot have.
+    Raises `InputError` for each field that the embedded model does not support.
     """
     shape.refuse_what_is_not_embedded()
     same = ("architecture", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "dropout")
@@ -279,18 +279,18 @@ def build_classifiers(
     optimizer: Optimizer | None,
     devices: Sequence[torch.device],
 ) -> list[Replica]:
-    """A replica of `build_model` on each device, with a base of its own. Raises `InputError`."""
-    model = build_model(shape, classify, seed)  # before any row: it refuses what has no model
+    """A replica of `build_model` on each device, each with a separate base. Raises `InputError`."""
+    model = build_model(shape, classify, seed)  # before any row: it rejects unsupported shapes
     config, rows = config_of(shape, classify, seed, optimizer), encode(shape, classify, [([0], 0)])
     return build_replicas(model, config, InlineBackend(devices), rows, 0, own_base=True)
 
 
 class ClassifyPipeline:
-    """A classifier that can train alone, or lend its gradient half to others (seed S12 to S20).
+    """A classifier that trains alone, or computes gradients for updates elsewhere (seed S12 to S20).
 
-    `train_batch` is `accumulate_gradients` and `apply_accumulated_gradients`; with the same `micro_batches` it leaves
-    the bits that a coordinator leaves, whatever its number of replicas. num_trainable_parameters: elements of the
-    adapter and the head: the sum of r * (d_in + d_out), and the head's own.
+    `train_batch` is `accumulate_gradients` and `apply_accumulated_gradients`. With equal `micro_batches` it gives the
+    same bits as a coordinator with any number of replicas. num_trainable_parameters: elements of the adapter, the sum
+    of r * (d_in + d_out), and of the head.
     """
 
     def __init__(
@@ -304,10 +304,10 @@ class ClassifyPipeline:
         optimizer: Optimizer | None = None,
         replica: Replica | None = None,
     ) -> None:
-        """seed: of the weights that are drawn and of dropout. micro_batches: M, the leaves of the sum of a batch.
+        """seed: for initial weights and dropout. micro_batches: M, the leaves of the sum of a batch.
 
-        optimizer: AdamW with weight decay 0.01 if None. replica: of this model and these settings, if it exists.
-        Raises `InputError` for what cannot be built, before anything is.
+        optimizer: None: AdamW with weight decay 0.01. replica: of this model and these settings; None: build one.
+        Raises `InputError` for unsupported settings, before anything is built.
         """
         if micro_batches < 1:
             raise InputError([Problem("micro_batches", f"{micro_batches} must be at least 1")])
@@ -340,8 +340,8 @@ class ClassifyPipeline:
     def train_batch(self, samples: Sequence[SafetySample]) -> BatchResult:
         """One update on `samples`: gradient of their mean loss, clipped once, one optimizer step (seed S14).
 
-        No samples: zeros, and nothing changes. Raises `InputError` for bad samples, `Violation` for what is not finite,
-        and `ValueError` if accumulated gradients wait to be applied; nothing has changed then.
+        Without samples, returns zeros and changes nothing. Raises, before anything changes, `InputError` for bad
+        samples, `Violation` for non-finite values, and `ValueError` if accumulated gradients are pending.
         """
         if self._samples:
             msg = f"the gradient of {self._samples} samples waits: apply_accumulated_gradients or zero_gradients first"
@@ -355,9 +355,9 @@ class ClassifyPipeline:
             self.zero_gradients()
 
     def accumulate_gradients(self, samples: Sequence[SafetySample]) -> BatchResult:
-        """Add the gradient of the SUM of the samples' losses to what is accumulated; no update (seed S15).
+        """Add the gradient of the SUM of the samples' losses to the accumulated one; no update (seed S15).
 
-        The result's grad_norm is 0. Raises as `train_batch` does; what was accumulated before is then as it was.
+        The result's grad_norm is 0. Raises `InputError` and `Violation` as `train_batch`, and then changes nothing.
         """
         if not samples:
             return NOTHING
@@ -374,7 +374,7 @@ class ClassifyPipeline:
 
     @ensures(*LEAVES, of=lambda record: record.want)
     def _compute(self, rows: ClassificationTask) -> Report:
-        """The gradient of all `rows`. Micro-batches are numbered on from earlier calls, so that their masks differ."""
+        """The gradient of all `rows`. Micro-batch indices continue from earlier calls, so that dropout masks differ."""
         step, first = self.replica.updates + 1, self._calls * self.micro_batches
         parts = GlobalBatch(step, 0, 0, tuple(range(len(rows)))).micro_batches(self.micro_batches)
         leaves, plan = plan_leaves(parts, [range(self.micro_batches)], rows, first=first)
@@ -385,7 +385,7 @@ class ClassifyPipeline:
         return Report(partial.reports, lambda _: seen, result=(partial, reports))
 
     def apply_accumulated_gradients(self, total_samples: int) -> float:
-        """Divide the accumulated sum by `total_samples`, clip, take one update, start anew (seed S15).
+        """Divide the accumulated sum by `total_samples`, clip it, update once, and reset the accumulation (seed S15).
 
         Returns the norm before clipping. Raises, before anything changes, `ValueError` if nothing is accumulated or
         more than `total_samples` are, and `Violation` if the gradient is not finite.
@@ -398,7 +398,7 @@ class ClassifyPipeline:
         return norm
 
     def zero_gradients(self) -> None:
-        """Forget the accumulated gradient."""
+        """Discard the accumulated gradient."""
         self._sum, self._samples, self._calls = None, 0, 0
 
     def _apply(self, gradient: torch.Tensor, divisor: int, point: str) -> float:
@@ -408,7 +408,7 @@ class ClassifyPipeline:
 
     @ensures(*REDUCED)
     def _finalize(self, gradient: torch.Tensor, divisor: int, point: str) -> Report:
-        """The gradient as the optimizer gets it, under the laws of the step, and its norm. point: its source."""
+        """Divide and clip the gradient under the laws of the step. Returns its norm. point: the gradient's source."""
         replica, limit, checked = self.replica, self.config.gradient_clip_norm, enforced()
         facts = replica.finalize_gradient([gradient], divisor, self._rate, limit, checked=checked)
         norm = real_of(int(facts[message.REDUCED.on_device.index("norm") if checked else 0]))
@@ -423,32 +423,32 @@ class ClassifyPipeline:
         return Report(facts, record, checked=checked, result=norm)
 
     def collect_lora_gradients(self) -> torch.Tensor:
-        """What is accumulated, fp32 [num_trainable_parameters] on the CPU: a SUM over samples, zeros for none (S19)."""
+        """The accumulated gradient, fp32 [num_trainable_parameters] on the CPU: a SUM over samples, or zeros (S19)."""
         flat = self.replica.parameters
         source = torch.zeros_like(flat.gradient) if self._sum is None else self._sum
         return torch.cat([view.reshape(-1) for view in flat.views(source).values()]).cpu()
 
     def apply_lora_gradients(self, flat: torch.Tensor | Sequence[float]) -> float:
-        """Take one update with a gradient that is already reduced and divided, in the order of `gradient_layout`.
+        """Update once with a gradient that is already reduced and divided, in the order of `gradient_layout`.
 
-        It is clipped as any other; returns the norm before that. Raises, before anything changes, `ValueError` for
-        another length and `Violation` for a value that is not finite (V31).
+        Clips it and returns the norm before clipping. Raises, before anything changes, `ValueError` for a wrong length
+        and `Violation` for a non-finite value (V31).
         """
-        given = torch.as_tensor(flat, dtype=torch.float32).detach()
-        if given.dim() != 1 or given.numel() != self.num_trainable_parameters:
-            msg = f"a gradient of shape {tuple(given.shape)} for {self.num_trainable_parameters} trainable parameters"
+        reduced = torch.as_tensor(flat, dtype=torch.float32).detach()
+        if reduced.dim() != 1 or reduced.numel() != self.num_trainable_parameters:
+            msg = f"a gradient of shape {tuple(reduced.shape)} for {self.num_trainable_parameters} trainable parameters"
             raise ValueError(msg)
         padded = torch.zeros_like(self.replica.parameters.gradient)
         views = self.replica.parameters.views(padded).values()
-        parts = torch.split(given.to(self.device), [view.numel() for view in views])
+        parts = torch.split(reduced.to(self.device), [view.numel() for view in views])
         for view, part in zip(views, parts, strict=True):
             view.copy_(part.view(view.shape))
         return self._apply(padded, 1, CALLER_GRADIENT)
 
     def forward_only(self, ids: Sequence[int], label: int) -> tuple[float, int]:
-        """w[label] * cross entropy of one row of token ids, and the class predicted (the first of equals); S17.
+        """w[label] * cross entropy of one row of token ids, and the predicted class (the first in a tie); S17.
 
-        In eval mode. Raises `InputError` for a bad id or label, `Violation` if the logits are not finite (V29).
+        Runs in eval mode. Raises `InputError` for a bad id or label, `Violation` if the logits are not finite (V29).
         """
         rows = encode(self.model_config, self.config, [(ids, label)])
         batch = rows.load([0], self.device)
@@ -466,6 +466,6 @@ class ClassifyPipeline:
         return self._finite("hidden states", states.last_hidden_state[0, :length].float())
 
     def _finite(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        odd = (0,) if nonfinite(values) else ()
-        enforce(Judgement(OUTPUT, Output(name, 1, odd, self.replica.updates)))
+        rows = (0,) if nonfinite(values) else ()
+        enforce(Judgement(OUTPUT, Output(name, 1, rows, self.replica.updates)))
         return values

@@ -1,1 +1,1 @@
-"""Where ranks live: in this process one after another, or in a process group."""
+"""Backends: all ranks in this process one after another, or one rank of a process group."""

@@ -1,7 +1,7 @@
-"""The verbs that the step needs of a backend, and the backend with all ranks in this process.
+"""The operations that the step needs of a backend, and the backend with all ranks in this process.
 
-All verbs take and return lists indexed by *local replica*, unless a docstring says "by rank": in `inline` every rank is
-local, in a process group only one.
+Operations take and return lists indexed by *local replica*, unless a docstring says "by rank". In `inline` every rank
+is local, in a process group only one is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """Where ranks live. ranks: those that live in this process. devices: of each local replica."""
+    """Ranks and their collectives. ranks: the local ones. devices: the device of each local replica."""
 
     name: str
     world_size: int
@@ -27,7 +27,7 @@ class Backend(Protocol):
         ...
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Takes each local replica's tensor and returns every rank's, by rank. All have one shape and dtype."""
+        """All-gather: every rank's tensor, by rank. All have one shape and dtype. local: by local replica."""
         ...
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -38,7 +38,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the backend holds. It cannot be used afterwards."""
+        """Free the backend's resources. It cannot be used afterwards."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Devices by name, the placement of ranks (F-DP-004), deterministic kernels, and whether GPUs can be used.
 
-Each rank reports its own GPU, and pure functions judge all reports alike on every rank.
+Each rank reports its own GPU. Pure functions judge the gathered reports, so all ranks come to the same verdict.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-_CUBLAS_SETTINGS = (":4096:8", ":16:8")  # with these its results are the same from run to run
+_CUBLAS_SETTINGS = (":4096:8", ":16:8")  # with these, results are reproducible
 NO_GPU = "use --backend auto to train on the CPU, or --set run.cpu_fallback=true to keep nccl and allow the CPU"
 """What to do if no GPU can be used."""
 _LOG = logging.getLogger(__name__)
-_MOST_GPUS = 127  # torch keeps the index of a device in 8 bits, with a sign
+_MOST_GPUS = 127  # torch stores a device index as a signed 8-bit integer
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 _NAME_CHARACTERS, _FAULT_CHARACTERS = 80, 200
-_MESSAGE_BYTES = 2048  # room for a name and a fault of so many characters, each of which JSON may write as six bytes
+_MESSAGE_BYTES = 2048  # fits a name and a fault; JSON may escape a character as six bytes
 
 
 def named_devices(
@@ -41,54 +41,54 @@ def named_devices(
     """Devices from names: `cpu`, or the index of a GPU (`0`, `cuda:0`). gpus: how many there are (None: ask torch).
 
     where: the name of the list in messages. absent: `cpu` puts the replica of a missing GPU on the CPU and logs a
-    warning (clause cpu-fallback). Raises `InputError` with all that is wrong: a name of no device, a missing GPU, a
-    GPU named twice. Several replicas can use the CPU.
+    warning (clause cpu-fallback). Raises `InputError` listing every invalid name, missing GPU and repeated GPU. Several
+    replicas can use the CPU.
     """
-    found = ProblemList()
+    problems = ProblemList()
     count = torch.cuda.device_count() if gpus is None else gpus
     devices: list[torch.device] = []
-    taken: set[int] = set()
+    used: set[int] = set()
     for place, name in enumerate(names):
         at = f"{where}[{place}]"
         match = _NAME.fullmatch(str(name).strip())
         if match is None:
-            found.add(at, f"{name!r} is no device; write cpu, or the index of a GPU")
+            problems.add(at, f"{name!r} is no device; write cpu, or the index of a GPU")
             continue
         device = torch.device("cpu")
         if not match["cpu"]:
-            # torch keeps an index in 8 bits and makes another of a larger one, so it is compared before.
+            # torch would wrap an index of more than 8 bits, so it is compared first.
             index = int(match["index"] or 0)
-            if index in taken:
-                found.add(at, f"GPU {index} is named twice; a GPU holds one replica")
+            if index in used:
+                problems.add(at, f"GPU {index} is named twice; a GPU holds one replica")
             elif index < count:
                 device = torch.device("cuda", index)
             elif absent == "cpu":
                 _LOG.warning("there is no cuda:%d: replica %d trains on the CPU (clause cpu-fallback)", index, place)
             else:
-                found.add(at, f"there is no GPU {index}; this machine has {count}")
-            taken.add(index)
+                problems.add(at, f"there is no GPU {index}; this machine has {count}")
+            used.add(index)
         devices.append(device)
-    found.raise_if_any()
+    problems.raise_if_any()
     return tuple(devices)
 
 
 Placement = tuple[str, tuple[torch.device, ...], str]
-"""The backend to use, a device for each worker, and what to tell the user (or "")."""
+"""The backend to use, a device for each worker, and a note for the user (or "")."""
 
 
 def _explain_placement(
     backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
 ) -> Finding:
     chosen, devices, note = result
-    said = f"and says {note!r}" if note else "and says nothing"
-    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {said}")
+    shown = f"and says {note!r}" if note else "and says nothing"
+    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {shown}")
 
 
 @clause("cpu-fallback", _explain_placement)
 def _fallback_is_allowed_and_told(
     backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
 ) -> bool:
-    """Without a GPU nccl becomes gloo on the CPU, if that is allowed, and mixed has CPUs alone; both are told."""
+    """Without a GPU, nccl becomes gloo on the CPU if allowed, and mixed uses CPUs only. Both need a note."""
     chosen, devices, note = result
     on_cpu = all(device.type == "cpu" for device in devices)
     if chosen != backend or backend == "nccl":
@@ -101,7 +101,7 @@ def _fallback_is_allowed_and_told(
 def placement(
     backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
 ) -> Placement:
-    """Where `workers` replicas live (F-DP-004). gpus: how many there are (None: ask torch).
+    """The backend and a device for each worker (F-DP-004). gpus: how many there are (None: ask torch).
 
     `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
     no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
@@ -143,38 +143,38 @@ def on_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def demand_determinism(devices: Sequence[torch.device]) -> None:
-    """Use deterministic kernels on `devices`; an operation without one raises. To be called before CUDA starts.
+    """Use deterministic kernels on `devices`; an operation without one raises. Must be called before CUDA starts.
 
-    Raises `InputError` if the environment gives cuBLAS another setting.
+    Raises `InputError` if the environment sets cuBLAS otherwise.
     """
     torch.use_deterministic_algorithms(mode=True)
     if all(device.type != "cuda" for device in devices):
         return
-    # torch would fill new memory of GPUs with NaN, which takes a twentieth of a compiled step. Comparing the digests of
-    # two runs finds a kernel that reads such memory.
+    # torch would fill new GPU memory with NaN, which takes 5 % of a compiled step. Comparing the digests of two runs
+    # also detects a kernel that reads such memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    given = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
-    if given not in _CUBLAS_SETTINGS:
-        what = f"{given!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
+    setting = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
+    if setting not in _CUBLAS_SETTINGS:
+        what = f"{setting!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
         raise InputError([Problem(_CUBLAS, what)])
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU as its rank finds it: its index on its machine, its model, and bytes (0: it did not answer)."""
+    """A GPU as its rank reports it: its index on its machine, its model, and bytes (0: the query failed)."""
 
     index: int
     name: str
     total: int
     free: int
-    fault: str = ""  # why it cannot be used, in the words of its driver; "" if it can
+    fault: str = ""  # the driver's error if the GPU cannot be used
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def look_at(index: int) -> Accelerator:
-    """Query GPU `index`, and let it compute something. An error becomes its `fault`. Starts CUDA on it."""
+    """Query GPU `index` and run a small kernel. An error becomes its `fault`. Starts CUDA on it."""
     try:
         free, total = torch.cuda.mem_get_info(index)
         torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
@@ -191,7 +191,7 @@ def gpus_here() -> Sequence[Accelerator]:
 
 def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
     """The GPU of every rank that has one, by rank. Collective over the default group."""
-    # Over its CPUs, because a broken GPU cannot send, and in JSON, so that nothing is unpickled.
+    # Over CPUs, because a broken GPU cannot send, and in JSON, so that nothing is unpickled.
     text = json.dumps(None if mine is None else mine.as_dict()).encode()
     sent = torch.tensor(list(text.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
     rows = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
@@ -201,7 +201,7 @@ def of_all_ranks(mine: Accelerator | None) -> dict[int, Accelerator]:
 
 
 def none_works(found: Mapping[int, Accelerator]) -> str:
-    """Why none of these GPUs (by rank) can be used, in the words of the first; "" if any can, or there are none.
+    """The first fault if all of these GPUs (by rank) have one; "" if any works, or without GPUs.
 
     Only then may a run fall back to the CPU (clause cpu-fallback): if some GPUs work, the broken one is an error.
     """
@@ -210,9 +210,9 @@ def none_works(found: Mapping[int, Accelerator]) -> str:
 
 
 def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | None, remedy: str = "") -> None:
-    """Raise `InputError` with all that keeps ranks from training on these GPUs (rank to GPU). The same on every rank.
+    """Raise `InputError` with all problems of these GPUs (by rank). The same on every rank.
 
-    needed: bytes that must be free on each, from the plan; None: not known. remedy: what to do if a GPU is too small.
+    needed: bytes that must be free on each, from the plan; None: unknown. remedy: what to do if a GPU is too small.
     """
     problems = ProblemList()
     for rank, each in sorted(found.items()):
@@ -238,6 +238,6 @@ def in_gib(size: int) -> str:
 
 
 def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
-    """Raise `InputError` for `nccl` if torch was built without it. available: None asks torch."""
+    """Raise `InputError` for `nccl` if torch was built without it. available: None: ask torch."""
     if backend == "nccl" and not (dist.is_nccl_available() if available is None else available):
         raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])

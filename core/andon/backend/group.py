@@ -1,4 +1,4 @@
-"""One rank in this process, the others in processes of the same torch process group (gloo, NCCL, or both kinds)."""
+"""One rank of a torch process group (gloo, NCCL, or both); the other ranks run in other processes."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from andon_contracts.liveness.diagnosis import StepClock
 
 T = TypeVar("T")
 
-# torch 2.13 renamed the collective and warns of the old name; 2.11 has only the old one.
+# torch 2.13 renamed the collective and deprecated the old name; 2.11 has only the old one.
 _all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _SHORT_BYTES = 4096
-"""Messages up to this size take the sockets between ranks of one machine, if there are any, and are padded to it: all
-ranks see a message of another length, and none waits for it."""
+"""Messages up to this size go through sockets between ranks of one machine, if there are any. They are padded to it:
+ranks detect a message of another length, and none waits for missing bytes."""
 _LENGTH_BYTES = 8
 
 
 def groups_of(backend: str) -> str:
-    """The process groups of `backend`, as torch's `init_process_group` takes them by kind of device."""
-    # Beside NCCL there is one for CPUs, for what a rank must send if its GPU does not work.
+    """The process groups of `backend` by type of device, for torch's `init_process_group`."""
+    # NCCL needs a CPU group too, for messages of a rank whose GPU does not work.
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
 
 
 class GroupBackend:
-    """A rank of an initialised process group, which it does not own. clock: told when this rank waits for the others.
+    """One rank of an existing process group, which `close` keeps open. clock: records when this rank waits for others.
 
     Collectives of `mixed` run on the CPU, because its ranks on CPUs and GPUs share one gloo group. Creating a backend
-    over gloo is collective: ranks of one machine connect for short messages, of which a step has several.
+    over gloo is collective: ranks of one machine open sockets for short messages, of which a step has several.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GroupBackend:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context manager: the clock shows that this rank waits, also after an error."""
+        """Context manager: the clock shows that this rank waits. It still does so after an error."""
         self._clock.wait()
         yield
         self._clock.work()
@@ -74,14 +74,14 @@ class GroupBackend:
         size = sent.numel() * sent.itemsize
         message = size.to_bytes(_LENGTH_BYTES, "little") + ctypes.string_at(sent.data_ptr(), size)
         message = message.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")
-        found = {self.ranks[0]: message, **mesh.gather(message)}
+        messages = {self.ranks[0]: message, **mesh.gather(message)}
         rows = []
         for rank in range(self.world_size):
-            length = int.from_bytes(found[rank][:_LENGTH_BYTES], "little")
+            length = int.from_bytes(messages[rank][:_LENGTH_BYTES], "little")
             if length != size:
                 msg = f"rank {rank} sends {length} bytes where this rank sends {size}: they are not at the same place"
                 raise RuntimeError(msg)
-            row = torch.frombuffer(bytearray(found[rank][_LENGTH_BYTES : _LENGTH_BYTES + size]), dtype=torch.uint8)
+            row = torch.frombuffer(bytearray(messages[rank][_LENGTH_BYTES : _LENGTH_BYTES + size]), dtype=torch.uint8)
             rows.append(row.view(sent.dtype).view(sent.shape).to(self.devices[0]))
         return rows
 
@@ -91,7 +91,7 @@ class GroupBackend:
             width = sent.shape[-1]
             sizes = [count * width for count in rows]
             received = sent.new_empty(sum(sizes))
-            # Bits are carried and nothing is added: a collective that adds has an order of its own.
+            # Only copies bits: a collective that adds would choose the order of the sum.
             own = [sent.shape[1] * width] * self.world_size
             dist.all_to_all_single(received, sent.view(-1), sizes, own, group=self._group)
             parts = torch.split(received.to(self.devices[0]), sizes)

@@ -1,4 +1,4 @@
-"""What this host has: its cores, its free memory, its GPUs. Imports no torch unless a GPU's driver is there."""
+"""This host's cores, free memory and GPUs. Imports torch only if a GPU driver is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def gpus() -> int:
 
 
 def physical_cores() -> int:
-    """Physical cores that this process may use; threads of one core count once."""
+    """Physical cores that this process may use; hyperthreads of one core count once."""
     allowed = os.sched_getaffinity(0)
     try:
         return len({Path(_CORE.format(cpu)).read_text(encoding="ascii") for cpu in allowed})
@@ -29,17 +29,17 @@ def physical_cores() -> int:
 
 
 def free_ram() -> int | None:
-    """Bytes of memory that processes can still get here: the machine's, or this container's if less. None: unknown."""
+    """Bytes of memory that processes can still get: the lower of machine and container. None: unknown."""
     kibibytes, left = _named(_MEMINFO, "MemAvailable:"), None
     try:
         limit, used = ((_CGROUP / f"memory.{name}").read_text(encoding="ascii").strip() for name in ("max", "current"))
     except OSError:
         limit = used = ""
     if limit.isdigit() and used.isdigit():
-        # Files that the group has read: the kernel takes them back when memory is requested.
+        # Page cache that the kernel frees on demand.
         left = max(int(limit) - int(used) + (_named(_CGROUP / "memory.stat", "inactive_file ") or 0), 0)
-    found = [None if kibibytes is None else 1024 * kibibytes, left]
-    return min((size for size in found if size is not None), default=None)
+    sizes = [None if kibibytes is None else 1024 * kibibytes, left]
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def _named(file: Path, name: str) -> int | None:

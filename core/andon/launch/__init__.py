@@ -1,1 +1,1 @@
-"""Ranks as processes: how they start, how they end, and who is told why."""
+"""Rank processes: how they start, how they end, and how the cause of an end is reported."""

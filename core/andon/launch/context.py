@@ -1,4 +1,4 @@
-"""Which rank this process is, from the variables that torchrun sets, or our launcher."""
+"""This process's rank, from the environment variables of torchrun or of our launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from andon.console.problems import ProblemList
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 LAUNCHER = "ANDON_LAUNCHER_PID"
-"""The process id of our launcher, which sets it for the fork server and for ranks: their parent is the fork server."""
+"""The process id of our launcher. Ranks cannot take it from their parent, which is the fork server."""
 STORE = "ANDON_STORE"  # the address of the ranks' `unix_store`; our launcher sets it
 
 _MOST = 1 << 31
@@ -19,7 +19,7 @@ _MOST = 1 << 31
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank's place in the world: 0 <= rank < world_size, 0 <= local_rank < ranks on this host."""
+    """One rank: 0 <= rank < world_size, 0 <= local_rank < ranks on this host."""
 
     rank: int
     local_rank: int
@@ -29,18 +29,18 @@ class RankContext:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> RankContext:
-        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `TORCHELASTIC_RUN_ID`; raise `InputError` naming all that is wrong.
+        """Read `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `TORCHELASTIC_RUN_ID`; raise `InputError` listing all problems.
 
-        The launcher is this process's parent (torchrun's agent) unless our launcher named itself.
+        The launcher is this process's parent (torchrun's agent) unless `LAUNCHER` names ours.
         """
-        found = os.environ if environ is None else environ
+        variables = os.environ if environ is None else environ
         problems = ProblemList()
         unset = "is not set; start ranks by `andon train --workers N` or by torchrun"
 
         def number(name: str, least: int, most: int = _MOST, default: int | None = None) -> int:
-            """The variable as an integer; `most` (a harmless stand-in) if there is a problem with it."""
-            text = found.get(name, "")
-            if name not in found and default is not None:
+            """The variable as an integer; `most` (a harmless stand-in) if it is invalid."""
+            text = variables.get(name, "")
+            if name not in variables and default is not None:
                 return default
             if not text:
                 problems.add(name, unset)
@@ -58,10 +58,10 @@ class RankContext:
         rank = number("RANK", 0, world - 1)
         local_rank = number("LOCAL_RANK", 0, local_world - 1)
         launcher = number(LAUNCHER, 1, default=max(os.getppid(), 1))
-        if not found.get(RUN_ID):
+        if not variables.get(RUN_ID):
             problems.add(RUN_ID, unset)
         problems.raise_if_any()
-        return cls(rank, local_rank, world, found[RUN_ID], launcher)
+        return cls(rank, local_rank, world, variables[RUN_ID], launcher)
 
 
 def is_rank(environ: Mapping[str, str] | None = None) -> bool:

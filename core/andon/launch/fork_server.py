@@ -1,8 +1,8 @@
-"""The process that ranks are forked from: how ranks are started by it, how it ended, and what it leaves behind.
+"""The fork server, from which ranks are forked: starting ranks, detecting its end, and removing its leftovers.
 
-multiprocessing waits for its answer without a bound when a process is started and when the interpreter ends. So a fork
-server that is stopped (SIGSTOP, a debugger) is ended: after some seconds if ranks are being started (`launcher`), at
-once if all ranks have ended.
+multiprocessing waits for it without a timeout when a process is started and when the interpreter exits. So a fork
+server that is stopped (SIGSTOP, a debugger) is killed: after some seconds while ranks are starting (`launcher`),
+immediately if all ranks have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from andon_contracts.liveness.process import Process, exit_text
 from andon_contracts.untrusted import read_json
 
 _GONE_S = 5.0
-_OWNER = "andon-launcher.json"  # the file in a folder for sockets that names the launcher that it belongs to
+_OWNER = "andon-launcher.json"  # in multiprocessing's temporary folder; names the launcher that owns it
 _hiding = threading.Lock()
 
 
@@ -37,23 +37,22 @@ class ServerFailed(RuntimeError):
 
 
 def running() -> Process | None:
-    """The fork server of this process; None if none runs."""
+    """The fork server of this process, or None."""
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     return None if pid is None else Process.of(pid)
 
 
 def how_it_ended(seconds: float = 0.0) -> str:
-    """How this process's fork server ended: by which signal, and whether memory ran out. Empty if it runs or if there
-    is none. Waits `seconds` for its end, and leaves its exit status for multiprocessing.
-    """
+    """How this process's fork server ended: by which signal, and whether memory ran out; "" if it has not ended. Waits
+    up to `seconds` for its end. Its exit status stays available to multiprocessing."""
     pid, deadline = getattr(forkserver._forkserver, "_forkserver_pid", None), time.monotonic() + seconds
     while pid is not None:
         try:
-            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # another one's child, or multiprocessing has seen its end
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # not our child, or multiprocessing has reaped it
             return ""
-        if found is not None:
-            code = -found.si_status if found.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else found.si_status
+        if status is not None:
+            code = -status.si_status if status.si_code in (os.CLD_KILLED, os.CLD_DUMPED) else status.si_status
             return f"the process that ranks are forked from {exit_text(code)}"
         if time.monotonic() >= deadline:
             return ""
@@ -62,7 +61,7 @@ def how_it_ended(seconds: float = 0.0) -> str:
 
 
 def require_sockets() -> None:
-    """Raise `InputError` if the folder for temporary files takes no socket: the fork server is reached by one."""
+    """Raise `InputError` if no socket can be created in the temporary folder: the fork server needs one."""
     try:
         address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
         with socket.socket(socket.AF_UNIX) as tried:
@@ -75,7 +74,7 @@ def require_sockets() -> None:
 
 
 def end_if_stopped() -> None:
-    """End the fork server if it is stopped: nothing would ever end it, and this process would wait for it."""
+    """Kill the fork server if it is stopped: it would never end, and this process would wait for it."""
     server = running()
     if server is not None and server.state() == "stopped":
         server.send(signal.SIGKILL)
@@ -86,16 +85,16 @@ def end_if_stopped() -> None:
 
 @contextmanager
 def for_one_launch() -> Iterator[None]:
-    """For a program of somebody else's: a fork server that is started inside ends with the context, and the program's
-    own preload list is restored. Otherwise the program's processes would be forked from our server, in which signals
-    are blocked."""
-    server, there = forkserver._forkserver, running() is not None
+    """Context manager for use inside another program: a fork server that is started inside ends on exit, and the
+    program's preload list is restored. Otherwise its processes would be forked from our server, in which signals are
+    blocked."""
+    server, was_running = forkserver._forkserver, running() is not None
     preload = list(getattr(server, "_preload_modules", ()))
     try:
         yield
     finally:
         multiprocessing.set_forkserver_preload(preload)
-        if not there and running() is not None:
+        if not was_running and running() is not None:
             end_if_stopped()
             server._stop()  # type: ignore[attr-defined]
 
@@ -103,17 +102,17 @@ def for_one_launch() -> Iterator[None]:
 def start(processes: Iterable[ForkServerProcess]) -> None:
     """Start the processes. Waits for the imports of the fork server.
 
-    They do not run the program's main module first, as multiprocessing has it: ranks need nothing of it, and a script
-    that has no `if __name__ == "__main__"` would begin anew in each of them. Raises `ServerFailed` if the fork server
-    ended meanwhile.
+    Unlike with plain multiprocessing, they do not run the program's main module: ranks do not need it, and a script
+    without `if __name__ == "__main__"` would start over in each of them. Raises `ServerFailed` if the fork server ends
+    meanwhile.
     """
     ours = threading.get_ident()
 
     def without_main(name: str) -> dict[str, Any]:
-        found = prepare(name)
+        data = prepare(name)
         if threading.get_ident() == ours:
-            found = {key: value for key, value in found.items() if not key.startswith("init_main_from_")}
-        return found
+            data = {key: value for key, value in data.items() if not key.startswith("init_main_from_")}
+        return data
 
     with _hiding:
         prepare = spawn.get_preparation_data
@@ -131,11 +130,11 @@ def start(processes: Iterable[ForkServerProcess]) -> None:
 
 
 def claim_and_sweep() -> None:
-    """Sign this process's folder for sockets, and remove those of launchers of this machine that are gone.
+    """Mark this process's folder for sockets, and remove the folders of dead launchers of this machine.
 
     multiprocessing removes the folder (`/tmp/pymp-...`) when the process ends, but not after SIGKILL.
     """
-    with suppress(OSError):  # a disk that is full or slow keeps nobody from training
+    with suppress(OSError):  # a disk error here must not prevent training
         (Path(util.get_temp_dir()) / _OWNER).write_text(json.dumps(Process.here().to_json()), encoding="utf-8")
         for file in Path(tempfile.gettempdir()).glob(f"pymp-*/{_OWNER}"):
             folder = file.parent

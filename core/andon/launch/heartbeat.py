@@ -1,8 +1,8 @@
-"""The heartbeat of a rank: it tells the others where it is, and tells slow from hung from dead (issue 5, item 1).
+"""The heartbeat of a rank: publishes its position, and tells slow, hung and dead ranks apart (issue 5, item 1).
 
-Two threads. One speaks with the ranks' store, twice a second, and is the only one that a store which does not answer
-can block. The other looks at what is known, says who keeps the others waiting, and ends this rank where its main thread
-cannot: because it hangs while another has given it up, or because a step takes longer than it may.
+Two threads. The first exchanges beats through the ranks' store twice a second; an unresponsive store blocks only this
+thread. The second checks the received beats, logs which rank delays the others, and ends this rank if its main thread
+cannot: because it hangs after another rank has failed, or because a step exceeds its deadline.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from andon_contracts.liveness.diagnosis import UPDATE, PeerStatus, RankStatus, S
 from andon_contracts.liveness.process import Process
 from andon_contracts.liveness.store_link import MOST_CHARACTERS, Beat, Heartbeats, SignedStore, StoreLink
 
-_SLOW_TIMES = 10  # how many times the usual a step may take before it is slow
+_SLOW_TIMES = 10  # a step is slow if it takes this many times the usual
 _EVIDENCE_S = 0.7
-"""How long an end waits to learn who else has ended. Ranks have 1.5 s for theirs."""
+"""How long an ending rank waits to learn which others have ended. Ranks have 1.5 s to end."""
 _FAREWELL_S = 0.6
-_PLACE_S = 1.0  # since when it matters where the main thread is
+_PLACE_S = 1.0  # report where the main thread is after this time
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How many seconds each wait takes; shorter if a user's own bound is short.
+    """Bounds of waits in seconds; other bounds shrink with a short `timeout_s`.
 
-    timeout_s: a rank that others have waited for so long is given up. step_s: an update that takes longer ends the
-    run; None: none does. silence_s: for how long a rank that lives may give no sign of it; None: by the timeout.
+    timeout_s: give up a rank for which others have waited this long. step_s: an update that takes longer ends the run;
+    None: no limit. silence_s: how long a live rank may send no beat; None: derived from `timeout_s`.
     """
 
     timeout_s: float
@@ -47,7 +47,7 @@ class Timeouts:
 
 
 class Heartbeat:
-    """One rank's. `ended`: called, in a thread of this, with the report of an end that the main thread cannot make."""
+    """The heartbeat of one rank. `ended`: called in its thread with a report if the main thread cannot end the rank."""
 
     def __init__(
         self,
@@ -59,56 +59,56 @@ class Heartbeat:
         ended: Callable[[Report], None],
         speak: Callable[[str], None] = say,
     ) -> None:
-        """store: of this world alone. To be made by the thread that trains."""
+        """store: of this world alone. Must be called by the training thread."""
         self.clock = clock
         self._rank, self._world, self._timeouts = rank, world, timeouts
         self._ended, self._speak = ended, speak
         self._owner, self._host = threading.get_ident(), Process.here().host
         now = time.monotonic()
         self._heard: dict[int, tuple[float, Beat[RankStatus] | None]] = dict.fromkeys(range(world), (now, None))
-        """The last beat of each rank, and when it came (`time.monotonic`)."""
+        """Of each rank: when its last beat arrived (`time.monotonic`), and the beat."""
         self._over, self._last, self._accounted = threading.Event(), "", False
         self._exit, self._rounds, self._deaf = 0, 0, ""
         bound = timeouts.timeout_s
-        self._beat_s, self._look_s = min(0.5, bound / 10), min(0.2, bound / 10)  # between two beats, and two looks
+        self._beat_s, self._look_s = min(0.5, bound / 10), min(0.2, bound / 10)  # seconds between beats and checks
         self._silent_s = min(2.0, bound / 3) if timeouts.silence_s is None else timeouts.silence_s
         self._slow_s = self._slow_from = min(10.0, bound / 2)
         self._words_by: tuple[float, int] | None = None
-        # A longer time in which this process did not run is a pause, which counts for nothing.
+        # A longer gap in which this process did not run is a pause, which is excluded from all times.
         clock.pauses.start(min(1.0, bound / 4))
         self._reader = store.reader
         self._beats = Heartbeats(store, rank, RankStatus, self._reader)
-        self._link: StoreLink | None = None  # its thread begins before the constructor returns
+        self._link: StoreLink | None = None  # its thread starts before the constructor returns
         if world > 1:
             self._link = StoreLink("andon-beat", self._beat, self._fall_silent)
         threading.Thread(target=self._look, name="andon-look", daemon=True).start()
 
-    # what the rank asks for
+    # called by the rank
 
     def explain(self, code: Exit) -> str:
-        """Which other rank is the cause of an end with this code, for this rank's line; "" if none is."""
+        """The other rank that caused an end with this code, as text for this rank's line; "" if none did."""
         if code == Exit.RANK_SILENT:
             return diagnosis.explain_timeout(self.view())
         if code != Exit.RANK_LOST:
             return ""
-        # A rank that ended by itself has told the store before: a whole round of reading tells it from one that died.
+        # A rank that ended by itself wrote to the store first: after a full round of reads, any other has died.
         deadline, wanted = time.monotonic() + _EVIDENCE_S, self._rounds + 2
-        found = ""
-        while (self._rounds < wanted or not found) and time.monotonic() < deadline and self._link is not None:
+        cause = ""
+        while (self._rounds < wanted or not cause) and time.monotonic() < deadline and self._link is not None:
             self._link.wake()
             time.sleep(self._look_s / 10)
-            found = diagnosis.known_end(self.view())
-        # A process on another machine cannot be seen: a live rank has given a sign meanwhile.
-        return found or diagnosis.possible_loss(replace(self.view(), silence_s=_EVIDENCE_S))
+            cause = diagnosis.known_end(self.view())
+        # Processes of other machines are not visible. A live rank has sent a beat meanwhile.
+        return cause or diagnosis.possible_loss(replace(self.view(), silence_s=_EVIDENCE_S))
 
     def leave(self, code: int, cause: str) -> None:
-        """Tell the others that this rank ends, and stop looking. Takes a moment, at most `_FAREWELL_S`."""
+        """Publish that this rank ends, and stop the checks. Takes at most `_FAREWELL_S`."""
         self._exit, self._last = code, cause or "finished"
         self._say_farewell()
 
     @property
     def dropped(self) -> int:
-        """How many values of the store were dropped so far because no rank wrote them."""
+        """How many values of the store were ignored so far because no rank wrote them."""
         return self._reader.dropped
 
     def view(self) -> View:
@@ -122,15 +122,15 @@ class Heartbeat:
         return replace(now, place=current_activity(self._owner) if late else "")
 
     def _sign(self, at: float, beat: Beat[RankStatus] | None) -> PeerStatus:
-        """What a beat says now: its seconds are counted on, without those in which this process did not run."""
+        """A peer's status now: its times plus the age of the beat, without the pauses of this process."""
         silent = self.clock.pauses.ran_s(at)[0]
         if beat is None:
             return PeerStatus(silent_s=silent)
-        told = replace(beat.status, since_s=beat.status.since_s + silent, phase_s=beat.status.phase_s + silent)
-        state = "elsewhere" if told.ended else beat.process.local_state()
-        return PeerStatus(**vars(told), silent_s=silent, state=state, host=beat.process.host)
+        status = replace(beat.status, since_s=beat.status.since_s + silent, phase_s=beat.status.phase_s + silent)
+        state = "elsewhere" if status.ended else beat.process.local_state()
+        return PeerStatus(**vars(status), silent_s=silent, state=state, host=beat.process.host)
 
-    # the thread that speaks with the store
+    # the thread that exchanges beats
 
     def _beat(self) -> float:
         self._tell()
@@ -144,17 +144,17 @@ class Heartbeat:
         self._beats.send(replace(self._status(), ended=self._last[:MOST_CHARACTERS], exit=self._exit))
 
     def _fall_silent(self, error: Exception) -> None:
-        if isinstance(error, DistStoreError):  # it is there and gives no answer: the way to it, or its host, is down
+        if isinstance(error, DistStoreError):  # the store does not answer: its host or the network is down
             return
-        if isinstance(error, RuntimeError | OSError):  # from now on nobody gives signs of life
+        if isinstance(error, RuntimeError | OSError):  # no rank receives beats any more
             self._deaf = f"the ranks' store is gone ({str(error).strip().partition(chr(10))[0]})"
             return
         self._end_by(error, self._tell)
 
-    # the thread that looks
+    # the thread that checks beats
 
     def _look(self) -> None:
-        """Look until this rank ends by itself, or has to be ended."""
+        """Check until this rank ends by itself, or must be ended."""
         try:
             while not self._over.wait(self._look_s):
                 view = self.view()
@@ -166,11 +166,11 @@ class Heartbeat:
                     self._ended(report)
                     return
                 self._say_slow(view)
-        except Exception as error:  # noqa: BLE001 - whatever it is, this rank must not go on without its watch
+        except Exception as error:  # noqa: BLE001 - any error: this rank must not run without its watchdog
             self._end_by(error)
 
     def _expects_last_words(self, view: View) -> bool:
-        """Whether a rank is seen to be gone, and the reason that it gave before may still arrive."""
+        """Whether a rank has died, and a reason that it published before may still arrive."""
         if view.link_error or self._link is None or "died" not in view.concluded(view.patience()).values():
             self._words_by = None
             return False
@@ -183,10 +183,10 @@ class Heartbeat:
         return True
 
     def _end_by(self, error: Exception, tell: Callable[[], None] = lambda: None) -> None:
-        """The watch itself failed: this rank must not go on without it."""
+        """The watchdog itself failed: end this rank."""
         report = watchdog_failed(error, self._rank)
         self._exit, self._last = report.exit, report.cause
-        with suppress(Exception):  # this very store may be what failed
+        with suppress(Exception):  # this store may be what failed
             tell()
         self._say_farewell()
         self._ended(report)
@@ -203,7 +203,7 @@ class Heartbeat:
         lasts, least = diagnosis.longest_s(view), max(self._slow_s, _SLOW_TIMES * self.clock.usual_s())
         if lasts < least:
             self._slow_from = least
-        elif lasts >= self._slow_from and view.rank == min(view.fresh()):  # one rank speaks for all
+        elif lasts >= self._slow_from and view.rank == min(view.fresh()):  # one rank logs for all
             self._slow_from = 2 * lasts
             self._speak(diagnosis.slowness(view, self.clock.usual_s()))
 
@@ -213,9 +213,9 @@ class Heartbeat:
         code, step_s = Exit.RANK_SILENT, timeouts.step_s
         if step_s is not None and mine.phase == UPDATE and mine.phase_s >= step_s and diagnosis.all_reported(view):
             text = f"{mine.where} took longer than run.step_deadline_s, {step_s:g} s: "
-            # The rank that saw it first saw all of it: by now the slow rank itself may have ended by this deadline.
-            told = [view.statuses[rank].ended for rank in failed if view.statuses[rank].ended.startswith(text)]
-            cause = told[0] if told else text + diagnosis.slowness(view, self.clock.usual_s())
+            # The first rank to end at this deadline saw all others; the slow rank itself may have ended by now.
+            reported = [view.statuses[rank].ended for rank in failed if view.statuses[rank].ended.startswith(text)]
+            cause = reported[0] if reported else text + diagnosis.slowness(view, self.clock.usual_s())
         elif not failed or mine.since_s < timeouts.timeout_s:
             return None
         else:

@@ -1,8 +1,8 @@
-"""How the ranks of one world meet in their store, before a process group: who is missing is known, and named.
+"""The rendezvous of a world's ranks in their store, before a process group exists. Names missing ranks.
 
-Torch's launcher keeps one store for all attempts of a run, and gloo reads from it the addresses that an earlier attempt
-left. So ranks first meet: each calls rank 0 with a word that nobody used before, rank 0 answers to that word with the
-name of this world, and all that follows stands under this name.
+Torch's launcher keeps one store for all attempts of a run, so gloo could read addresses that an earlier attempt left.
+So ranks first meet: each calls rank 0 with a random word, rank 0 answers to that word with the name of this world, and
+all later keys have this name as prefix.
 """
 
 from __future__ import annotations
@@ -37,42 +37,41 @@ from andon_contracts.violation import named_ranks
 
 Form = TypeVar("Form", bound=Part)
 _POLL_S = 0.02
-_VERDICT_S = 1.0  # how much longer than rank 0 the others wait, to hear from it who is missing
-_LATE_S = 5.0  # how much longer than the server waits for a key, a client waits for the server to say so
+_VERDICT_S = 1.0  # the others wait this much longer than rank 0, to learn which ranks are missing
+_LATE_S = 5.0  # a client waits this much longer than the server, which reports a missing key
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _STORE_ERRORS = (dist.DistStoreError, dist.DistNetworkError)
 
 
 class Absent(RuntimeError):
-    """A rank did not come to the store, or the store could not be reached."""
+    """A rank did not reach the store in time, or the store could not be reached."""
 
     ends_with = Exit.RANK_SILENT
 
 
 class Refused(RuntimeError):
-    """Another rank came, and cannot join; it reports its own error."""
+    """Another rank cannot join; that rank reports its own error."""
 
     ends_with = Exit.RANK_LOST
 
 
 def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
-    """Initialise the default process group from the variables of torch's launcher, or of ours.
+    """Initialise the default process group from the environment variables of torch's launcher, or of ours.
 
-    Returns the part of the store that is this world's alone, through a connection of its own and with values signed,
-    this rank, and the number of ranks.
+    Returns the store of this world alone, with a separate connection and signed values; this rank; the number of ranks.
 
-    Raises `InputError` on a rank whose interface does not exist, `Refused` on the others, and `Absent` after
-    `timeout_s` with the ranks that are missing, or without them if the store itself cannot be reached.
+    Raises `InputError` on a rank whose network interface does not exist, `Refused` on the others, and `Absent` after
+    `timeout_s`, which names the missing ranks unless the store itself cannot be reached.
     """
     timeout = timedelta(seconds=timeout_s)
     context, address = RankContext.from_environment(), os.environ.get(STORE, "")
     rank, world = context.rank, context.world_size
     store: Store = unix_store(address) if address else _torch_store(timeout)
     store.set_timeout(timeout)
-    # Gloo itself says nothing of an interface that does not exist.
-    there = [name for _, name in socket.if_nameindex()]
-    wrong = [name for name in os.environ.get(_INTERFACE, "").split(",") if name and name not in there]
-    absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(there)}"
+    # Gloo does not report an interface that does not exist.
+    interfaces = [name for _, name in socket.if_nameindex()]
+    wrong = [name for name in os.environ.get(_INTERFACE, "").split(",") if name and name not in interfaces]
+    absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(interfaces)}"
     ours = Meeting(store, rank, world, timeout_s).meet(absent if wrong else "")
     reached = store_link.open_store() if rank == 0 else ""
     if reached:
@@ -98,21 +97,21 @@ def _torch_store(timeout: timedelta) -> Store:
 
 @dataclass(frozen=True)
 class Word(Part):
-    """What a rank calls rank 0 with, or the name of the world, which rank 0 answers."""
+    """The random word of a rank's call to rank 0, or the name of the world in the answer."""
 
     word: Hex16
 
 
 @dataclass(frozen=True)
 class Here(Part):
-    """A rank has come; `problem` is why it cannot join, if so."""
+    """A rank has arrived. `problem`: why it cannot join, or empty."""
 
     problem: str
 
 
 @dataclass(frozen=True)
 class Verdict(Part):
-    """What came of a meeting, as rank 0 saw it: who did not come, and why others cannot join, by rank."""
+    """The outcome of a rendezvous on rank 0: which ranks are missing, and why others cannot join, by rank."""
 
     missing: tuple[Count, ...]
     problems: Mapping[str, str]
@@ -120,7 +119,7 @@ class Verdict(Part):
 
 @dataclass
 class Meeting:
-    """One rank at the meeting of its world."""
+    """One rank's side of the rendezvous of its world."""
 
     store: Store
     rank: int
@@ -130,7 +129,7 @@ class Meeting:
     _reader: StrictReader = field(default_factory=StrictReader)
 
     def meet(self, problem: str) -> Store:
-        """The store of this world, once all have come. problem: why this rank cannot join, if so.
+        """Wait for all ranks and return the store of this world. problem: why this rank cannot join, or empty.
 
         Raises `InputError`, `Refused`, `Absent` as `join` does.
         """
@@ -160,9 +159,9 @@ class Meeting:
         try:
             while True:
                 _put(self.store, f"andon/call {self.rank}", Word(self._word))
-                found = self._read(self.store, answer, Word)
-                if found is not None:
-                    return found.word
+                answered = self._read(self.store, answer, Word)
+                if answered is not None:
+                    return answered.word
                 if time.monotonic() > deadline:
                     raise Absent(late)
                 time.sleep(_POLL_S)
@@ -170,9 +169,9 @@ class Meeting:
             raise Absent(f"{late}: {_line(error)}") from error
 
     def _gathered(self, ours: Store, problem: str) -> Verdict:
-        """As rank 0: answer each call, until all are here or it has taken too long; tell all the outcome."""
+        """On rank 0: answer calls until all ranks have arrived or the time is over, then publish the verdict."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
-        missing, answered, told = set(range(1, self.world)), set[str](), {0: problem}
+        missing, answered, causes = set(range(1, self.world)), set[str](), {0: problem}
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 call = self._read(self.store, f"andon/call {rank}", Word)
@@ -181,31 +180,31 @@ class Meeting:
                     answered.add(call.word)
                 here = self._read(ours, f"here {rank}", Here)
                 if here is not None:
-                    told[rank] = here.problem
+                    causes[rank] = here.problem
                     missing.discard(rank)
             if missing:
                 time.sleep(pause)
                 pause = min(2 * pause, 10 * _POLL_S)
-        verdict = Verdict(tuple(sorted(missing)), {str(rank): told[rank] for rank in sorted(told) if told[rank]})
+        verdict = Verdict(tuple(sorted(missing)), {str(rank): causes[rank] for rank in sorted(causes) if causes[rank]})
         _put(ours, "verdict", verdict)
         if missing or verdict.problems:
-            # The store may end with this rank: the others that are here need a moment to read why.
-            readers, deadline = [rank for rank in told if rank and not told[rank]], time.monotonic() + _VERDICT_S / 2
-            while readers and not ours.check([f"read {rank}" for rank in readers]) and time.monotonic() < deadline:
+            # The store may end with this rank: the others need a moment to read the verdict.
+            others, deadline = [r for r in causes if r and not causes[r]], time.monotonic() + _VERDICT_S / 2
+            while others and not ours.check([f"read {rank}" for rank in others]) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         return verdict
 
     def _verdict(self, ours: Store) -> Verdict:
         deadline = time.monotonic() + self.timeout_s + _VERDICT_S
         while True:
-            found = self._read(ours, "verdict", Verdict)
-            if found is not None:
+            verdict = self._read(ours, "verdict", Verdict)
+            if verdict is not None:
                 ours.set(f"read {self.rank}", "1")
-                return found
+                return verdict
             if time.monotonic() > deadline:
                 raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
             time.sleep(_POLL_S)
-            _put(ours, f"here {self.rank}", Here(""))  # again: somebody may have overwritten it
+            _put(ours, f"here {self.rank}", Here(""))  # again: another client may have overwritten it
 
     def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
         if not store.check([key]):
@@ -222,10 +221,10 @@ def _line(error: BaseException) -> str:
 
 
 class UnixStore(Store):
-    """A client of a `StoreServer`, as torch takes stores, for any number of threads.
+    """A thread-safe client of a `StoreServer`, with the interface of torch's stores.
 
-    A call that waits for a value has a connection to itself, so that no other call waits for it. Raises
-    `DistNetworkError` once the server is gone, and `DistStoreError` for values that have not come in time.
+    A call that waits for a value uses a separate connection and does not delay other calls. Raises `DistNetworkError`
+    if the server is gone, and `DistStoreError` if values do not arrive in time.
 
     Torch keeps no reference to a store written in Python: the caller must keep it alive.
     """
@@ -252,7 +251,7 @@ class UnixStore(Store):
         return bool(self._ask("check", *keys))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set the value if the present one is `expected` ("": none is there); returns the value afterwards."""
+        """Set the value if the present one is `expected` ("": unset). Returns the value afterwards."""
         return self._ask("compare_set", key, expected, value)[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -265,13 +264,13 @@ class UnixStore(Store):
 
     def _awaited(self, keys: list[str], timeout: timedelta | None = None) -> list[bytes]:
         seconds = (timeout or self.timeout).total_seconds()  # type: ignore[attr-defined]
-        found = self._ask("get", repr(seconds), *keys, wait_s=seconds + _LATE_S) if keys else []
-        if len(found) != len(keys):
+        values = self._ask("get", repr(seconds), *keys, wait_s=seconds + _LATE_S) if keys else []
+        if len(values) != len(keys):
             raise dist.DistStoreError(f"wait timeout after {seconds * 1000:.0f}ms, keys: {', '.join(keys)}")
-        return found
+        return values
 
     def _ask(self, *parts: str | bytes, wait_s: float | None = None) -> list[bytes]:
-        if self._process != os.getpid():  # the connections of the process that this one was forked from are its own
+        if self._process != os.getpid():  # forked: the connections belong to the parent process
             self._process, self._idle = os.getpid(), deque()
         try:
             try:
@@ -291,5 +290,5 @@ class UnixStore(Store):
 
 @functools.cache
 def unix_store(address: str) -> UnixStore:
-    """The one client of this process for the server at `address`; it lives as long as the process."""
+    """This process's only client for the server at `address`; it lives as long as the process."""
     return UnixStore(address)

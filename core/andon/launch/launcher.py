@@ -1,11 +1,11 @@
-"""Starts ranks on this machine, watches them, and turns how they ended into one `Exit`.
+"""Starts ranks on this machine, watches them, and reduces their ends to one `Exit`.
 
-    warm_up()                                # as early as possible: imports run beside what the command does
+    warm_up()                                # as early as possible: imports run in the background
     result = launch("andon.training.start:train_rank", payload, workers=4, run_folder=folder, timeout_s=30)
 
 Ranks are forked from a forkserver that has imported the heavy packages once and computed nothing: forking a process
-that ran torch code hangs, and spawning pays the imports once per rank. The launcher itself imports no torch, and waits
-for no rank and for no fork server without a bound.
+that ran torch code hangs, and spawning repeats the imports in each rank. The launcher itself imports no torch, and all
+of its waits for ranks and the fork server have timeouts.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ PRELOAD = ("torch", "torch.distributed", "transformers", "peft", "andon.launch.r
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""
 _NOT_INHERITED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
-"""Variables by which another launcher may have told this process that it is a rank."""
+"""The rank variables of another launcher."""
 _preload: list[str] = []
-POLL_S = 0.05  # seconds between two looks at the ranks; one that ends is noticed at once
+POLL_S = 0.05  # seconds between checks of the ranks; an end is noticed immediately
 END_S = 1.5
-"""Seconds that ranks have to end once another has failed; then SIGKILL. With polling it stays under 2 s."""
-START_S = 300.0  # seconds until the ranks' processes must exist: a cold disk may take a minute to import what they need
+"""Seconds that ranks have to end after another has failed, before SIGKILL. With polling it stays under 2 s."""
+START_S = 300.0  # seconds until the ranks' processes must exist: imports from a cold disk may take a minute
 STOPPED_S = 5.0  # seconds that the fork server may be stopped (SIGSTOP, a debugger) while ranks are started
 EXITS_S = 2.0
-"""Seconds that the fork server has to report the exit codes of ranks that are gone. One that is stopped never does."""
-KILLED_S = 5.0  # seconds after SIGKILL in which a process must be gone, unless the kernel itself holds it
+"""Seconds that the fork server has to report the exit codes of ended ranks. A stopped one never does."""
+KILLED_S = 5.0  # seconds after SIGKILL until a process must be gone, unless the kernel itself holds it
 _SERVER_S = 0.5
-"""Seconds in which a fork server whose ranks were lost with it must have ended: its pipes close a little before."""
+"""Seconds until a fork server that was lost with its ranks must have ended: its pipes close a little earlier."""
 
 
 def warm_up(preload: Sequence[str] = PRELOAD) -> None:
-    """Start the forkserver, which imports `preload` while this process goes on; returns at once.
+    """Start the forkserver, which imports `preload` in the background; returns immediately.
 
     Only the first call in a process decides what is imported; a later call starts the forkserver again if it has ended.
-    `PREEMPTION_SIGNALS` are blocked in the forkserver for good, and in a rank until it has its handlers. So a signal to
-    the whole process group ends ranks at a step boundary instead of killing them through their parent. Nor does it kill
-    multiprocessing's tracker of semaphores, which would be started again and print a traceback for each semaphore that
-    it does not know. Raises `InputError` if the folder for temporary files takes no socket.
+    `PREEMPTION_SIGNALS` stay blocked in the forkserver, and in a rank until it has its handlers. So a signal to the
+    process group ends ranks at a step boundary instead of killing them through their parent. It also does not kill
+    multiprocessing's resource tracker, which would restart and print a traceback for each semaphore that it does not
+    know. Raises `InputError` if no socket can be created in the temporary folder.
     """
     fork_server.require_sockets()
     if not _preload:
         fork_server.claim_and_sweep()
         _preload.extend(preload)
-    multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that was ended meanwhile, and is started again
-    # A server looks for modules in the folder that it is started in first: a `torch.py` there is not to be run.
-    given = dict.fromkeys(_SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1", LAUNCHER: str(os.getpid())}
-    before = {name: os.environ.get(name) for name in given}
+    multiprocessing.set_forkserver_preload(_preload)  # for a forkserver that has ended and is started again
+    # Otherwise a server imports a `torch.py` from the folder that it is started in.
+    variables = dict.fromkeys(_SINGLE_THREADED, "1") | {"PYTHONSAFEPATH": "1", LAUNCHER: str(os.getpid())}
+    before = {name: os.environ.get(name) for name in variables}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
-        os.environ.update(given)
-        resource_tracker.ensure_running()  # it ignores SIGTERM and SIGINT, and unblocks them here; of others it dies
+        os.environ.update(variables)
+        resource_tracker.ensure_running()  # it ignores SIGTERM and SIGINT, and unblocks them here; others kill it
         signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -101,11 +101,11 @@ def launch(
 ) -> LaunchResult:
     """Run `entry` ("module:function", called with the payload, returns an `Exit`) in `workers` rank processes.
 
-    Returns when all ranks have ended. Once one has failed, the others get SIGTERM, and SIGKILL within 2 s.
-    `PREEMPTION_SIGNALS` to this process are forwarded to the ranks once (from the main thread); they have `timeout_s`
-    seconds to end at a step boundary; a second SIGINT ends them at once. A rank that is stopped for more than
-    `silence_s` is given up, unless another rank has given it up before. One launch at a time in a process. Raises
-    TypeError for a payload that is not JSON.
+    Returns when all ranks have ended. After one has failed, the others get SIGTERM, and SIGKILL within 2 s. The first
+    of `PREEMPTION_SIGNALS` to this process is forwarded to the ranks (only if called in the main thread). They then
+    have `timeout_s` seconds to end at a step boundary; a second SIGINT kills them. A rank that is stopped for more than
+    `silence_s` ends the launch, unless another rank gives it up first. One launch at a time in a process. Raises
+    `TypeError` for a payload that is not JSON.
     """
     arguments = json.dumps(payload)
     try:
@@ -123,9 +123,9 @@ def launch(
 
 
 def _environment(workers: int, run_id: str, store: str) -> dict[str, str]:
-    # The forkserver's own variables are as old as the forkserver.
+    # The forkserver's own variables date from its start.
     own = {name: value for name, value in os.environ.items() if not _NOT_INHERITED.fullmatch(name)}
-    # One machine: gloo would otherwise look up the host's name, and listen where others can reach it.
+    # One machine: otherwise gloo looks up the host's name and listens where others can reach it.
     defaults = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     world = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "OMP_NUM_THREADS": "1"}
     return defaults | own | world | {RUN_ID: run_id, STORE: store, LAUNCHER: str(os.getpid())}
@@ -133,11 +133,11 @@ def _environment(workers: int, run_id: str, store: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launch ended.
+    """The result of a launch.
 
-    `cause` is one line for a reader (empty on success), `exits` the exit code of each rank (negative: minus the
-    signal), `first` the rank that failed first with its own report if it left one, `asked_by` the signal that asked
-    this process to end (0: none did).
+    cause: one line of text (empty on success). exits: the exit code of each rank (negative: minus the signal). first:
+    the rank that failed first, with its report if it left one. asked_by: the signal that asked this process to end (0:
+    none).
     """
 
     exit: Exit
@@ -152,15 +152,15 @@ class LaunchResult:
 
 
 class Supervisor:
-    """Starts the ranks of one launch and stays with them until all have ended, or may no longer be waited for.
+    """Starts the ranks of one launch and watches them until all have ended or its timeouts are over.
 
-    processes: by rank, not started. Signals are those of `preemption.collected`.
-    timeout_s: how long a rank may take to its next step boundary and checkpoint after a signal asked it to end.
-    silence_s: how long a rank may be stopped if no other rank gives it up; the only rank of a world has no other.
-    launch: the id of the launch whose reports are read; empty: all.
+        processes: by rank, not started. Signals are those of `preemption.collected`.
+        timeout_s: how long a rank may take to its next step boundary and checkpoint after a signal asked it to end.
+        silence_s: how long a rank may be stopped if no other rank gives it up first.
+        launch: the id of the launch whose reports are read; empty: all.
 
     A thread starts the processes: the fork server answers only after its imports, and a signal must not wait for them.
-    The ranks are met in one go, when all have been started, so a signal is forwarded to all or to none.
+    Ranks are registered together after all have been started, so a signal is forwarded to all or to none.
     """
 
     def __init__(
@@ -178,18 +178,18 @@ class Supervisor:
         self._error: BaseException | None = None
         self._live: dict[int, Process] = {}
         self._exits: dict[int, int] = {}
-        self._died: dict[int, float] = {}  # when each rank was first found dead (seconds since the epoch)
+        self._died: dict[int, float] = {}  # when each rank was first seen dead (seconds since the epoch)
         self._killed: set[int] = set()
         self._verdict: tuple[Exit, str] | None = None  # an end that no rank could report itself
         self._asked_by, self._interrupts = 0, 0
         self._stopped, self._server_stopped = ConditionTimer(END_S), ConditionTimer(END_S)
         self._kill_at, self._late = math.inf, ""
-        """When the ranks are killed, and what to say of them then; "" if another rank's end is the cause."""
+        """When to kill the ranks, and the reason to report; "" if another rank's end is the cause."""
         self._killed_at: float | None = None
         self._idle_since: float | None = None
 
     def run(self) -> LaunchResult:
-        """Start the ranks and watch them to the end. If watching itself fails, no rank is left behind."""
+        """Start the ranks and watch them until they end. If the watch itself fails, kill all ranks."""
         began = time.monotonic()
         threading.Thread(target=self._start, name="andon-start", daemon=True).start()
         try:
@@ -203,7 +203,7 @@ class Supervisor:
     def _start(self) -> None:
         try:
             fork_server.start(self._processes)
-        except BaseException as error:  # noqa: BLE001 - the main thread reports it, whatever it is
+        except BaseException as error:  # noqa: BLE001 - the main thread reports any error
             self._error = error
         self._started.set()
         if self._error is not None or self._abandoned:
@@ -216,11 +216,11 @@ class Supervisor:
         connection.wait([self._processes[rank].sentinel for rank in pending], POLL_S)
         codes = {rank: self._processes[rank].exitcode for rank in pending}
         self._exits |= {rank: code for rank, code in codes.items() if code is not None}
-        # Signals after exit codes: a signal to the whole group came before the ends that it caused.
+        # Signals after exit codes: a signal to the process group precedes the ends that it causes.
         for signum in preemption.taken():
             self._handle(signum)
         if not self._started.is_set():
-            # A fork server that is stopped is ended: nothing else would, and `_start` waits for its answer.
+            # Kill a stopped fork server: `_start` would wait for it forever.
             server = fork_server.running()
             stopped = [server.pid] if server is not None and server.state() == "stopped" else []
             if max(self._server_stopped.update(stopped).values(), default=0.0) >= STOPPED_S:
@@ -229,9 +229,9 @@ class Supervisor:
                 fork_server.end_if_stopped()
         elif not self._met and self._error is None:
             self._met = True
-            found = {rank: Process.of(process.pid or 0) for rank, process in enumerate(self._processes)}
-            self._live = {rank: process for rank, process in found.items() if process is not None}
-            for rank in found.keys() - self._live.keys():
+            processes = {rank: Process.of(process.pid or 0) for rank, process in enumerate(self._processes)}
+            self._live = {rank: process for rank, process in processes.items() if process is not None}
+            for rank in processes.keys() - self._live.keys():
                 self._note_death(rank)
             if self._interrupts > 1:
                 self._kill(None)
@@ -263,17 +263,17 @@ class Supervisor:
             self._kill_at, self._late = deadline, late
 
     def _conclude(self) -> None:
-        """Find ranks that have died and ranks that are stopped, by the rules that ranks apply to each other."""
+        """Detect dead and stopped ranks, by the rules that ranks apply to each other."""
         states = {rank: "gone" if rank in self._exits else process.state() for rank, process in self._live.items()}
         stopped = self._stopped.update(rank for rank, state in states.items() if state == "stopped")
-        # The other ranks give it up first, if there are any, and report what they waited for.
+        # Other ranks, if any, give up a stopped rank first and report what they waited for.
         patience = Patience(stopped_s=self._silence_s + END_S)
         seen = {rank: Symptoms(state, stopped_s=stopped.get(rank, 0.0)) for rank, state in states.items()}
-        found = {rank: conclude(symptoms, patience) for rank, symptoms in seen.items()}
-        for rank in first_conclusion(found, ["died"])[1]:
+        conclusions = {rank: conclude(symptoms, patience) for rank, symptoms in seen.items()}
+        for rank in first_conclusion(conclusions, ["died"])[1]:
             del self._live[rank]
             self._note_death(rank)
-        late = first_conclusion(found, ["stopped"])[1]
+        late = first_conclusion(conclusions, ["stopped"])[1]
         if late and not self._died and self._killed_at is None:
             self._kill((Exit.RANK_SILENT, f"{named_ranks(late)} did not run for {self._silence_s:g} s: {STOPPED_BY}"))
 
@@ -316,21 +316,21 @@ class Supervisor:
         return len(self._exits) == len(self._processes) or now - self._idle_since > EXITS_S
 
     def _result(self) -> LaunchResult:
-        """One exit from what was seen here and from what the ranks reported."""
+        """Combine the observed exit codes and the ranks' reports into one result."""
         exits = dict(self._exits)
         for rank in self._died.keys() - exits.keys():  # the fork server did not report its exit code
             reported = Report.read(self._folder, rank, self._launch) is not None
             exits[rank] = -signal.SIGKILL if rank in self._killed else 0 if reported else UNSEEN
         first = first_cause(self._folder, exits, died=self._died, ended=self._killed, launch=self._launch)
         if self._verdict is not None:
-            found, cause = self._verdict
+            code, cause = self._verdict
         elif first is not None:
             how = fork_server.how_it_ended(_SERVER_S) if exits[first.rank] == UNSEEN else ""
-            found, cause = first.exit, f"{first.text}: {how}" if how else first.text
+            code, cause = first.exit, f"{first.text}: {how}" if how else first.text
         elif isinstance(self._error, fork_server.ServerFailed):
-            found, cause = Exit.RANK_LOST, str(self._error)
+            code, cause = Exit.RANK_LOST, str(self._error)
         elif self._error is not None:
-            found, cause = Exit.CRASHED, f"no rank could be started: {type(self._error).__name__}: {self._error}"
+            code, cause = Exit.CRASHED, f"no rank could be started: {type(self._error).__name__}: {self._error}"
         else:
-            found, cause = Exit.OK, ""
-        return LaunchResult(found, cause, exits, first, self._asked_by)
+            code, cause = Exit.OK, ""
+        return LaunchResult(code, cause, exits, first, self._asked_by)

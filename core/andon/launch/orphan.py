@@ -1,8 +1,8 @@
 """A rank never outlives its launcher.
 
-torchrun gives each rank a session of its own, and a forkserver's children have the forkserver as parent. So neither a
-signal to the launcher's group nor the death of the direct parent is enough: a rank asks the kernel for a death signal
-*and* looks for its launcher five times a second.
+torchrun starts each rank in a new session, and ranks of our launcher have the fork server as parent. So neither a
+signal to the launcher's group nor the death of the direct parent is enough: a rank requests a death signal from the
+kernel *and* polls its launcher five times a second.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def die_with_parent(
 ) -> None:
     """End this process by SIGKILL as soon as its direct parent or its launcher is gone.
 
-    The kernel's death signal covers the direct parent (torchrun's agent, or our forkserver); a daemon thread covers the
-    launcher, every `poll_s` seconds. If the launcher is gone already, this process ends at once.
-    failed: called in that thread with an error that ends the thread; None: this process ends then.
+    The kernel's death signal covers the direct parent (torchrun's agent, or our fork server). A daemon thread polls the
+    launcher every `poll_s` seconds. If the launcher is gone already, this process ends immediately. failed: called in
+    that thread with an error that ends the thread; None: such an error ends this process.
     """
     if launcher_pid < 1:
         raise ValueError(f"launcher_pid must be a process id, not {launcher_pid}")
@@ -39,7 +39,7 @@ def die_with_parent(
         try:
             while launcher is not None and launcher.state() != "gone":
                 time.sleep(poll_s)
-        except Exception as error:  # noqa: BLE001 - whatever it is, this process must not outlive its launcher for it
+        except Exception as error:  # noqa: BLE001 - any error: this process must not outlive its launcher
             if failed is not None:
                 failed(error)
                 return
@@ -53,15 +53,15 @@ def die_with_parent(
 
 
 def bind_to_parent(parent_pid: int) -> None:
-    """Have the kernel end this process by SIGKILL when its parent ends; at once if that has happened already."""
+    """Have the kernel end this process by SIGKILL when its parent ends; immediately if it has ended already."""
     _ask_for_death_signal()
     if os.getppid() != parent_pid:
         _end_now()
 
 
 def bind_to_launcher() -> None:
-    """`bind_to_parent` for the fork server. Its launcher put its own pid into `LAUNCHER`: it may be gone already, and
-    then this process has another parent."""
+    """`bind_to_parent` for the fork server. The launcher's pid is in `LAUNCHER`, because a fork server whose launcher
+    is gone already has another parent."""
     bind_to_parent(int(os.environ.get(LAUNCHER, os.getppid())))
 
 

@@ -1,8 +1,8 @@
-"""Signals that ask `andon train` to end, from its first moment to its last.
+"""Handles the signals that ask `andon train` to end, from the start of the command to its end.
 
-Until training begins a signal ends the command at once: `Interrupted` is raised in the main thread, once, so that
-what was begun is taken back. From `begin` on signals are collected, until the trainer handles them itself; after `end`
-they change nothing.
+Before training a signal ends the command immediately: `Interrupted` is raised once, in the main thread, so that partial
+work is undone. From `begin` on, signals are collected until the trainer handles them itself. After `end` they change
+nothing.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 _HANGUP = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-"""The terminal was closed. `nohup` has it ignored, and the run is to go on then."""
+"""Sent when the terminal is closed. Under `nohup` it is ignored, and the run must continue."""
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *_HANGUP)
-"""What asks a rank to end at its next step boundary, with a checkpoint."""
+"""Signals that ask a rank to end at its next step boundary, with a checkpoint."""
 
 
 class Interrupted(BaseException):
-    """A signal asked this command to end before training began. No `Exception`: nothing on the way may take it."""
+    """A signal asked this command to end before training. Not caught by `except Exception`, so nothing swallows it."""
 
     def __init__(self, signum: int) -> None:
         self.signum = signum
@@ -31,7 +31,7 @@ class Interrupted(BaseException):
 class _State:
     on = False  # handlers are installed
     ends = False  # a signal ends this process
-    received: list[int] = []  # noqa: RUF012 - the one state of this process
+    received: list[int] = []  # noqa: RUF012 - the state of this process
 
 
 def _note(signum: int, frame: FrameType | None) -> None:
@@ -41,14 +41,14 @@ def _note(signum: int, frame: FrameType | None) -> None:
 
 
 def heed() -> None:
-    """Have the preemption signals end this process by `Interrupted` from now on (in the main thread only)."""
+    """From now on the preemption signals raise `Interrupted`. Must be called in the main thread."""
     _State.on = _State.ends = True
-    shown = sys.unraisablehook
+    previous = sys.unraisablehook
 
-    def unraisable(found: sys.UnraisableHookArgs) -> None:
-        # Raised in a destructor, where nothing can be raised: `begin` raises it again.
-        if found.exc_type is not Interrupted:
-            shown(found)
+    def unraisable(unraised: sys.UnraisableHookArgs) -> None:
+        # Raised in a destructor, where Python discards errors: `begin` raises it again.
+        if unraised.exc_type is not Interrupted:
+            previous(unraised)
 
     sys.unraisablehook = unraisable
     for signum in PREEMPTION_SIGNALS:
@@ -56,12 +56,12 @@ def heed() -> None:
 
 
 def heeded() -> bool:
-    """Whether this process handles signals until its very end."""
+    """True after `heed`: this process then handles signals until it ends."""
     return _State.on
 
 
 def begin() -> None:
-    """Training begins: signals are collected from now on. Raises `Interrupted` if one has come and was lost."""
+    """Collect signals from now on. Raises `Interrupted` if one has arrived whose error was lost."""
     if _State.ends:
         _State.ends = False
         if _State.received:
@@ -69,20 +69,20 @@ def begin() -> None:
 
 
 def end() -> None:
-    """The command has ended: no signal changes its exit code any more."""
+    """The command has ended: signals no longer change its exit code."""
     _State.ends = False
 
 
 @contextmanager
 def collected() -> Iterator[None]:
-    """Inside, signals are collected and do not end this process; only its main thread can have that.
+    """Context manager: collect signals instead of ending this process. Only the main thread can do this.
 
-    Signals of one kind that arrive at once count as one, as the system has it.
+    The system merges signals of one kind that arrive at once.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, _note) for signum in PREEMPTION_SIGNALS} if main else {}
     if _note not in before.values():
-        taken()  # signals that an earlier launch of this program did not look at any more
+        taken()  # discard signals that an earlier launch in this process did not handle
     try:
         yield
     finally:
@@ -91,6 +91,6 @@ def collected() -> Iterator[None]:
 
 
 def taken() -> list[int]:
-    """The signals collected so far, in order; they are forgotten here."""
-    found, _State.received = _State.received, []
-    return found
+    """The signals collected so far, in order; they are then cleared."""
+    received, _State.received = _State.received, []
+    return received

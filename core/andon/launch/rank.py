@@ -1,10 +1,10 @@
-"""The life of one rank process, how it ends, and which rank failed first.
+"""The life of one rank process: guards, work, report and exit.
 
-A rank ends by `os._exit`: after a gloo error an ordinary interpreter exit is turned into SIGABRT more often than not,
-and the exit code that was chosen is lost. Its report and its output are written and flushed before.
+A rank ends by `os._exit`: after a gloo error a normal interpreter exit mostly ends in SIGABRT and loses the chosen exit
+code. Its report and its output are written and flushed before.
 
-Each rank leaves one small JSON file, written whole: `RUN/reports/rank-0.json`. A launcher reads these together with the
-exit codes that it saw and names the first cause, not the ranks that fell after it.
+Each rank atomically writes one small JSON file: `RUN/reports/rank-0.json`. A launcher combines these with the exit
+codes that it saw and names the first cause instead of its consequences.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
 
 TRACEBACK = "ANDON_TRACEBACK"  # set to 1 to see a traceback on stderr; the report holds it in any case
-_LAST_WORDS_S = 0.7  # how long the report of a rank that ends by an error may take: others wait for it to be gone
+_LAST_WORDS_S = 0.7  # time limit for the report after an error: other ranks wait for this rank's end
 _RECORD_S = 10.0
-"""How long the report of a rank that ends in order may take: its launcher takes a rank without a report for dead."""
-_DESTROY_S = 0.5  # how long leaving may wait for the process group to be taken down
+"""Time limit for the report of an orderly end: the launcher considers a rank without a report dead."""
+_DESTROY_S = 0.5  # time limit for destroying the process group
 
 
 @dataclass
 class _State:
-    """What signals and `report_to` told this process, and its heartbeat. The thread that holds `ending` ends it.
+    """The state of this process. asked_by: the signal that asked it to end. folder: for its report.
 
-    says: whether the line of its end is this process's to write, and not its launcher's.
+    says: whether this process, not its launcher, prints why it ended. ending: held by the thread that ends it.
     """
 
     asked_by: int = 0
@@ -63,42 +63,42 @@ _state = _State()
 
 
 def preempted() -> signal.Signals | None:
-    """The signal that asked this rank to end, if any. Look at it at every step boundary.
+    """The signal that asked this rank to end, if any. Check it at every step boundary.
 
-    Signals reach ranks at different times: agree on the answer before acting on it.
+    Signals reach ranks at different times: ranks must agree on the answer before they act on it.
     """
     return signal.Signals(_state.asked_by) if _state.asked_by else None
 
 
 def report_to(run_folder: Path) -> None:
-    """Where this rank's end report belongs (under torchrun it is known only once the configuration was read)."""
+    """Set the folder of this rank's end report; under torchrun it is known only after the configuration is read."""
     _state.folder = run_folder
     with contextlib.suppress(OSError):
         path_of(run_folder, RankContext.from_environment().rank).unlink(missing_ok=True)
 
 
 def run_rank(work: Callable[[RankContext], int], *, run_folder: Path | None = None) -> NoReturn:
-    """Be one rank of torchrun: guard, work, report, end with the code that `work` returns or its error means.
+    """Run `work` as one rank of torchrun, write a report, and exit with the code of `work` or of its error.
 
-    `InputError` ends with `Exit.USAGE`, `Violation` with `Exit.VIOLATION`, a lost or silent peer with
-    `Exit.RANK_LOST` or `Exit.RANK_SILENT`, any other error with `Exit.CRASHED`; one line on stderr says why.
+    `InputError` ends with `Exit.USAGE`, `Violation` with `Exit.VIOLATION`, a lost or silent peer with `Exit.RANK_LOST`
+    or `Exit.RANK_SILENT`, any other error with `Exit.CRASHED`; one line on stderr says why.
     """
     _state.says = True
     _live(work, run_folder)
 
 
 def watched_by(heartbeat: Heartbeat) -> None:
-    """Have `heartbeat` tell the others of this rank's end, and explain that end by what it knows of them."""
+    """Use `heartbeat` to publish this rank's end and to explain it by the state of the other ranks."""
     _state.heartbeat = heartbeat
 
 
 def dropped_values() -> int:
-    """How many values of the ranks' store this rank has dropped so far because no rank wrote them."""
+    """How many values of the ranks' store this rank has ignored so far because no rank wrote them."""
     return 0 if _state.heartbeat is None else _state.heartbeat.dropped
 
 
 def end_now(report: Report) -> None:
-    """End this process, whose main thread hangs, from another thread; do nothing if it is ending already."""
+    """End this process from another thread, while its main thread hangs. Does nothing if it is already ending."""
 
     def last_words() -> None:
         _record(report)
@@ -110,7 +110,7 @@ def end_now(report: Report) -> None:
 
 
 def serve(entry: str, payload: str, run_folder: str, environment: Mapping[str, str], rank: int) -> NoReturn:
-    """Be this rank of `andon.launch.launcher`. payload: JSON. environment: all that ranks have in common."""
+    """Run one rank of `andon.launch.launcher`. payload: JSON. environment: the variables shared by all ranks."""
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
 
@@ -123,7 +123,7 @@ def serve(entry: str, payload: str, run_folder: str, environment: Mapping[str, s
 
 
 def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoReturn:
-    """A rank from its first line to its last: guards, signals, work, report, farewell, exit code."""
+    """Run a rank from start to end: guards, signals, work, report, farewell, exit code."""
     rank, _state.folder = 0, run_folder
 
     def end_unguarded(error: Exception) -> None:
@@ -141,32 +141,32 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
         die_with_parent(context.launcher_pid, end_unguarded)
         with contextlib.suppress(ValueError, OSError):  # stderr may have been closed
             faulthandler.enable(all_threads=False)
-        # Kernels of a CPU share a sum among their threads, so that its order depends on how many there are.
+        # CPU kernels split a sum among threads, so the order of additions depends on their number.
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
         for signum in PREEMPTION_SIGNALS:
             signal.signal(signum, note_signal)
-        # The launcher has blocked these until now, so that no signal is lost, or kills a rank without handlers.
+        # Blocked by the launcher until now, so that no signal is lost, or kills a rank without handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PREEMPTION_SIGNALS)
         code = Exit(work(context))
         _take_the_end()
-        asked = preempted()
+        signal_received = preempted()
         cause = "finished" if code == Exit.OK else f"ended with {code.name} ({int(code)})"
-        if code == Exit.PREEMPTED and asked is not None:
-            cause = f"ended at a step boundary on {asked.name}"
+        if code == Exit.PREEMPTED and signal_received is not None:
+            cause = f"ended at a step boundary on {signal_received.name}"
         report = Report(rank=rank, exit=code, cause=cause, time=time.time())
-    except BaseException as error:  # noqa: BLE001 - whatever it is, this rank must leave a report and end
+    except BaseException as error:  # noqa: BLE001 - any error: this rank must leave a report and end
         _take_the_end()
         report = describe(error, rank)
         if _state.heartbeat is not None and report.left:
-            told = _state.heartbeat.clock.read()
-            report = replace(report, step=told.step, cause=f"{report.cause} in {told.where}, before the end of the run")
+            now = _state.heartbeat.clock.read()
+            report = replace(report, step=now.step, cause=f"{report.cause} in {now.where}, before the end of the run")
         elif _state.heartbeat is not None and report.exit in (Exit.RANK_LOST, Exit.RANK_SILENT):
             who = _state.heartbeat.explain(Exit(report.exit))  # the error only says that another rank is lost or silent
             report = replace(report, cause=f"{who} ({report.cause})") if who else report
         if os.environ.get(TRACEBACK) == "1":
             traceback.print_exc()
-    # The main thread has the end, and no other thread could end it any more: nothing here may wait without a bound.
+    # No other thread can end this process any more, so every wait below needs a timeout.
     seconds = _RECORD_S if report.exit in (Exit.OK, Exit.PREEMPTED) else _LAST_WORDS_S
     if not run_within(seconds, lambda: _record(report)):
         late = f"its report could not be written: the disk took nothing for {seconds:g} s"
@@ -177,7 +177,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
 
         def destroy() -> None:
-            # The group may be broken already; the report has been written, and nothing can be done about it here.
+            # The group may be broken already. The report is written, so the error is ignored.
             with contextlib.suppress(RuntimeError):
                 distributed.destroy_process_group()
 
@@ -190,7 +190,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
 
 
 def _take_the_end() -> None:
-    """The main thread ends this process, unless another thread has begun to: that one ends it now."""
+    """Claim the end of this process. If another thread is already ending it, wait for that."""
     if not _state.ending.acquire(blocking=False):
         threading.Event().wait()
 
@@ -203,7 +203,7 @@ def _say_end(report: Report) -> None:
 
 
 def _record(report: Report) -> None:
-    """Write the report, and torch's own form of it; a disk that takes neither must not hide the exit code."""
+    """Write the report, and torch's error file. A disk error must not hide the exit code."""
     report = replace(report, launch=os.environ.get(RUN_ID, ""))
     torch_file = os.environ.get(ERROR_FILE_VARIABLE)
     writes = [] if _state.folder is None else [partial(report.write, _state.folder)]

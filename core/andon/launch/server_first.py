@@ -1,6 +1,6 @@
-"""Imported first by the fork server only, so that it ends with its launcher while it still imports, too.
+"""Imported first, by the fork server only: it ends with its launcher, even while it imports.
 
-An import that fails in the fork server is reported in one line, not as a traceback.
+Reports a failed import of the fork server in one line, not as a traceback.
 """
 
 from __future__ import annotations

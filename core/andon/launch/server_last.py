@@ -1,8 +1,8 @@
-"""Imported last by the fork server only: it then ends at once when its launcher does, stopped or not.
+"""Imported last, by the fork server only: it then ends immediately when its launcher does, stopped or not.
 
-An interpreter with torch, transformers and peft takes most of a second to take its modules down one by one, and a
-reader of the launcher's output waits for the fork server too, which holds the other end. Ranks, which are forked from
-it and run the same exit functions, are not affected.
+An interpreter with torch, transformers and peft needs most of a second to tear down its modules. A reader of the
+launcher's output waits for the fork server too, which holds the other end of the pipe. Ranks, which are forked from it
+and run the same exit functions, are not affected.
 """
 
 from __future__ import annotations

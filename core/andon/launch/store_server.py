@@ -1,8 +1,8 @@
-"""The ranks' store on one machine: a Unix socket that other users cannot open, where torch's own listens on TCP.
+"""The ranks' store on one machine: a Unix socket that other users cannot open (torch's own store listens on TCP).
 
-The socket lies in multiprocessing's temporary folder, as those of the fork server do, which only this user may enter.
-The kernel is asked for the user of who connects, too. A server is a thread of the launcher's process for each
-connection, and goes with that process; a message is byte strings with their lengths, and none is unpickled.
+The socket lies in multiprocessing's temporary folder, which only this user may enter. The server also asks the kernel
+for the user of each client. It runs a thread per connection in the launcher's process and ends with it. Messages are
+byte strings with their lengths; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group of the other end (
 class StoreServer:
     """Values by name for the processes of this user, at the socket `address`, until it is closed.
 
-    Raises `OSError` if the folder for temporary files takes no socket.
+    Raises `OSError` if no socket can be created in the temporary folder.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class StoreServer:
         self._accepting.start()
 
     def close(self) -> None:
-        """Nobody else can connect; connected clients are still answered."""
+        """Stop accepting connections. Connected clients are still answered."""
         self._closed.set()
         with suppress(OSError):  # it has been closed before, or its folder is gone
-            Client(self.address, "AF_UNIX").close()  # a thread that accepts does not notice otherwise
+            Client(self.address, "AF_UNIX").close()  # wakes the accepting thread
             self._accepting.join()
         self._listener.close()
 
@@ -55,10 +55,10 @@ class StoreServer:
                         stack.pop_all()  # the thread closes it
             except (OSError, RuntimeError):
                 if not self._closed.is_set():
-                    time.sleep(0.01)  # no descriptor or thread is free, or the caller has gone: others may still call
+                    time.sleep(0.01)  # no descriptor or thread is free, or the client has gone: keep accepting
 
     def _serve(self, connection: Connection) -> None:
-        # Until the client is gone, or sends something that is no call.
+        # Until the client disconnects or sends an invalid call.
         with connection, suppress(EOFError, OSError, ValueError, TypeError, struct.error):
             while True:
                 call = unpacked(connection.recv_bytes())
@@ -73,8 +73,8 @@ class StoreServer:
             case b"set", (key, value):
                 values[key] = value
             case b"get", (seconds, *keys):
-                there = self._changed.wait_for(lambda: values.keys() >= {*keys}, float(seconds))
-                return [values[key] for key in keys] if there else []
+                complete = self._changed.wait_for(lambda: values.keys() >= {*keys}, float(seconds))
+                return [values[key] for key in keys] if complete else []
             case b"check", keys:
                 return [b"1"] if values.keys() >= {*keys} else []
             case b"compare_set", (key, expected, desired):

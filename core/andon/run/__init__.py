@@ -1,1 +1,1 @@
-"""The files of a run, written whole or not at all. Knows no model."""
+"""The files of a run, written atomically. Independent of any model."""

@@ -1,6 +1,6 @@
-"""Files and folders that are there whole or not at all: temporary name, fsync, rename, fsync of the folder.
+"""Atomic files and folders: write under a temporary name, fsync, rename, fsync the folder.
 
-A writer that is killed leaves at most a temporary with a recognisable name, which the owner of the folder removes.
+A killed writer leaves at most a temporary with a recognisable name, which the owner of the folder removes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STORAGE = {
 
 @contextmanager
 def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterator[None]:
-    """Turn an error of the disk while `path` is written, or read, into an `InputError` with `path` and the reason."""
+    """Context manager: turn an `OSError` while `path` is written or read into an `InputError` with the reason."""
     try:
         yield
     except OSError as error:
@@ -55,22 +55,22 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name in the folder of `path` that `is_leftover` recognises. Two writers never get the same."""
+    """A unique new name in the folder of `path` that `is_leftover` recognises."""
     return path.with_name(f"{path.name}{_LEFTOVER}{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file or folder of this name is the temporary of a writer."""
+    """True for the name of a writer's temporary file or folder."""
     return _LEFTOVER in name
 
 
 def clean_leftovers(folder: Path) -> list[str]:
-    """Remove the temporaries in `folder` and return their names. Only for its owner: others' temporaries are in use."""
+    """Remove the temporaries in `folder` and return their names. Only for its owner: others may be using them."""
     with storage(folder, "read"):
-        found = sorted(entry.name for entry in os.scandir(folder) if is_leftover(entry.name))
-    for name in found:
+        names = sorted(entry.name for entry in os.scandir(folder) if is_leftover(entry.name))
+    for name in names:
         remove(folder / name)
-    return found
+    return names
 
 
 def remove(path: Path) -> None:
@@ -83,8 +83,8 @@ def remove(path: Path) -> None:
 
 
 def write_new(path: Path, data: bytes | Iterator[bytes | memoryview]) -> None:
-    """Create `path` with `data`, fsynced, with the permissions that the umask leaves. Not atomic: `write_whole` is."""
-    # Never into an existing file: it may be another writer's, or a link that somebody put in its place.
+    """Create `path` with `data` and the umask's permissions, and fsync it. Not atomic: `write_whole` is."""
+    # Never open an existing file: it may be another writer's, or a planted link.
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for part in data if isinstance(data, Iterator) else (data,):
@@ -95,7 +95,7 @@ def write_new(path: Path, data: bytes | Iterator[bytes | memoryview]) -> None:
 
 
 def write_whole(path: Path, data: bytes | Iterator[bytes]) -> None:
-    """Make `path` hold `data`, or its parts: at any moment, also after a crash, it is the old file or the new one.
+    """Atomically replace the content of `path` with `data`, or its parts: a crash leaves the old file or the new one.
 
     Raises `InputError` if the folder cannot be written or the disk is full; the old file then stays.
     """
@@ -107,23 +107,23 @@ def write_whole(path: Path, data: bytes | Iterator[bytes]) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        # A rename survives a power cut once the folder is on the disk.
+        # A rename survives a power cut once the folder is synced.
         fsync_folder(path.parent)
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a new empty folder to fill; at the end of the context its files are fsynced and it takes the name `path`.
+    """Context manager: yield a new empty folder; on exit, fsync its files and rename it to `path`.
 
-    On an error nothing of it stays, and a folder that was at `path` stays. A crash between the two renames loses an old
-    folder: only for what can be made again, such as an export. Raises `InputError` as `write_whole` does.
+    On an error the new folder is removed and an old one stays. A crash between the two renames loses an old folder: use
+    it only for reproducible content such as an export. Raises `InputError` as `write_whole` does.
     """
     with storage(path):
         temporary, replaced = temporary_beside(path), temporary_beside(path)
         temporary.mkdir()
         try:
             yield temporary
-            # Before the name: a power cut must not leave a named folder whose files are empty.
+            # Before the rename: a power cut must not leave a named folder with empty files.
             for root, _, names in os.walk(temporary):
                 for name in names:
                     handle = os.open(Path(root, name), os.O_RDONLY)
@@ -142,9 +142,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def exchange(temporary: Path, path: Path, replaced: Path) -> None:
-    """Give the folder `temporary` the name `path`; what had that name gets the name `replaced`.
+    """Rename the folder `temporary` to `path`, after an existing `path` to `replaced`.
 
-    No rename replaces a folder with files in it, so for a moment nothing has that name.
+    A rename cannot replace a folder with files in it, so for a moment `path` does not exist.
     """
     if os.path.lexists(path):
         path.rename(replaced)
@@ -163,5 +163,5 @@ def json_bytes(value: Mapping[str, object]) -> bytes:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """`write_whole` of `json_bytes(value)`."""
+    """Write `json_bytes(value)` with `write_whole`."""
     write_whole(path, json_bytes(value))

@@ -1,9 +1,9 @@
-"""Checkpoints: the whole state, written whole or not at all, and verified before it counts (clause `checkpoint-whole`).
+"""Checkpoints of the whole state, written atomically and verified before they count (clause `checkpoint-whole`).
 
 A checkpoint is a folder `step-00000042` with `tensors.safetensors`, `state.json` and `manifest.json`. It is written
-under a temporary name, its manifest last, read back and compared by name, and then renamed once. While a checkpoint of
-the same step is replaced, the old one is kept beside it as `step-00000042.old-...`, which loading accepts too.
-Nothing in it is pickled. To write and to verify takes the memory of one tensor, whatever the size of the state.
+under a temporary name, its manifest last, read back and compared tensor by tensor, and then renamed. While a checkpoint
+of the same step is replaced, the old one is `step-00000042.old-...`, which loading accepts too. Nothing in it is
+pickled. Writing and verifying need the memory of one tensor, whatever the size of the state.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state after `step` updates, as it was read. `digest` is the `tree_digest` of `tensors` as 16 digits.
+    """The state after `step` updates, as read from disk. `digest` is the `tree_digest` of `tensors` as 16 hex digits.
 
-    `head` is the head that the ledger had: its number of lines and the digest of the last.
+    `head` is the head of the ledger when it was saved: the number of lines and the digest of the last.
     """
 
     path: Path
@@ -73,9 +73,9 @@ class _File(Part):
 
 @dataclass(frozen=True)
 class Manifest(Part):
-    """The file that is written last: what the others hold, and the dtype and shape of each tensor by name.
+    """The file that is written last: size and SHA-256 of the others, and dtype and shape of each tensor by name.
 
-    In the file `sha256` is added, that of all other keys, so that the manifest guards its own bytes too.
+    The file also holds `sha256`, the digest of all other keys, so that the manifest verifies its own bytes too.
     """
 
     version: int
@@ -95,11 +95,11 @@ def save_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step` into `folder` (the run's `checkpoints`) and return its path.
 
-    tensors: on any device, of any stride, overlapping or not; they are not changed. state: JSON as it comes back:
-    string keys, lists, finite numbers. head: the head of the ledger, which is synced before. At every moment, also if
-    the process dies, `folder` holds the old checkpoint of this step or the new one, and nothing half-written counts.
-    Raises `InputError` if the disk refuses, `Violation` if other values are read back than were saved, and `ValueError`
-    for a state that is not strict JSON; what was there before then stays.
+    tensors: on any device, of any stride, overlapping or not; they are not changed. state: must survive a JSON round
+    trip: string keys, lists, finite numbers. head: the head of the ledger, which the caller has synced. Even if the
+    process dies, `folder` holds the old checkpoint of this step or the new one, and half-written ones do not count.
+    Raises `InputError` if the disk fails, `Violation` if the values read back differ from those saved, and `ValueError`
+    for a state that is not strict JSON; the old checkpoint then stays.
     """
     listed = json_bytes(state)
     if json.loads(listed) != dict(state):
@@ -117,10 +117,10 @@ def save_checkpoint(
             listing = {name: _kind(tensor) for name, tensor in tensors.items()}
             manifest = Manifest(VERSION, step, hex64(join(saved)), Head(*head), files, listing)
             body = manifest.to_json()
-            # Last, with the digests of the others: a folder without a manifest does not count.
+            # Last, with the other files' digests: a folder without a manifest does not count.
             write_new(temporary / MANIFEST, json_bytes(body | {"sha256": _sha256(json_bytes(body))}))
             fsync_folder(temporary)
-            # Verified on the disk before it gets its name: a damaged folder must not replace a sound one.
+            # Verified before the rename: a damaged folder must not replace a sound one.
             _require_saved(temporary, saved, step)
             _put_in_place(temporary, final)
         except BaseException:
@@ -135,10 +135,10 @@ def safetensors_parts(
     data: Callable[[str], memoryview],
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
-    """The parts of a file in the safetensors format: its header, and the bytes of one tensor after the other.
+    """The parts of a file in the safetensors format: the header, then the bytes of one tensor after the other.
 
-    The library's `save` builds the whole file in memory; its `save_file` makes it readable by its owner alone and hides
-    the error of a disk. kinds: dtype and shape by name. data: the bytes of a tensor, called when they are written.
+    The library's `save` builds the whole file in memory. Its `save_file` makes the file readable only by its owner and
+    hides disk errors. kinds: dtype and shape by name. data: returns a tensor's bytes, called as they are written.
     """
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     ordered = sorted(kinds, key=lambda name: (-kinds[name][0].itemsize, name))  # aligns every tensor
@@ -154,9 +154,9 @@ def safetensors_parts(
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The row-major bytes of `tensor`; a copy of them only if it is on another device or not contiguous."""
+    """The row-major bytes of `tensor`, copied only if it is on another device or not contiguous."""
     plain = tensor.detach().cpu().contiguous()
-    # A contiguous tensor of one element may have any stride, with which `view` refuses it.
+    # A contiguous tensor of one element may have any stride, and `view` rejects some.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
@@ -173,20 +173,20 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _File:
 
 
 def _require_saved(folder: Path, saved: Mapping[str, int], step: int) -> None:
-    """The disk holds what was saved, tensor by tensor. Raises `Violation` (`checkpoint-whole`)."""
-    found: Mapping[str, int] = {}
+    """Check that the disk holds what was saved, tensor by tensor. Raises `Violation` (`checkpoint-whole`)."""
+    digests: Mapping[str, int] = {}
     fault = ""
     try:
-        manifest, _, found = _read(folder, tensor_digest)
+        manifest, _, digests = _read(folder, tensor_digest)
         if manifest.step != step:
             fault = f"what was written cannot be read back: the step is {manifest.step}"
     except CheckpointError as error:
         fault = f"what was written cannot be read back: {error}"
-    enforce(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in found.items()}, step, fault)))
+    enforce(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in digests.items()}, step, fault)))
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:
-    # The old one steps aside under a name that counts as much, in case the process dies between the two renames.
+    # The old one gets a name that loading accepts, in case the process dies between the two renames.
     exchange(temporary, final, final.with_name(f"{final.name}.old-{secrets.token_hex(4)}"))
     for other in _named(final.parent, links=True).get(_step_of(final), []):
         if other != final:
@@ -196,9 +196,9 @@ def _put_in_place(temporary: Path, final: Path) -> None:
 def load_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint at `path`, every byte verified before it is parsed.
 
-    Raises `CheckpointError` naming the file and the fault: missing, cut, changed, exchanged, not listed, a link.
+    Raises `CheckpointError` naming the file and the fault: missing, truncated, changed, swapped, not listed, a link.
     """
-    manifest, state, tensors = _read(path, torch.clone)  # not mapped: the file may change later
+    manifest, state, tensors = _read(path, torch.clone)  # copied: the mapped file may change later
     if _NAME.fullmatch(path.name) and manifest.step != _step_of(path):
         what = f"it is of step {manifest.step}, the folder's name says {_step_of(path)}"
         raise CheckpointError(f"{path / MANIFEST}: {what}")
@@ -210,7 +210,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[str, Any], dict[str, Read]]:
-    """The manifest, the state, and by name the result of `use` for each tensor, which is mapped only meanwhile.
+    """The manifest, the state, and the result of `use` for each tensor by name. A tensor is mapped only during `use`.
 
     Raises `CheckpointError` naming the file and the fault.
     """
@@ -230,13 +230,13 @@ def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[s
     manifest = _read_manifest(folder / MANIFEST)
     for name in (TENSORS, STATE):
         _require_listed(folder / name, manifest.files[name])
-    path, found = folder / TENSORS, dict[str, Read]()
+    path, results = folder / TENSORS, dict[str, Read]()
     try:
         with safe_open(path, framework="pt") as opened:
             kinds = {}
             for name in sorted(opened.keys()):
                 tensor = opened.get_tensor(name)
-                kinds[name], found[name] = _kind(tensor), use(tensor)
+                kinds[name], results[name] = _kind(tensor), use(tensor)
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     for name in sorted(kinds.keys() ^ manifest.tensors.keys()):
@@ -244,7 +244,7 @@ def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[s
     for name, listed in manifest.tensors.items():
         if kinds[name] != listed:
             raise CheckpointError(f"{path}: tensor {name} is {kinds[name]}, the manifest says {listed}")
-    return manifest, _json_object(folder / STATE, _MOST_STATE)[0], found
+    return manifest, _json_object(folder / STATE, _MOST_STATE)[0], results
 
 
 def _require_listed(path: Path, listed: _File) -> None:
@@ -263,29 +263,29 @@ def _require_listed(path: Path, listed: _File) -> None:
 def _json_object(path: Path, most: int) -> tuple[dict[str, Any], bytes]:
     try:
         data = read_regular(path, most)
-        found = json.loads(data)
+        value = json.loads(data)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")
-    return found, data
+    return value, data
 
 
 def _read_manifest(path: Path) -> Manifest:
-    found, data = _json_object(path, MOST_JSON)
-    if found.get("version") != VERSION:
-        raise CheckpointError(f"{path}: version {found.get('version')!r} is not {VERSION}")
-    own = found.pop("sha256", None)
+    body, data = _json_object(path, MOST_JSON)
+    if body.get("version") != VERSION:
+        raise CheckpointError(f"{path}: version {body.get('version')!r} is not {VERSION}")
+    own = body.pop("sha256", None)
     try:
-        whole = own == _sha256(json_bytes(found)) and data == json_bytes(found | {"sha256": own})
+        whole = own == _sha256(json_bytes(body)) and data == json_bytes(body | {"sha256": own})
     except ValueError:
         whole = False
     if not whole:
         raise CheckpointError(f"{path}: its SHA-256 is not its own; its bytes were changed")
     try:
-        manifest = Manifest.from_json(found)
+        manifest = Manifest.from_json(body)
         if manifest.files.keys() != {TENSORS, STATE}:
             raise ValueError("it lists other files")
     except ValueError as error:
@@ -313,7 +313,7 @@ def saved_steps(folder: Path) -> list[int]:
 def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | None, list[str]]:
     """The valid checkpoint of the latest step below `before` in `folder`, and for each later one why it was rejected.
 
-    Raises `InputError` for a folder that cannot be read: a run must not begin anew because its disk fails.
+    Raises `InputError` if the folder cannot be read: a run must not start over because its disk fails.
     """
     rejected: list[str] = []
     with storage(folder, "read"):
@@ -330,8 +330,8 @@ def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | N
 def prune(folder: Path, keep: int, best: int | None = None, newest: int | None = None) -> list[Path]:
     """Remove all checkpoints but the `keep` latest and the one of step `best`; return the removed paths.
 
-    newest: the step that was saved last. Later ones were rejected when the run was resumed: they do not count, and stay
-    for the user to look at until they are written anew. Raises `InputError` if the disk refuses.
+    newest: the step that was saved last. Later ones were rejected on resume: they do not count, and stay for inspection
+    until they are overwritten. Raises `InputError` if the disk fails.
     """
     with storage(folder, "read"):
         named = _named(folder)
@@ -344,7 +344,7 @@ def prune(folder: Path, keep: int, best: int | None = None, newest: int | None =
 
 def _discard(path: Path) -> None:
     with storage(path):
-        # The name goes first, and on the disk: a folder with the name of a checkpoint has all of its files.
+        # Rename and sync first, so that every folder with a checkpoint's name has all of its files.
         unnamed = temporary_beside(path)
         path.rename(unnamed)
         fsync_folder(path.parent)
@@ -359,13 +359,13 @@ def _step_of(path: Path) -> int:
 
 
 def _named(folder: Path, *, links: bool = False) -> dict[int, list[Path]]:
-    """The folders that are named like checkpoints, by step, the plain name before those that were replaced.
+    """The folders named like checkpoints, by step, the plain name before replaced ones.
 
-    links: include links, which are never valid but have the name of a checkpoint.
+    links: include links, which are never valid checkpoints.
     """
-    found: dict[int, list[Path]] = {}
+    by_step: dict[int, list[Path]] = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         wanted = entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())
         if wanted and (match := _NAME.fullmatch(entry.name)):
-            found.setdefault(int(match[1]), []).append(folder / entry.name)
-    return found
+            by_step.setdefault(int(match[1]), []).append(folder / entry.name)
+    return by_step

@@ -1,9 +1,9 @@
-"""Columns of numbers that are computed once and cached in a folder, for all that need the same again.
+"""A disk cache for columns of numbers, which are computed once and then reused.
 
-Each set has a folder named by the digest of all that it depends on. In it are a file for each column, of plain numbers
-in this machine's byte order, and `index.json` with the length and the SHA-256 of each and other facts. The first
-process to need it writes it under a lock, and it gets its name when it is whole. A damaged set is never used: it is
-computed again. Nothing in it is run.
+Each set of columns has a folder named by the digest of its inputs. It holds a file for each column, of raw numbers in
+this machine's byte order, and `index.json` with the size and SHA-256 of each file and further facts. The first process
+that needs a set writes it under a lock and then renames the folder. A damaged set is computed again. Nothing in it is
+executed.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 Read = TypeVar("Read")
 Numbers = Mapping[str, "array[int] | array[float]"]
 Make = Callable[[Callable[[Numbers], None]], Mapping[str, object]]
-"""Passes further numbers of some columns to its argument, again and again, and returns the other facts."""
+"""Calls its argument with further numbers of some columns, repeatedly, and returns the other facts."""
 
 FORMAT = 1
-"""The version of the format of a folder; another one is another digest."""
+"""The version of a folder's format; part of its digest."""
 _INDEX, _LOCK = "index.json", ".lock"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns in files that were verified, with the number of values in each. `said`: the other facts."""
+    """Verified columns in files, with the number of values in each. `said`: the other facts."""
 
     folder: Path
     counts: Mapping[str, int]
@@ -50,7 +50,7 @@ class Columns:
 
 
 def key_of(libraries: tuple[str, ...], **depends_on: object) -> str:
-    """The digest of what columns depend on: the arguments, the format, and the versions of the libraries."""
+    """The digest of the inputs of columns: the arguments, the format, and the versions of the libraries."""
     versions = {name: version_of(name) or "" for name in libraries}
     return _digest({"format": [FORMAT, sys.byteorder], "versions": versions, **depends_on})
 
@@ -60,8 +60,8 @@ def load_or_build(
 ) -> Read:
     """The result of `read` on the columns under `key` in `folder`, which `make` computes first if necessary.
 
-    Waits for another process that computes some, so call it before other ranks wait for this one with a timeout.
-    Raises the errors of `make`, of which nothing stays, and `InputError` if the disk refuses.
+    Waits for another process that computes some, so call it before other ranks wait for this one with a timeout. Raises
+    the errors of `make`, after removing its files, and `InputError` if the disk fails.
     """
     path = folder / key
     try:
@@ -77,7 +77,7 @@ def load_or_build(
         with storage(folder / _LOCK):
             fcntl.flock(handle, fcntl.LOCK_EX)
         try:
-            return _read(path, kinds, read)  # computed by the process that had the lock before
+            return _read(path, kinds, read)  # computed by the previous owner of the lock
         except FileNotFoundError:
             pass
         except ValueError:
@@ -91,7 +91,7 @@ def load_or_build(
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder of columns, if there is one. Raises `InputError` if the disk refuses."""
+    """Remove a folder of columns, if it exists. Raises `InputError` if the disk fails."""
     if folder.is_dir() and not folder.is_symlink():
         remove(folder)
 
@@ -106,9 +106,9 @@ def _write(folder: Path, kinds: Mapping[str, str], make: Make) -> None:
                 files[name].write(column)
                 sums[name].update(column)
 
-        said = dict(make(append))
-        told = {name: {"bytes": file.tell(), "sha256": sums[name].hexdigest()} for name, file in files.items()}
-    body = {"said": said, "files": told}
+        facts = dict(make(append))
+        listed = {name: {"bytes": file.tell(), "sha256": sums[name].hexdigest()} for name, file in files.items()}
+    body = {"said": facts, "files": listed}
     write_new(folder / _INDEX, json_bytes(body | {"sha256": _digest(body)}))
 
 
@@ -117,7 +117,7 @@ def _digest(body: Mapping[str, object]) -> str:
 
 
 def _read(path: Path, kinds: Mapping[str, str], read: Callable[[Columns], Read]) -> Read:
-    """Raises `FileNotFoundError` if there is nothing at `path`, `ValueError` for anything but whole columns."""
+    """Raises `FileNotFoundError` if `path` does not exist, `ValueError` if the columns are damaged."""
     if not os.path.lexists(path):
         raise FileNotFoundError(path)
     try:

@@ -1,7 +1,7 @@
 """The run folder: its layout, its state, its one writer, and the one command that trains in it.
 
-An open file holds a lock, so that the kernel releases the lock with its owner, however that ends. The text in a lock
-is for readers.
+A lock belongs to an open file (flock), so the kernel releases it however its owner ends. The text in a lock is only for
+readers.
 """
 
 from __future__ import annotations
@@ -25,28 +25,27 @@ from andon_contracts.record import MAX_LINE
 from andon_contracts.untrusted import MOST_JSON, open_regular
 
 REPORTS = "reports"
-"""The folder in which ranks report how they ended; under torchrun it may be there before the run folder has an owner.
-"""
+"""The folder of the ranks' end reports. Under torchrun it may exist before the run folder has an owner."""
 RUNS = Path("runs")
-"""The parent of run folders that the user does not name, in the working folder."""
+"""The default parent of run folders, in the working folder."""
 _OWNER_LIMIT = 4096
 
 
 class State(Enum):
-    """The kinds of things at the path of a run folder."""
+    """The state of the path of a run folder."""
 
     EMPTY = "empty"
     """Nothing, or an empty folder: a run may start here."""
     UNFINISHED = "unfinished"
-    """A run that has not ended: it may be resumed, or is being written."""
+    """A run that has not ended: it can be resumed, or is being written."""
     FINISHED = "finished"
     """A run that reached its end."""
     FOREIGN = "foreign"
-    """Other files than those of a run: never written to."""
+    """Files that are not a run's: never written to."""
 
 
 class RunFolder:
-    """The paths of the files of the run at `path`. The constructor touches nothing."""
+    """The paths of the files of the run at `path`. The constructor does not access the disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,19 +54,19 @@ class RunFolder:
         self.provenance = path / "provenance.json"
         self.ledger = path / "ledger.jsonl"
         self.metrics = path / "metrics.jsonl"
-        """A line of JSON per logged step or evaluation."""
+        """One line of JSON per logged step or evaluation."""
         self.events = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
         self.confusion = path / "confusion"
-        """The folder of confusion matrices, a file each (`metrics/confusion`)."""
+        """The folder of confusion matrices, one file each (`metrics/confusion`)."""
         self.adapter = path / "adapter"
         """The PEFT adapter, or the whole model of a run without one."""
         self.rows = path / "rows"
         """The rows that the caller passed as Python objects."""
         self.tokens = path / "tokens"
-        """The rows as tokens; only while the run is not finished, and if tokenising takes long."""
+        """The tokenised rows; only until the run is finished, and only if tokenising takes long."""
         self.skipped = path / "skipped_rows.txt"
-        """The rows that were not used, a line each (`data.bad_rows`)."""
+        """The rows that were skipped, one per line (`data.bad_rows`)."""
         self.summary = path / "summary.json"
         """The outcome of the run; written last."""
         self.lock = path / ".lock"
@@ -96,7 +95,7 @@ class RunFolder:
         return State.FINISHED if finished else State.UNFINISHED
 
     def begun(self) -> bool:
-        """Whether a run has left anything here that another must not overwrite.
+        """Whether a run has written data that another run must not overwrite.
 
         That is a line of its ledger, a checkpoint, or, if its ledger was truncated, a line of its metrics.
         """
@@ -104,23 +103,23 @@ class RunFolder:
         return saved or _starts_a_ledger(self.ledger) or bool(_head(self.metrics, 1))
 
     def names(self) -> frozenset[str]:
-        """The names in the folder, which may not exist."""
+        """The names in the folder; empty if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(os.listdir(self.path))
         return frozenset()
 
     def discard_unbegun(self, *, before: frozenset[str] | None) -> None:
-        """Remove what a run left that ended before it began (its lock, empty folders, what it started from).
+        """Remove the files of a run that ended before it began (lock, configuration, reports, empty folders).
 
         Does nothing if a run has begun, or another process owns the folder. before: `names` before the run, which stay;
-        None: there was no folder, so an empty one is removed.
+        None: the folder did not exist, so it is removed if empty.
         """
         if not self.lock.is_file() or self.state() is State.FOREIGN or self.begun():
             return
         handle = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if self.begun():  # by another process, between the first look and the lock
+            if self.begun():  # by another process, between the first check and the lock
                 return
             clean_leftovers(self.path)
             started = (self.config, self.environment, self.provenance, self.metrics, self.ledger, self.path / REPORTS)
@@ -136,10 +135,10 @@ class RunFolder:
 
     @contextmanager
     def open_for_writing(self) -> Iterator[Self]:
-        """Own the folder during the context; it is created if it does not exist, and cleaned of temporaries.
+        """Context manager: own the folder, which is created if necessary and cleaned of temporaries.
 
-        Ask for `state` inside. Raises `InputError` if another live process owns it (naming its pid), if it holds
-        something else, or a link, which may lead out of it, or if it cannot be written.
+        Call `state` inside. Raises `InputError` if another live process owns it (naming its pid), if it holds foreign
+        files or a link, which may lead out of it, or if it cannot be written.
         """
         if self.state() is State.FOREIGN:
             raise InputError([Problem(str(self.path), "holds something that is no run; name a new or an empty folder")])
@@ -160,26 +159,26 @@ class RunFolder:
                 clean_leftovers(self.checkpoints)
             yield self
         finally:
-            with suppress(OSError):  # the lock is released however the disk answers
+            with suppress(OSError):  # the lock is released even if closing fails
                 os.close(handle)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Be the one command that trains here, from before its ranks start until after all of them have ended.
+        """Context manager: claim the folder for one training command, from before its ranks start until all have ended.
 
-        The writer's own lock is rank 0's, and free while ranks start and end; this one is not. Afterwards the claim is
-        removed, and the folder if it was made for this and is empty, whatever a signal's handler raises meanwhile.
-        Raises `InputError` if another command has it.
+        The writer's lock belongs to rank 0 and is free while ranks start and end. On exit the claim is removed, and the
+        folder too if it was created here and is empty, even if a signal handler raises. Raises `InputError` if another
+        command holds the claim.
         """
         with storage(self.path):
-            made = not self.path.exists()
+            created = not self.path.exists()
         handle = None
         try:
             with storage(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 handle = open_lock(self._claim)
             self._take(handle, self._claim)
-            with suppress(InputError):  # a disk that is full is found by what needs it
+            with suppress(InputError):  # a full disk is reported by the next write
                 _sign(handle, self._claim)
             yield
         finally:
@@ -187,12 +186,12 @@ class RunFolder:
                 os.close(handle)
             with suppress(OSError):
                 _remove_unclaimed(self._claim)
-            if made:
+            if created:
                 with suppress(OSError):  # it stays if anything is in it
                     self.path.rmdir()
 
     def refuse_claimed(self) -> None:
-        """Raise `InputError` if a command has claimed the folder; for ranks that belong to no command."""
+        """Raise `InputError` if a command has claimed the folder; for ranks that no command of ours started."""
         with storage(self._claim, "read"):
             try:
                 handle = os.open(self._claim, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -200,16 +199,16 @@ class RunFolder:
                 return
         try:
             with storage(self._claim, "read"):
-                self._lock(handle, fcntl.LOCK_SH)  # shared: ranks that ask at the same time do not keep each other out
+                self._lock(handle, fcntl.LOCK_SH)  # shared: ranks that check at the same time do not block each other
         finally:
             os.close(handle)
 
     def _take(self, handle: int, file: Path) -> None:
-        """Lock the open `file` for this process alone. Raises `InputError` if another has it, or just removed it."""
+        """Lock the open `file` exclusively. Raises `InputError` if another process holds or just removed it."""
         with storage(file):
             self._lock(handle, fcntl.LOCK_EX)
-            there = _is_at(handle, file)
-        if not there:  # the lock is worthless: others lock the file that has the name now
+            current = _is_at(handle, file)
+        if not current:  # others now lock another file of this name
             raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
 
     def _lock(self, handle: int, how: int) -> None:
@@ -219,17 +218,17 @@ class RunFolder:
             raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
 
     def _refuse_no_files(self) -> None:
-        """Raise `InputError` for a folder in the place of a file, and for a pipe, which would keep a reader waiting."""
+        """Raise `InputError` if a folder, pipe or device has the name of a file: reading a pipe would block."""
         ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
         names = {path.name for path in (*ours, self._claim)}
-        found = [each for each in os.scandir(self.path) if each.name in names]
+        entries = [each for each in os.scandir(self.path) if each.name in names]
         what = "is no file, but a folder, a pipe or a device"
-        if odd := [each.name for each in found if not (each.is_file() or each.is_symlink())]:
-            raise InputError([Problem(str(self.path / name), what) for name in odd])
+        if wrong := [each.name for each in entries if not (each.is_file() or each.is_symlink())]:
+            raise InputError([Problem(str(self.path / name), what) for name in wrong])
 
 
 def open_lock(file: Path) -> int:
-    """A descriptor of `file`, which is created if it does not exist; a link is not followed."""
+    """A descriptor of `file`, which is created if it does not exist. Links are not followed."""
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
@@ -237,16 +236,16 @@ def _sign(handle: int, file: Path) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     data = json_bytes({"andon_run": 1, "pid": os.getpid(), "host": socket.gethostname(), "since": now.isoformat()})
     with storage(file):
-        # Written over, then cut: at no moment is the mark of a run gone from its folder.
+        # Overwritten, then truncated: the folder is recognisable as a run's at every moment.
         write_all(handle, data)
         os.ftruncate(handle, len(data))
 
 
 def _owner(handle: int) -> str:
-    found = _json_object(os.pread(handle, _OWNER_LIMIT, 0))
-    if "pid" not in found:
+    owner = _json_object(os.pread(handle, _OWNER_LIMIT, 0))
+    if "pid" not in owner:
         return "another process, which has just started"
-    return f"process {found['pid']} on {found.get('host')} since {found.get('since')}; wait for it or end it"
+    return f"process {owner['pid']} on {owner.get('host')} since {owner.get('since')}; wait for it or end it"
 
 
 def _is_at(handle: int, file: Path) -> bool:
@@ -257,7 +256,7 @@ def _is_at(handle: int, file: Path) -> bool:
 
 
 def _remove_unclaimed(file: Path) -> None:
-    """Remove a claim without an owner. Raises `BlockingIOError`, and removes nothing, if another command has it."""
+    """Remove a claim without an owner. Raises `BlockingIOError` if another command holds it."""
     handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -268,9 +267,9 @@ def _remove_unclaimed(file: Path) -> None:
 
 
 def new_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
-    """A new empty folder under `base`, named by the time (UTC) to the second; later ones of a second count.
+    """Create a folder under `base`, named by the time (UTC) to the second, and by a number if that is taken.
 
-    No other process gets the same. Raises `InputError` if none can be made.
+    Safe for concurrent processes. Raises `InputError` if none can be created.
     """
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%d-%H%M%S")
     with storage(base):
@@ -284,7 +283,7 @@ def new_folder(base: Path = RUNS, now: datetime | None = None) -> Path:
 
 
 def metrics_lines(path: Path) -> Iterator[bytes]:
-    """The lines of the metrics at `path`, up to a torn or overlong one. Raises `OSError` as `open_regular` does."""
+    """The lines of the metrics at `path`, up to and including a torn or overlong one. Raises as `open_regular`."""
     with open_regular(path) as file:
         while line := file.readline(MAX_LINE):
             yield line
@@ -294,19 +293,19 @@ def metrics_lines(path: Path) -> Iterator[bytes]:
 
 def _json_object(data: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _head(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of the file at `path`, which may not exist. Raises `InputError` if the disk fails."""
+    """The first `limit` bytes of the file at `path`; empty if it cannot be opened. Raises `InputError` for EIO."""
     try:
         with open_regular(path) as file:
             return file.read(limit)
     except OSError as error:
-        if error.errno == errno.EIO:  # it may be a run: it is neither begun anew nor called foreign
+        if error.errno == errno.EIO:  # it may be a run: neither start over nor call it foreign
             raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
         return b""
 

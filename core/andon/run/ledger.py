@@ -1,4 +1,4 @@
-"""The ledger of a run: one line a step, whole and linked, by one writer."""
+"""The ledger of a run: hash-chained lines, one per step, from a single writer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from andon_contracts.record import LedgerFile, Record, chain, read_lines
 
 
 class LedgerWriter(LedgerFile):
-    """A `LedgerFile` that raises `InputError` if the disk refuses or another program changed the file.
+    """A `LedgerFile` that raises `InputError` if the disk fails or another program changed the file.
 
-    Only the owner of the run folder may hold one.
+    Only the owner of the run folder may open one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,7 +31,7 @@ class LedgerWriter(LedgerFile):
             super().sync()
 
     def close(self) -> None:
-        """Sync and close; more than once is harmless."""
+        """Sync and close. Idempotent."""
         with storage(self.path):
             super().close()
 
@@ -55,6 +55,6 @@ def read_ledger(path: Path) -> Iterator[Record]:
 
 
 def digested_ledger(path: Path) -> Iterator[tuple[Record, str]]:
-    """As `read_ledger`, each record with the digest of its line, which a checkpoint quotes of the line before it."""
+    """As `read_ledger`, with the digest of each record's line. A checkpoint stores that of the line before it."""
     for record, raw in read_lines(path):
         yield record, chain(raw)

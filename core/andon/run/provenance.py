@@ -1,4 +1,4 @@
-"""What decides the result of a run: versions, machine and flags, commit, and the digests of its inputs."""
+"""The facts that determine a run's result: versions, machine and flags, commit, and digests of its inputs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from andon_contracts.untrusted import read_json
 
 _CORE = Path(__file__).resolve().parents[1]
 _COMPILED_BY = ("model", "fast")
-"""Folders of the code that decides what a compiled pass computes."""
+"""Packages whose code determines the bits of a compiled pass."""
 
 
 def environment(
     threads: int | None = None, devices: Sequence[str] = (), *, portable: str | None = None
 ) -> dict[str, object]:
-    """The machine and versions that a run runs on: `andon_contracts.fingerprint.environment`, and more.
+    """The machine and versions of a run: `andon_contracts.fingerprint.environment`, and more.
 
-    portable: how products add in a run with `run.portable`; its fingerprint is the same for all kinds of CPU. With
-    devices also `sources`, digests of the code that rewrites and compiles passes for them, which decides bits as much
+    portable: the order of additions in products with `run.portable`; the fingerprint is then the same for all types of
+    CPU. With devices also `sources`: digests of our code that rewrites and compiles passes for them, which affects bits
     as a library does.
     """
-    found = environment_of_process(threads, devices)
+    facts = environment_of_process(threads, devices)
     sources = {f"andon.{folder}": source_digest(_CORE / folder) for folder in _COMPILED_BY} if devices else {}
-    return found | ({"sources": sources} if devices else {}) | ({"portable": portable} if portable else {})
+    return facts | ({"sources": sources} if devices else {}) | ({"portable": portable} if portable else {})
 
 
 def source_digest(folder: Path) -> str:
@@ -45,7 +45,7 @@ def source_digest(folder: Path) -> str:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, ...]:
-    """The differences between two fingerprints, as `name: ours, theirs`; empty if bits may be compared."""
+    """The differences between two fingerprints, as `name: ours, theirs`; empty if bits are comparable."""
     pairs = {name: (ours.get(name, "none"), theirs.get(name, "none")) for name in sorted({*ours, *theirs})}
     return tuple(f"{name}: {mine}, {other}" for name, (mine, other) in pairs.items() if mine != other)
 
@@ -53,7 +53,7 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str
 def commit() -> str | None:
     """The git commit that this file was checked out from, with `-dirty` if tracked files differ; None elsewhere.
 
-    An installed package may lie inside somebody's repository: the file must be tracked.
+    The file must be tracked, because an installed package may lie inside another repository.
     """
     here = Path(__file__).resolve()
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
@@ -71,20 +71,20 @@ def write_provenance(
     environment: Mapping[str, object],
     new_tokens: Mapping[str, int] | None = None,
 ) -> None:
-    """Write what decides a run: commit, identity of the configuration, digests of its inputs, ids of new tokens."""
-    found = {
+    """Write a run's commit, configuration identity, input digests, environment and ids of new tokens."""
+    content = {
         "commit": commit(),
         "identity": identity,
         "digests": dict(digests),
         "environment": dict(environment),
         "fingerprint": fingerprint(environment),
     }
-    write_json(path, found | ({"new_tokens": dict(new_tokens)} if new_tokens else {}))
+    write_json(path, content | ({"new_tokens": dict(new_tokens)} if new_tokens else {}))
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """The content of a run's provenance file: digests by name, what its bits may depend on, and Andon's commit."""
+    """The content of a run's provenance file: digests by name, fingerprint, and Andon's commit."""
 
     path: Path
     digests: Mapping[str, str]
@@ -92,22 +92,22 @@ class Provenance:
     commit: str | None = None
 
     def digest(self, name: str) -> str:
-        """The digest of this name. Raises `InputError` if the file has none."""
+        """The digest `name`. Raises `InputError` if the file has none."""
         if name not in self.digests:
             raise InputError([Problem(str(self.path), f"has no digest of {name!r}")])
         return self.digests[name]
 
 
 def read_provenance(path: Path) -> Provenance:
-    """The content of the file that `write_provenance` wrote. Raises `InputError` if it cannot be read or is another."""
+    """Read a file of `write_provenance`. Raises `InputError` if it cannot be read or is another file."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
         raise InputError([Problem(str(path), f"is no provenance of a run: {error}")]) from error
-    found = found if isinstance(found, dict) else {}
-    digests, machine, commit = (found.get(name) for name in ("digests", "fingerprint", "commit"))
+    content = content if isinstance(content, dict) else {}
+    digests, machine, commit = (content.get(name) for name in ("digests", "fingerprint", "commit"))
     if not (_is_mapping_of_strings(digests) and _is_mapping_of_strings(machine)):
         raise InputError([Problem(str(path), "is no provenance of a run: it must hold digests and a fingerprint")])
     return Provenance(path, digests, machine, commit if isinstance(commit, str) else None)
@@ -118,9 +118,9 @@ def _is_mapping_of_strings(values: object) -> TypeGuard[dict[str, str]]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # A hook that calls us sets GIT_DIR for another repository.
+    # A git hook that runs us sets GIT_DIR to another repository.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # `git status` would otherwise write to the index, and leave its lock where the disk refuses.
+    # Otherwise `git status` writes to the index, and leaves its lock if the disk fails.
     clean["GIT_OPTIONAL_LOCKS"] = "0"
     try:
         done = subprocess.run(

@@ -1,6 +1,6 @@
-"""The fields of a step that must be the same when it is done again (`resume-exact`), and their comparison.
+"""The fields of a step that must be the same when it is repeated (`resume-exact`), and their comparison.
 
-A resumed run must repeat them; `replay` and `diff` find the first record at which two runs differ by them.
+A resumed run must reproduce them. `replay` and `diff` use them to find the first record at which two runs differ.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ REPEATED = (
     *("epoch", "position", "ids", "count", "terms", "content", "lr", "loss", "correct"),
     *("gradient", "grad_norm", "weights", "optimizer"),
 )
-"""Causes before their effects. World size, backend and the work of each rank may differ."""
+"""Causes before their effects. World size, backend and each rank's share of the work may differ."""
 UNKNOWN = "0" * 16
-"""A digest that was not computed, because the contracts were off."""
+"""The digest of a value that was not computed, because the contracts were off."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Difference:
 def differing(then: Step, now: Step) -> tuple[Difference, ...]:
     """The fields of `REPEATED` that differ between two records of one step, in that order.
 
-    A field that one of the records lacks does not count.
+    A field that one of the records lacks is skipped.
     """
     return tuple(each for name in REPEATED for each in apart(name, _value_of(then, name), _value_of(now, name)))
 
@@ -48,7 +48,7 @@ def apart(name: str, then: object, now: object) -> tuple[Difference, ...]:
 
 
 def lacks(record: Step, name: str) -> bool:
-    """Whether the record has no value for the field: a watch records less than a run."""
+    """Whether the record has no value for the field: the records of a watch have fewer than those of a run."""
     return _is_missing(_value_of(record, name))
 
 
@@ -61,7 +61,7 @@ def _value_of(record: Step, name: str) -> object:
 
 
 def shown(value: object, most: int = 1000) -> str:
-    """The value for a reader, in at most `most` characters; a real with its bits."""
+    """The value as text of at most `most` characters; a real with its bits."""
     text = f"{value.value:.9g} ({value.hex})" if isinstance(value, Real) else str(value)
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -77,17 +77,17 @@ def _repeated_exactly(step: int, found: Sequence[Difference]) -> bool:
 
 @require(_repeated_exactly)
 def require_repeated(step: int, found: Sequence[Difference]) -> None:
-    """Raises `Violation` (`resume-exact`) if `found` has any difference, in `step` or in what followed it."""
+    """Raises `Violation` (`resume-exact`) if `found` has any difference, of `step` or of a later step."""
 
 
 class Repeats:
-    """The records of steps that an interrupted run did after the point from which it resumes."""
+    """The records of steps that an interrupted run completed after the point from which it resumes."""
 
     def __init__(self, earlier: Mapping[int, Step] | None = None) -> None:
         self._earlier = dict(earlier or {})
 
     def judge(self, record: Step) -> None:
-        """Raises `Violation` (`resume-exact`) if the step of `record` was done before with other results."""
+        """Raises `Violation` (`resume-exact`) if `record` differs from the earlier record of its step."""
         earlier = self._earlier.pop(record.step, None)
         if earlier is not None:
             require_repeated(record.step, differing(earlier, record))

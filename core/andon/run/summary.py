@@ -14,7 +14,7 @@ from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.untrusted import read_json
 
 HELD_OUT, LAST_VALIDATION = "held-out", "last validation"
-"""The rows of the last scores: rows that decided nothing, or those by which the best checkpoint was chosen."""
+"""The rows of the last scores: held-out rows, or the validation rows that selected the best checkpoint."""
 _QUOTED = {
     "accuracy": "accuracy",
     "macro_f1": "macro-F1",
@@ -30,7 +30,7 @@ _QUOTED = {
     "pearson": "Pearson",
     "mae": "MAE",
 }
-"""The scores that a line quotes, in this order, and the word for each."""
+"""The scores in one-line summaries, in this order, and their display names."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Head(Part):
 class Summary(Part):
     """The result of a run.
 
-    steps: updates. contracts: how often the process of rank 0 evaluated each clause; violations: how many were broken.
-    final_loss: the loss of the last update. eval: the last scores as JSON, with the digest of the confusion matrix
-    (`metrics/confusion`) in place of the matrix; evaluated_on: of which rows; labels: the order of the classes in them.
-    reason: that of the ledger's end record. finished: the run reached its planned or early end, and is not resumed.
-    kept_step: the step of the best checkpoint if `weights_digest` and `eval` are of its weights (`training.keep`);
-    None: they are of the last step's. memory, in bytes: `planned` and `peak` of the GPU that needed most,
-    `process_peak` of rank 0's process. data_changed: the files of the data that changed during the run, and how.
-    dropped_values: values in the ranks' store that no rank had put there.
+    steps: updates. contracts: how often rank 0 evaluated each clause; violations: how many were broken. final_loss: the
+    loss of the last update. eval: the last scores as JSON, with the digest of the confusion matrix
+    (`metrics/confusion`) in place of the matrix; evaluated_on: their rows; labels: the order of their classes. reason:
+    that of the ledger's end record. finished: the run reached its planned or early end, and is not resumed. kept_step:
+    the step of the best checkpoint if `weights_digest` and `eval` are of its weights (`training.keep`); None: they are
+    of the last step's. memory, in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's
+    process. data_changed: data files that changed during the run, and how. dropped_values: values in the ranks' store
+    that were ignored because no rank wrote them.
     """
 
     run: str
@@ -80,14 +80,14 @@ class Summary(Part):
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write `summary` whole or not at all; a score that is not finite becomes null.
+    """Write `summary` atomically; a score that is not finite becomes null.
 
-    Raises `ValueError` for a field of a wrong type and `InputError` if the disk refuses.
+    Raises `ValueError` for a field of a wrong type and `InputError` if the disk fails.
     """
-    found = summary.to_json()
-    found["eval"] = _finite(summary.eval)
-    Summary.from_json(found)
-    write_json(path, found)
+    content = summary.to_json()
+    content["eval"] = _finite(summary.eval)
+    Summary.from_json(content)
+    write_json(path, content)
 
 
 def read_summary(path: Path) -> Summary:
@@ -101,14 +101,14 @@ def read_summary(path: Path) -> Summary:
 
 
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:
-    """The scores among `values` that a line quotes, by the word for each."""
+    """The scores of `values` for a one-line summary, by display name."""
     return {word: values[name] for name, word in _QUOTED.items() if values.get(name) is not None}
 
 
 def labelled(scores: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
-    """`scores` with the classes' names, if they have any, and without those that do not exist for these rows.
+    """`scores` with the classes' names, if they have any, and without undefined scores (None).
 
-    Each of `classes` gets its `label`; `labels` names the classes that the cells of `confusion` number from 0.
+    Each entry of `classes` gets its `label`. `labels` names the class numbers, from 0, in the cells of `confusion`.
     """
     values = {name: value for name, value in scores.items() if value is not None}
     if "classes" not in values:

@@ -1,1 +1,1 @@
-"""One training step with the same bits on any number of workers. Knows no text, no transformers, no files."""
+"""One training step, bit-identical on any number of workers. Independent of text, transformers and files."""

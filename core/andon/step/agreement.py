@@ -1,4 +1,4 @@
-"""Gathers what the replicas of a backend send each other, and compares tensor by tensor after a mismatch."""
+"""Gathers one message per rank at each point of a step, and compares tensor by tensor after a mismatch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class RankFailed(RuntimeError):
-    """Another rank raised; that rank reports its own error, and this one only that it noticed."""
+    """Another rank raised. That rank reports the error itself; this one only reports that a peer failed."""
 
     ends_with = Exit.RANK_LOST
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What all ranks sent at one point of one step.
+    """The messages of all ranks at one point of one step.
 
-    table: int64 [world, `length` or more] on a device: the header, the values of `names`, and a payload whose length
-    all ranks know. expected: what the gate requires of it (see `message.encoded`), on the same device.
+    table: int64 [world, at least `length`] on a device. A row is a header, the values of `names`, a payload whose
+    length all ranks know, and padding. expected: the gate's values and rules (`message.encoded`), on the same device.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Gathered:
     expected: torch.Tensor | None = None
 
     def observations(self, table: torch.Tensor) -> tuple[Observation, ...]:
-        """Every rank's observation, by rank. table: the values of `self.table` on the CPU."""
+        """One observation per rank, in rank order. table: `self.table` copied to the CPU."""
         end = HEADER + len(self.names)
         rows: list[list[int]] = table[:, :end].tolist()
         payloads = table[:, end : self.length].unbind()
@@ -53,7 +53,7 @@ class Gathered:
     def seen(
         self, table: torch.Tensor, want: Any = None, values: Callable[[Mapping[str, int]], Mapping[str, int]] = dict
     ) -> Seen[Any]:
-        """The observations as laws judge them. want: what is required. values: from the values that were sent."""
+        """The observations for the laws. want: the laws' expected value. values: converts one message's values."""
         return Seen([replace(each, values=values(each.values)) for each in self.observations(table)], want)
 
     def column(self, name: str) -> torch.Tensor:
@@ -67,7 +67,7 @@ class Gathered:
 
     @property
     def payload(self) -> torch.Tensor:
-        """int64 [world, n] on the device: what stands after the values."""
+        """int64 [world, n] on the device: the part of each message after the values."""
         return self.table[:, HEADER + len(self.names) : self.length]
 
 
@@ -77,10 +77,10 @@ def _zeros(device: torch.device, count: int) -> torch.Tensor:
 
 
 class Agreement:
-    """Gathers messages of all ranks and numbers them. All ranks must call it alike.
+    """Gathers messages of all ranks and numbers them. All ranks must make the same calls.
 
-    Messages up to `width` integers are sent at that width, so that the message of a rank at another point of a step is
-    read and judged. A collective of unequal lengths would end its process.
+    Messages of up to `width` integers are padded to it, so that ranks at different points of a step can still read each
+    other's messages and report the mismatch. A collective with unequal lengths would abort the process.
     """
 
     def __init__(self, backend: Backend, replicas: Sequence[Replica], width: int) -> None:
@@ -98,10 +98,10 @@ class Agreement:
         names: Sequence[str] = (),
         expected: Expected | None = None,
     ) -> Gathered:
-        """Gather the messages of all ranks. For each local replica, `observed` are values that the host knows.
+        """Gather the messages of all ranks. observed: for each local replica, the values known on the host.
 
-        facts: int64 [n] on the replica's device: the values of `names`, then a payload. expected: by rank, what must
-        stand after the header.
+        facts: for each local replica, int64 [n] on its device: the values of `names`, then a payload. expected: for
+        each rank, the integers or rules for everything after the header.
         """
         self._sequence += 1
         all_names = (*observed[0], *names)
@@ -113,13 +113,13 @@ class Agreement:
         for place, (rank, device) in enumerate(zip(self._backend.ranks, self._backend.devices, strict=True)):
             values = observed[place]
             head = header(rank, step, self._sequence, point, (*values, *names))
-            # All that the host knows goes to the device at once: each copy is a launch.
+            # One copy for all host values: each copy is a launch.
             known = on_device([*head, *map(signed, values.values()), *wanted], device)
             own = known[: len(known) - len(wanted)]
             if wanted and held is None:
                 held = known[len(own) :]
             parts = [own] if facts is None else [own, facts[place]]
-            missing = self._width - sum(part.numel() for part in parts)  # ranks may hold another number of tensors
+            missing = self._width - sum(part.numel() for part in parts)  # ranks may send different numbers of values
             if missing > 0:
                 parts.append(_zeros(device, self._width)[:missing])
             sent.append(torch.cat(parts) if len(parts) > 1 else parts[0])
@@ -129,13 +129,13 @@ class Agreement:
         return Gathered(step, self._sequence, point, all_names, table, length, held)
 
     def compare(self, seen: Seen[object], tensors: Mapping[str, Callable[[Replica], Tensors]]) -> Details:
-        """For each value of `tensors` in which the ranks differ: the digests of its tensors, by rank."""
+        """For each value of `tensors` that differs between ranks: the digests of its tensors, by rank."""
         # Every rank sees the same differences, so all ranks gather or none does.
         details: dict[str, Mapping[str, Sequence[int]]] = {name: {} for name in tensors}
         for name in tensors if in_lockstep(seen.observations) else ():
             if name in seen.differing:
                 observed = [digests_by_name(tensors[name](replica)) for replica in self._replicas]
-                found = self.gather(seen.step, f"tensors of {name}", observed)
-                ranks = found.observations(found.table.cpu())
+                gathered = self.gather(seen.step, f"tensors of {name}", observed)
+                ranks = gathered.observations(gathered.table.cpu())
                 details[name] = {tensor: [each.values[tensor] for each in ranks] for tensor in ranks[0].values}
         return details

@@ -1,13 +1,13 @@
-"""The audit: now and then, another rank recomputes micro-batches of each rank, and must get the same bits.
+"""The audit: every K steps, another rank recomputes some micro-batches of each rank and must get the same bits.
 
-Replicas that agree may all have received the same wrong value: a bit that flips in one rank's gradient before the
-reduction reaches every rank alike. So at every K-th step each rank records digests of its micro-batches' gradients and
-of the partial sums that it is about to send. Another rank recomputes some of the micro-batches, from the same weights
-and the same keyed randomness, and sums them along the same tree; the audited rank sends it the sums of the others.
+Agreement between replicas does not detect every fault: a bit that flips in one rank's gradient before the reduction
+reaches all ranks. So at every K-th step each rank records digests of its micro-batches' gradients and of the partial
+sums that it will send. Its auditor, another rank, recomputes some of the micro-batches from the same weights and
+randomness, and sums them along the same tree. The audited rank sends it the sums of the other micro-batches.
 
-A flip in one of a rank's L gradients is found with the probability coverage / (K * L), one in a partial sum with at
-least that. A rank that always computes one of them wrongly is found after K * L / coverage steps on average. A lone
-rank recomputes its own work, which finds passing faults, not persistent ones.
+A single flip in one of a rank's L gradients is detected with probability coverage / (K * L), and one in a partial sum
+with at least that. A rank that always computes one gradient wrongly is detected after K * L / coverage steps on
+average. The only rank of a world audits itself, which detects transient faults but not persistent ones.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ NO_AUDIT = Contracts(audit_every=0)
 
 
 def default_every(world_size: int, micro_batches: int) -> int:
-    """The K with which recomputing one micro-batch of each rank is a hundredth of the work: ceil(100 W / M)."""
+    """The K at which recomputing one micro-batch per rank costs 1 % of the work: ceil(100 * world size / M)."""
     return -(-100 * world_size // micro_batches)
 
 
 def siblings(node: Node, chosen: Sequence[int]) -> tuple[Node, ...]:
-    """The largest subtrees of `node` without a leaf of `chosen`: the sums that an auditor needs for `node`."""
+    """The largest subtrees of `node` without a leaf of `chosen`: the sums an auditor of `node` must receive."""
     low, high = node
     if not any(low <= leaf < high for leaf in chosen):
         return (node,)
@@ -52,7 +52,7 @@ def siblings(node: Node, chosen: Sequence[int]) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What is audited of one rank: its leaves, the roots above them, and the sums that its auditor receives."""
+    """The audited part of one rank: micro-batches, their subtree roots, and the sums that its auditor receives."""
 
     rank: int
     chosen: tuple[int, ...]
@@ -62,19 +62,19 @@ class _Subject:
 
 @dataclass(frozen=True)
 class Audited:
-    """What the auditors send, what they audited, and by local replica the error that recomputing raised."""
+    """The auditors' messages, the audited subjects, and for each local replica the error of its recomputation."""
 
     gathered: Gathered
     subjects: tuple[_Subject, ...]
     errors: tuple[Exception | None, ...]
 
     def differs(self) -> torch.Tensor:
-        """0-dim bool on the device: whether an auditor failed, or came to another word sum."""
+        """0-dim bool on the device: whether an auditor failed or got a different word sum."""
         then, now = self.gathered.payload.chunk(2, dim=1)
         return (then != now).any() | self.gathered.column("failed").any()
 
     def record(self, table: torch.Tensor) -> Seen[None]:
-        """What each auditor found, from the gathered table on the CPU. Raises the error of a local replica."""
+        """Each auditor's differences, from the gathered table on the CPU. Raises a local replica's own error."""
         for error in self.errors:
             if error is not None:
                 raise error
@@ -82,16 +82,16 @@ class Audited:
         return Seen([replace(each, values=self._differences(each)) for each in observations], None)
 
     def _differences(self, observation: Observation) -> dict[str, int]:
-        """An auditor's values: how many gradients and sums differ, and the first of each with both word sums."""
-        found = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
-        values = {**observation.values, **found, "leaf": -1, "root": -1}
+        """One auditor's values: how many gradients and sums differ, and both word sums of the first of each."""
+        zeros = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
+        values = {**observation.values, **zeros, "leaf": -1, "root": -1}
         if not observation.names_match or observation.payload is None or values["failed"]:
             return values
         subject = self.subjects[values["subject"]]
         then, now = observation.payload.view(2, -1).tolist()
         leaves = max(len(each.chosen) for each in self.subjects)
-        odd = [place for place in range(len(then)) if then[place] != now[place]]
-        wrong, sums = [place for place in odd if place < leaves], [place for place in odd if place >= leaves]
+        unequal = [place for place in range(len(then)) if then[place] != now[place]]
+        wrong, sums = [place for place in unequal if place < leaves], [place for place in unequal if place >= leaves]
         values |= {"leaves": len(wrong), "sums": len(sums)}
         if wrong:
             values |= {"leaf": subject.chosen[wrong[0]], "leaf then": then[wrong[0]], "leaf now": now[wrong[0]]}
@@ -108,7 +108,7 @@ class Audited:
 
 
 class Audit:
-    """Audits the partial gradients of all ranks, before they are reduced. Every rank calls it alike."""
+    """Audits the partial gradients of all ranks before they are reduced. All ranks must make the same calls."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Audit:
         owners: Sequence[range],
         roots: Sequence[tuple[Node, ...]],
     ) -> None:
-        """owners, roots: the micro-batches of each rank and the subtrees in which it sums them."""
+        """owners: the micro-batches of each rank. roots: the subtrees in which each rank sums them."""
         every, self.coverage = contracts.audit_every, contracts.audit_coverage
         self.every = default_every(backend.world_size, sum(map(len, owners))) if every is None else every
         self._seed = replicas[0].seed
@@ -134,14 +134,14 @@ class Audit:
         return self.every > 0 and step % self.every == 0
 
     def chosen(self, step: int, rank: int, leaves: Sequence[int]) -> tuple[int, ...]:
-        """The micro-batches of `rank` that are recomputed at `step`: the same draw on every rank."""
+        """The micro-batches of `rank` to recompute at `step`. Every rank draws the same ones."""
         if self.coverage == "all" or self.coverage >= len(leaves):
             return tuple(leaves)
         draw = random.Random(f"andon audit {self._seed} {step} {rank}")
         return tuple(sorted(draw.sample(list(leaves), self.coverage)))
 
     def describe(self) -> str:
-        """One line for a reader; at one rank it says what the audit cannot see."""
+        """One line for the log. With one rank it adds what the audit cannot detect."""
         if not self.every:
             return "audit: off"
         share = "every micro-batch" if self.coverage == "all" else f"{self.coverage} of its micro-batches"
@@ -156,7 +156,7 @@ class Audit:
         return _Subject(rank, chosen, roots, tuple(kept for node in roots for kept in siblings(node, chosen)))
 
     def prepare(self, step: int, *, checked: bool) -> None:
-        """Must be called before gradients are computed: tell each local replica which sums to copy."""
+        """Tell each local replica which sums to copy. Must be called before its gradients are computed."""
         due = checked and self.due(step)
         for rank, replica in zip(self._backend.ranks, self._replicas, strict=True):
             replica.keeping = frozenset(self._subject(step, rank).kept) if due else None
@@ -169,7 +169,7 @@ class Audit:
         partials: Sequence[PartialGradient],
         reported: torch.Tensor,
     ) -> Audited:
-        """Audit every rank by another, without waiting for a device.
+        """Have every rank audited by another, without waiting for a device.
 
         leaves: all micro-batches. reported: int64 [world, reports * WIDTH], the reports of all ranks.
         """
@@ -192,12 +192,12 @@ class Audit:
                 table = {node: tensor.to(replica.device) for node, tensor in copies[subject.rank].items()}
                 table |= {(leaf, leaf + 1): own for leaf, own in zip(subject.chosen, computed, strict=True)}
                 roots = [word_sum_tensor(finish(node, table, torch.add)) for node in subject.roots]
-            except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+            except Exception as error:  # noqa: BLE001 - the other ranks must be notified before it is raised
                 return error
             own = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
             then = [own[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
             now, device = list(map(word_sum_tensor, computed)), devices[index]
-            # The word sums of leaves and roots then, and in the same order now; as many on all ranks.
+            # The recorded word sums of leaves and roots, then the recomputed ones; equally many on all ranks.
             parts = _filled(then, most_leaves, device), sums[subject.rank].to(device)
             return torch.cat([*parts, _filled(now, most_leaves, device), _filled(roots, most_roots, device)])
 
@@ -215,42 +215,42 @@ class Audit:
     def _copies(
         self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
     ) -> dict[int, dict[Node, torch.Tensor]]:
-        """For each rank of `wanted`, its copies of the sums that are not recomputed."""
-        # One gather for each sum, so that a rank never holds more than one of every other rank at once.
-        found: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
-        for place in range(max(len(subject.kept) for subject in subjects)):
+        """For each rank of `wanted`, the sums that its auditor does not recompute."""
+        # One gather per sum, so that a rank holds at most one sum of every other rank at a time.
+        copies: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
+        for index in range(max(len(subject.kept) for subject in subjects)):
             local = []
             for rank, partial, replica in zip(self._backend.ranks, partials, self._replicas, strict=True):
                 nodes = subjects[rank].kept
-                local.append(partial.kept[nodes[place]] if place < len(nodes) else replica.parameters.gradient)
+                local.append(partial.kept[nodes[index]] if index < len(nodes) else replica.parameters.gradient)
             for rank, tensor in enumerate(self._backend.gather(local)):
-                if rank in found and place < len(subjects[rank].kept):
-                    found[rank][subjects[rank].kept[place]] = tensor.clone()  # a view would hold those of all ranks
-        return found
+                if rank in copies and index < len(subjects[rank].kept):
+                    copies[rank][subjects[rank].kept[index]] = tensor.clone()  # a view would keep all ranks' tensors
+        return copies
 
     def _audited_ranks(self, step: int) -> list[int]:
-        """By auditor, the rank that it audits: another of the same kind of device, if there is one.
+        """For each auditor, the rank that it audits: another one with the same type of device, if there is one.
 
-        The pairs change from audit to audit, so that several ranks find out a wrong one.
+        The pairing changes from audit to audit, so that several auditors detect the same faulty rank.
         """
         if self._kinds is None:
-            # By rank, a number for its kind of device. Only `mixed` has two.
+            # A number for each rank's device type. Only `mixed` has two types.
             self._kinds = (0,) * self._backend.world_size
             if self._backend.name not in ("gloo", "nccl"):
                 mine = [torch.tensor([zlib.crc32(d.type.encode())], device=d) for d in self._backend.devices]
                 self._kinds = tuple(int(kind) for kind in self._backend.gather(mine))
-        found = [0] * len(self._kinds)
+        audited = [0] * len(self._kinds)
         for kind in set(self._kinds):
-            alike = [rank for rank, each in enumerate(self._kinds) if each == kind]
-            # Half a turn would pair ranks off, and a pair does not show which of the two is wrong.
-            turns = [turn for turn in range(1, len(alike)) if 2 * turn != len(alike) or turn == 1] or [0]
-            turn = turns[step // max(self.every, 1) % len(turns)]
-            for place, rank in enumerate(alike):
-                found[rank] = alike[(place + turn) % len(alike)]
-        return found
+            same_type = [rank for rank, each in enumerate(self._kinds) if each == kind]
+            # A shift by half pairs ranks with each other, and a pair does not show which of the two is wrong.
+            shifts = [shift for shift in range(1, len(same_type)) if 2 * shift != len(same_type) or shift == 1] or [0]
+            shift = shifts[step // max(self.every, 1) % len(shifts)]
+            for place, rank in enumerate(same_type):
+                audited[rank] = same_type[(place + shift) % len(same_type)]
+        return audited
 
 
-def _filled(found: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count]: `found` and zeros."""
-    stacked = [torch.stack([each.to(device) for each in found])] if found else []
-    return torch.cat([*stacked, torch.zeros(count - len(found), dtype=torch.int64, device=device)])
+def _filled(values: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
+    """int64 [count]: `values`, padded with zeros."""
+    stacked = [torch.stack([each.to(device) for each in values])] if values else []
+    return torch.cat([*stacked, torch.zeros(count - len(values), dtype=torch.int64, device=device)])

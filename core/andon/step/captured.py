@@ -1,12 +1,12 @@
-"""Eager passes of a GPU as CUDA graphs, with the same bits.
+"""Captures eager GPU passes as CUDA graphs, with identical bits.
 
-A pass of a small model is a thousand kernels, which the host launches one by one while the GPU waits. A graph holds
-these kernels with their arguments, and launching it is one call. Nothing is compiled: they are the kernels of the eager
-pass in its order, and dropout draws from the seed that the device's generator has when the graph runs. So whether a
-pass is captured, here or on another rank, changes no bit of the result.
+A pass of a small model launches about a thousand kernels one by one, while the GPU waits for the host. A graph records
+these kernels with their arguments and launches them in one call. Nothing is compiled: the graph runs the eager pass's
+kernels in the same order, and dropout uses the seed that the device's generator has at replay. So whether a pass is
+captured, here or on another rank, changes no bit of the result.
 
-A graph repeats what the device did, not the host: a pass that waits for the device or draws on the host stays eager.
-Other state on the host, such as a counter of calls, would be frozen; audits compute eagerly, so they would find that.
+A graph replays only device work: a pass that waits for the device or draws on the host stays eager. Other host state,
+such as a call counter, would be frozen; audits compute eagerly, so they would detect that.
 """
 
 from __future__ import annotations
@@ -24,47 +24,47 @@ import torch
 from andon.step.micro_batch import PassResult
 from andon.step.task import Batch
 
-_MOST_GRAPHS = 256  # each takes some MiB besides the memory that all of them share
+_MOST_GRAPHS = 256  # each uses a few MiB in addition to the shared pool
 _FAILURES = (RuntimeError, ValueError, TypeError)
-"""What torch, and models that ask for values on the host, raise to refuse a wait or a capture."""
+"""Errors that torch, or a model that reads values on the host, raises on a refused wait or capture."""
 _everywhere: WeakSet[CapturedPasses] = WeakSet()
-"""Of this process: those of one device draw from one generator."""
+"""All instances of this process: those of one device share its generator."""
 Drawing = Callable[[], AbstractContextManager[object]]
 Pass = Callable[[Batch], PassResult]
 
 
 @dataclass(frozen=True)
 class _Graph:
-    """A captured pass: its input tensors, the bits of its result as one int64 vector, and the result without memory."""
+    """A captured pass: its input tensors, its result as one int64 vector, and the result as meta tensors."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
-    bits: torch.Tensor  # one vector, so that one copy moves a result out of memory that graphs share
+    bits: torch.Tensor  # one vector, so that one copy moves the result out of the shared pool
     like: Sequence[torch.Tensor | None]
 
     def replay(self, batch: Batch) -> PassResult:
-        """The result for `batch`, in fp64 and int64."""
+        """The result for `batch`: reals as fp64, integers as int64."""
         torch._foreach_copy_(list(self.batch.values()), [batch[name] for name in self.batch])
         self.graph.replay()
         pieces = iter(torch.split(self.bits.clone(), [part.numel() for part in self.like if part is not None]))
-        found: list[Any] = [None if part is None else next(pieces).view(part.shape) for part in self.like]
-        for place, part in enumerate(self.like):
+        values: list[Any] = [None if part is None else next(pieces).view(part.shape) for part in self.like]
+        for index, part in enumerate(self.like):
             if part is not None and part.is_floating_point():
-                found[place] = found[place].view(torch.float64)
-        return PassResult(*found)
+                values[index] = values[index].view(torch.float64)
+        return PassResult(*values)
 
 
 class CapturedPasses:
-    """The passes of one replica on a GPU: the first of each shape is eager, and the second becomes a graph.
+    """Runs the passes of one replica on a GPU. The first pass of each shape is eager, the second becomes a graph.
 
-    eager: why no pass is captured any more; "" otherwise. All graphs share one pool of memory.
+    eager: why capturing was turned off; "" if it is on. All graphs share one memory pool.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.eager = ""
         self._device = device
         self._graphs: dict[object, _Graph] = {}
-        # By shape that had an eager pass: whether that could be captured.
+        # For each shape that ran eagerly: whether that pass could be captured.
         self._tried: dict[object, bool] = {}
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
@@ -74,10 +74,10 @@ class CapturedPasses:
         return len(self._graphs)
 
     def __call__(self, kind: object, batch: Batch, drawing: Drawing, compute: Pass) -> PassResult:
-        """`compute(batch)`, which must not keep the batch's tensors and must overwrite its own state.
+        """`compute(batch)`. `compute` must not keep the batch's tensors and must overwrite its own state.
 
-        kind: decides, besides the shapes of a batch, which kernels `compute` launches. drawing: a context manager that
-        starts the pass's randomness.
+        kind: together with the batch's shapes, determines which kernels `compute` launches. drawing: returns a context
+        manager that seeds the pass's randomness.
         """
         shape = (kind, *((name, tensor.shape, tensor.dtype) for name, tensor in batch.items()))
         graph = self._graphs.get(shape)
@@ -90,17 +90,17 @@ class CapturedPasses:
             return compute(batch) if graph is None else graph.replay(batch)
 
     def _try(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> PassResult:
-        """An eager pass that finds out whether a graph could replace it.
+        """Run an eager pass and record whether it could be captured.
 
-        The first pass of a shape may wait, if a model caches a table of positions for example; a second one that waits
-        always will.
+        The first pass of a shape may wait for the device, for example to build a table of positions that the model
+        caches. If a second one waits, all later ones will, and capturing is turned off.
         """
         before: Any = torch.cuda.get_sync_debug_mode()
         with drawing():
             drawn = _host_randomness()
             _refuse_waits("error")
             try:
-                found = compute(batch)
+                result = compute(batch)
             except _FAILURES as error:
                 if shape in self._tried:
                     self.eager = f"a pass waits for the device: {_first_line(error)}"
@@ -109,14 +109,14 @@ class CapturedPasses:
                 if _host_randomness() != drawn:
                     self.eager = "the model draws random numbers on the host"
                 self._tried[shape] = True
-                return found
+                return result
             finally:
                 _refuse_waits(before)
         with drawing():
-            return compute(batch)  # an error that was no wait is raised again
+            return compute(batch)  # raises again if the error was not caused by a wait
 
     def _capture(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> _Graph | None:
-        """The graph of `compute`, not yet launched. None if it cannot be captured; then no other pass is captured."""
+        """Capture `compute` without launching it. On failure return None and turn capturing off."""
         with torch.cuda.device(self._device), drawing():
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)
@@ -125,15 +125,15 @@ class CapturedPasses:
             graph = torch.cuda.CUDAGraph()
             current = torch.cuda.current_stream(self._device)
             self._stream.wait_stream(current)
-            torch.cuda.empty_cache()  # inside of a capture, unused memory cannot be given back for more
+            torch.cuda.empty_cache()  # cached memory cannot be released during a capture
             with torch.cuda.stream(self._stream):
-                # Of this thread alone: others look at the device meanwhile, as that of NCCL does.
+                # Only for this thread: others, such as NCCL's, query the device meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    found = compute(copy)
-                    parts = (found.loss, found.correct, found.terms, found.total, found.content)
+                    result = compute(copy)
+                    parts = (result.loss, result.correct, result.terms, result.total, result.content)
                     bits = torch.cat([_bits(part).reshape(-1) for part in parts if part is not None])
-                except BaseException as error:  # an interrupt too: nothing could be launched beside an open capture
+                except BaseException as error:  # interrupts too: an open capture blocks all other launches
                     self.eager = f"a pass could not be captured: {_first_line(error)}"
                     self._end(graph)
                     if not isinstance(error, _FAILURES):
@@ -147,17 +147,17 @@ class CapturedPasses:
         return self._graphs[shape]
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End the capture into `graph`. If torch fails at that, repair what it leaves half done.
+        """End the capture into `graph`. If torch fails to, repair the state that it leaves.
 
-        The allocator would continue to use the pool, and never free memory that other streams used. The device's
-        generator would refuse to draw: a new one replaces it, from which no graph of the device draws.
+        Otherwise the allocator would keep using the pool and never free memory of other streams, and the device's
+        generator would refuse to draw. Existing graphs do not use the generator's new state, so they are dropped.
         """
         try:
             graph.capture_end()
         except RuntimeError as error:
             self.eager = self.eager or f"a pass could not be captured: {_first_line(error)}"
             index = self._device.index or 0
-            with suppress(RuntimeError):  # if the end came as far as to the graph itself, it is done already
+            with suppress(RuntimeError):  # already done if torch got as far as ending the graph itself
                 torch._C._cuda_endAllocateToPool(index, self._pool)
             fresh = torch.Generator(device=self._device)
             torch.cuda.default_generators[index].graphsafe_set_state(fresh)
@@ -169,7 +169,7 @@ class CapturedPasses:
 
 def _refuse_waits(mode: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is a prototype, which a user can do nothing about
+        warnings.simplefilter("ignore")  # torch warns that this is a prototype, which a user cannot change
         torch.cuda.set_sync_debug_mode(mode)
 
 

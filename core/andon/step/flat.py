@@ -1,10 +1,10 @@
 """Trainable parameters as views of one flat fp32 buffer, their gradients as views of another, and their optimizer.
 
-One buffer makes one reduction, one digest and one optimizer call, or two if some weights do not decay; these come last.
-Every tensor starts at a multiple of 16 elements (64 bytes). The gaps always hold zeros.
+One buffer needs one reduction, one digest and one optimizer call, or two if some weights have no weight decay; these
+come last. Every tensor starts at a multiple of 16 elements (64 bytes). The padding is always zero.
 
-In a group of CPUs and GPUs (`mixed`) the optimizer sees copies of these buffers on the CPU, because a GPU divides, sums
-and updates with other roundings.
+In a group of CPUs and GPUs (`mixed`) the optimizer uses copies of these buffers on the CPU, because a GPU rounds
+divisions, sums and updates differently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Slot:
 
 
 def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...], int]:
-    """The place of each parameter in the flat buffer, and the size of that buffer."""
+    """The slot of each parameter in the flat buffer, and the size of that buffer in elements."""
     slots: list[Slot] = []
     start = 0
     for name, parameter in parameters.items():
@@ -41,7 +41,7 @@ def layout_of(parameters: Mapping[str, nn.Parameter]) -> tuple[tuple[Slot, ...],
 
 
 def undecayed(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """The names of parameters that weight decay leaves alone: biases, those of norms, and all of one dimension."""
+    """Names of the parameters without weight decay: biases, those of norms, and all with fewer than two dimensions."""
     norms = (module for module in model.modules() if "Norm" in type(module).__name__)
     owned = {id(parameter) for norm in norms for parameter in norm.parameters(recurse=False)}
     return frozenset(
@@ -53,8 +53,8 @@ class FlatParameters:
     """Owns the storage of a model's trainable parameters and gradients.
 
     `weights` [size] fp32 is a leaf parameter for the optimizer; backward adds into `gradient` [size] fp32. After
-    construction the model's own parameters are views of these. Raises `ValueError` without parameters, and for one that
-    is not on `device` or not fp32 (its updates would be rounded away: faults F44).
+    construction the model's own parameters are views of these. Raises `ValueError` if there are no parameters, or if
+    one is not on `device` or not fp32 (small updates would be rounded away: faults F44).
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
@@ -71,7 +71,7 @@ class FlatParameters:
         self._gradients = tuple(self.views(self.gradient).values())
         for view, parameter in zip(self.weight_views().values(), self._parameters, strict=True):
             view.copy_(parameter.detach())
-            parameter.data = view  # only its data: modules and hooks hold the parameter itself
+            parameter.data = view  # not the parameter itself: modules and hooks refer to it
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
@@ -81,7 +81,7 @@ class FlatParameters:
                 parameter.grad = view
 
     def attached(self) -> bool:
-        """Whether every parameter and gradient is still a view of these buffers; if not, they are `REPLACED`."""
+        """Whether every parameter and gradient is still a view of these buffers. `REPLACED` is the message if not."""
         pairs = zip(self._gradients, self._parameters, strict=True)
         return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
 
@@ -97,13 +97,13 @@ class FlatParameters:
 
     @property
     def count(self) -> int:
-        """Trainable elements, padding not counted."""
+        """The number of trainable elements, without padding."""
         return sum(slot.end - slot.start for slot in self.slots)
 
 
 @dataclass(frozen=True)
 class Range:
-    """A part of the flat weights as a leaf parameter that shares their storage and their gradient's."""
+    """A slice of the flat weights as a leaf parameter. It shares storage with the flat weights and gradient."""
 
     weights: nn.Parameter
     span: slice
@@ -111,10 +111,10 @@ class Range:
 
 
 class Master:
-    """What the optimizer sees: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
+    """The optimizer's view of the model: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
 
-    device: where they are copies; None: they are the model's own buffers (`separate` is false). decayed: the elements
-    before this one decay. ranges: those that decay and those that do not; none is empty.
+    device: holds copies of the model's buffers; None: shares these buffers (`separate` is false). decayed: the number
+    of leading elements with weight decay. ranges: the slices with and without weight decay, if not empty.
     """
 
     def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
@@ -133,7 +133,7 @@ class Master:
             each.weights.grad = self.gradient[each.span]
 
     def build_optimizer(self, settings: Optimizer) -> torch.optim.Optimizer:
-        """The optimizer of all ranges (seed S12)."""
+        """Build the optimizer for all ranges (seed S12)."""
         decay = settings.weight_decay
         groups = [{"params": [each.weights], "weight_decay": decay if each.decays else 0.0} for each in self.ranges]
         if settings.name == "adamw":
@@ -143,18 +143,18 @@ class Master:
         return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
 
     def pull_weights(self, parameters: FlatParameters) -> None:
-        """Copy the model's weights to these."""
+        """Copy the model's weights here, if this is a separate copy."""
         if self.separate:
             self.weights.data.copy_(parameters.weights.data)
 
     def push_weights(self, parameters: FlatParameters) -> None:
-        """Copy these to the model's weights."""
+        """Copy these weights to the model, if this is a separate copy."""
         if self.separate:
             parameters.weights.data.copy_(self.weights.data)
 
 
 def moments_of(settings: Optimizer) -> tuple[str, ...]:
-    """The names of the flat tensors that the optimizer may keep."""
+    """The names of the flat moment tensors that the optimizer can have."""
     return _MOMENTS[settings.name]
 
 

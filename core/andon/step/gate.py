@@ -10,20 +10,20 @@ from andon_contracts.digest import has_triton
 from andon_contracts.laws.law import Rule
 from andon_contracts.laws.update import FACTOR_STEP, NORM_FLOOR, Reduced
 
-FIXED = 1  # beside the codes of `Rule`: the value must be one known integer
+FIXED = 1  # in addition to the codes of `Rule`: the value must equal one known integer
 _EXPONENT = 0x7FF0000000000000
 
 
 class Gate:
-    """One flag on each device: 1 after a table broke a rule. The optimizer of a closed gate changes nothing.
+    """One flag per device: 1 after a table broke a rule. While the gate is closed, the optimizer changes nothing.
 
-    Invariant: the gate closes for exactly the tables in which a law would find something on the host. If it closed for
-    fewer, a GPU would apply an update that the host refuses a step later, and training could not stop before it. If it
-    closed for more, the host would find no reason for the missing update (`step._refuse_closed` raises then). So the
-    rules come from the laws themselves (`message.Field.law`), and tests compare both on random tables.
+    Invariant: the gate closes for exactly the tables that break a law on the host. If it closed for fewer, a GPU would
+    apply an update that the host rejects only a step later. If it closed for more, the host would find no reason for
+    the missing update (`step._refuse_closed` raises then). So the rules come from the laws themselves
+    (`message.Field.law`), and tests compare both on random tables.
 
-    Once closed it stays closed: the updates that were launched after a broken one do nothing until the host has read
-    the table and raised. All ranks see the same table, so their gates close alike without another collective.
+    A closed gate stays closed: updates launched after a broken one do nothing until the host has read the table and
+    raised. All ranks have the same table, so their gates agree without another collective.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -52,13 +52,13 @@ class Gate:
     ) -> None:
         """Close if any value in `table` (int64 [world, width]) breaks its rule in `expected` (`message.encoded`).
 
-        held: 0-dim int64 for `Rule.PREVIOUS`. want: the clipping, for `Rule.MAJORITY` and `Rule.CLIPPED`.
+        held: 0-dim int64 for `Rule.PREVIOUS`. want: the clipping limits, for `Rule.MAJORITY` and `Rule.CLIPPED`.
         """
         wanted, rules = expected.view(2, *table.shape).unbind()
         if table.is_cuda and has_triton():
             from andon.step.gate_cuda import close_on_device
 
-            # A kernel takes no None; without `Rule.PREVIOUS` in `rules` it does not use what it loads instead.
+            # The kernel cannot take None. Without `Rule.PREVIOUS` in `rules` it ignores this value.
             close_on_device(table, wanted, rules, table if held is None else held, self.closed, want)
         else:
             self.closed.masked_fill_(broken(table, wanted, rules, held, want), 1.0)
@@ -77,22 +77,22 @@ def broken(
     held: torch.Tensor | None,
     want: Reduced | None = None,
 ) -> torch.Tensor:
-    """0-dim bool on the device: whether any value in `table` breaks its rule. The kernel decides the same."""
-    odd = (rules == FIXED) & (table != wanted)
-    odd |= (rules == Rule.SAME) & (table != table[:1])
-    odd |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
+    """0-dim bool on the device: whether any value in `table` breaks its rule. The Triton kernel must agree."""
+    violated = (rules == FIXED) & (table != wanted)
+    violated |= (rules == Rule.SAME) & (table != table[:1])
+    violated |= (rules == Rule.FINITE) & ((table & _EXPONENT) == _EXPONENT)
     if held is not None:
-        odd |= (rules == Rule.PREVIOUS) & (table != held)
+        violated |= (rules == Rule.PREVIOUS) & (table != held)
     if want is not None:
-        ahead = most(torch.roll(table, 1, dims=1))
-        odd |= (rules == Rule.MAJORITY) & (table != ahead)
-        norm = ahead.view(torch.float64)
+        majority = most(torch.roll(table, 1, dims=1))
+        violated |= (rules == Rule.MAJORITY) & (table != majority)
+        norm = majority.view(torch.float64)
         left = table.contiguous().view(torch.float64)
-        # As `clip_grads_with_norm_`, with its 1e-6.
+        # The factor of `clip_grads_with_norm_`, with its 1e-6.
         right = norm if want.limit is None else norm * (want.limit / (norm + 1e-6)).clamp(max=1.0)
         close = (left - right).abs() <= want.norm_tolerance * right + FACTOR_STEP * norm + NORM_FLOOR
-        odd |= (rules == Rule.CLIPPED) & close.logical_not()
-    return odd.any()
+        violated |= (rules == Rule.CLIPPED) & close.logical_not()
+    return violated.any()
 
 
 def most(table: torch.Tensor) -> torch.Tensor:

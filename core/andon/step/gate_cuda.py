@@ -1,4 +1,4 @@
-"""The gate's look at a table as one Triton kernel: what `andon.step.gate` does in a dozen operations."""
+"""The gate's check of a table as one Triton kernel, instead of the dozen torch operations in `andon.step.gate`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _close(  # type: ignore[no-untyped-def]
     broken = broken | ((rule == 3) & ((value & 0x7FF0000000000000) == 0x7FF0000000000000))
     broken = broken | ((rule == 4) & (value != before))
     if MAJORITY:
-        # What most ranks have in the column ahead; of several values, that of the lowest rank. Where all who ask have
-        # what rank 0 has, as in every healthy step, nobody has to count.
+        # The majority value of the previous column; in a tie, that of the lowest rank. If all values equal rank 0's, as
+        # in every healthy step, no votes are counted.
         asks = inside & ((rule == 5) | (rule == 6))
         ahead = table + column - 1
         most = tl.load(ahead, mask=asks, other=0)
@@ -60,7 +60,7 @@ def _close(  # type: ignore[no-untyped-def]
                 most = tl.where(votes > best, proposed, most)
                 best = tl.maximum(votes, best)
         broken = broken | ((rule == 6) & (value != most))
-        # The law of one clipping.
+        # `laws.CLIP`: the norm after clipping.
         norm = most.to(tl.float64, bitcast=True)
         left = value.to(tl.float64, bitcast=True)
         right = norm
@@ -69,8 +69,8 @@ def _close(  # type: ignore[no-untyped-def]
             right = tl.where(factor < 1.0, norm * factor, norm)
         close = tl.abs(left - right) <= tolerance * right + norm * STEP + floor
         broken = broken | ((rule == 5) & (close == 0))
-    found = tl.sum(broken.to(tl.int32), axis=0)
-    tl.store(closed, 1.0, mask=found > 0)
+    violations = tl.sum(broken.to(tl.int32), axis=0)
+    tl.store(closed, 1.0, mask=violations > 0)
 
 
 def close_on_device(
@@ -81,19 +81,19 @@ def close_on_device(
     closed: torch.Tensor,
     want: Reduced | None = None,
 ) -> None:
-    """Set `closed` (0-dim fp32) to 1 where an integer of `table` [world, width] breaks its rule; else leave it.
+    """Set `closed` (0-dim fp32) to 1 if an integer of `table` [world, width] breaks its rule; else leave it.
 
-    wanted, rules: int64 [world, width]. held: 0-dim int64. want: what the reduced gradient is held to, where a
-    rule asks for what most ranks have.
+    wanted, rules: int64 [world, width]. held: 0-dim int64. want: the clipping limits, for `Rule.MAJORITY` and
+    `Rule.CLIPPED`.
     """
     world, width = table.shape
     count = world * width
-    # One program for the whole table: one launch, and nobody else writes the flag.
+    # One program for the whole table: one launch, and no concurrent writes to the flag.
     block = max(_LEAST, triton.next_power_of_2(count))
     sizes = (world, width, table.stride(0), count)
     norms = Reduced() if want is None else want
     bounds = (norms.limit or 0.0, norms.norm_tolerance, NORM_FLOOR)
     limited, majority = norms.limit is not None, want is not None
     with torch.cuda.device_of(table):  # Triton launches on the current GPU
-        # STEP is a constant of the kernel: as an argument Triton would round it to fp32, where it is denormal.
+        # STEP is a constexpr: as an argument, Triton would round it to fp32, in which it is denormal.
         _close[(1,)](table, wanted, rules, held, closed, *sizes, *bounds, limited, majority, block, FACTOR_STEP)

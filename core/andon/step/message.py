@@ -1,8 +1,8 @@
-"""Every value that the ranks of a step send each other: its name, where it comes from, and the rule for it.
+"""The values that ranks send each other during a step: their names, sources and rules.
 
 At three points of an update each rank sends one message of int64 values, and one gather gives all ranks the same table.
-A message is a header (`agree.header`), the values that the host knows, the values that only the device knows, and at
-the first point one report per micro-batch. Senders, laws and the device's gate find a value by its name alone.
+A message is a header (`agree.header`), the values known on the host, the values known only on the device, and at the
+first point one report per micro-batch. Senders, laws and the device's gate look values up by name.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from andon_contracts.laws.update import LeafPlan, LeafReport
 EACH_ONCE, ROWS_PLANNED, TERMS_PLANNED, PARTS_FINITE = laws.LEAVES
 
 Expected = Sequence[Sequence[int]]
-"""By rank, what its message must be: an integer for each value, or a `Rule` if no integer is known."""
+"""The requirements on each rank's message: for each value an integer, or a `Rule` if no integer is known."""
 _NO_COUNT = -1
 
 
 @dataclass(frozen=True)
 class Field:
-    """One value. law: its rule on a device is that of this law; None: any value is right.
+    """One value. law: gives the value's rule on the device; None: `fixed` does.
 
-    judged: the name that the law has for it, if another. beside: the field of the column before, with which the rule
-    compares it. fixed: its only right value, if no law says so. code: from the law's integer to the one that is sent.
+    judged: the law's name for the value, if different. beside: the field of the previous column, with which the rule
+    compares it. fixed: its only correct value without a law. code: converts the law's integer to the transmitted one.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Message:
-    """The values at one point, in the order in which they are sent: those of the host first."""
+    """The values at one point, in transmission order: those of the host first."""
 
     point: str
     fields: tuple[Field, ...]
@@ -77,13 +77,13 @@ class Message:
         return tuple(dict.fromkeys(field.law for field in self.fields if field.law is not None))
 
     def expected(self, want: object) -> list[int]:
-        """What a device requires of one rank's values. want: what the laws are held to."""
+        """The device's requirements on one rank's values. want: the laws' expected value."""
         rules = rules_of(self._laws, want)
-        found = []
+        required = []
         for field in self.fields:
             rule = rules[field.judged or field.name] if field.law else field.fixed
-            found.append(rule if isinstance(rule, Rule) or not field.law else field.code(rule))
-        return found
+            required.append(rule if isinstance(rule, Rule) or not field.law else field.code(rule))
+        return required
 
 
 REPORT = Message(
@@ -99,30 +99,30 @@ REPORT = Message(
         Field("gradient", "device"),  # the gradient's word sum; 0 if no audit is due
     ),
 )
-"""What a rank reports of one micro-batch. A message has one report for each, see `padded`."""
+"""A rank's report on one micro-batch. A message holds one report for each (`padded`)."""
 WIDTH = len(REPORT.fields)
 
 COMPUTED = Message(
     "computed",
     (
         Field("failed", "host", fixed=0),  # whether the rank raised
-        Field("stop", "host"),  # whether its process is asked to stop
+        Field("stop", "host"),  # whether its process must stop
         Field("save", "host"),  # whether it requests a checkpoint
-        Field("plan", "host", ROWS_AGREE),  # the digest of the rows that it planned for all ranks
+        Field("plan", "host", ROWS_AGREE),  # the digest of its planned rows for all ranks
     ),
 )
-"""After the backward pass, before the reduction. The reports follow."""
+"""After the backward pass, before the reduction. The reports follow these values."""
 
 REDUCED = Message(
     "reduced",
     (
         Field("planned", "host"),  # the bits of the schedule's learning rate
-        Field("rate", "host", laws.RATE, beside="planned"),  # the bits of the optimizer's
+        Field("rate", "host", laws.RATE, beside="planned"),  # the bits of the optimizer's learning rate
         Field("gradient", "device", laws.GRADIENTS_AGREE),  # a word sum
         Field("nonfinite", "device", laws.FINITE),
         Field("weights", "device", laws.WEIGHTS_UNCHANGED),  # a word sum
         Field("norm", "device", laws.FINITE),  # the bits of the norm before clipping, as fp64
-        Field("clipped", "device", laws.CLIP, beside="norm"),  # and after it
+        Field("clipped", "device", laws.CLIP, beside="norm"),  # the bits of the norm after clipping
     ),
 )
 """After the reduction and the clipping, before the update."""
@@ -139,18 +139,18 @@ def updated(settings: Optimizer) -> Message:
 
 
 def encoded(expected: Expected) -> list[int]:
-    """All integers of `expected`, then all rules; `Gate.look` takes them as int64 [2, world, width]."""
+    """All integers of `expected`, then all rules. `Gate.look` reads them as int64 [2, world, width]."""
     values = [0 if isinstance(value, Rule) else signed(value) for row in expected for value in row]
     return values + [int(value) if isinstance(value, Rule) else FIXED for row in expected for value in row]
 
 
 def padded(reports: torch.Tensor, count: int) -> torch.Tensor:
-    """Reports [n, WIDTH] as `count` rows, the missing ones of -1, because messages of all ranks have one length."""
+    """Cut or pad reports [n, WIDTH] with -1 to `count` rows, because all ranks' messages must have one length."""
     return nn.functional.pad(reports[:count], (0, 0, 0, max(0, count - reports.shape[0])), value=-1)
 
 
 def expected_computed(plan: Sequence[LeafPlan], world: int, count: int, *, checked: bool) -> Expected:
-    """What `COMPUTED` with `count` padded reports must be, by rank. checked: otherwise only that no rank failed."""
+    """The requirements on `COMPUTED` with `count` reports, by rank. Unless `checked`: only that no rank failed."""
     if not checked:
         return [[*(field.fixed for field in COMPUTED.fields), *[Rule.ANY] * (count * WIDTH)]] * world
     rows = [COMPUTED.expected(None) for _ in range(world)]
@@ -162,14 +162,14 @@ def expected_computed(plan: Sequence[LeafPlan], world: int, count: int, *, check
 
 def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:
     """Every rank's reports, in order of rank and micro-batch."""
-    found: list[LeafReport] = []
+    result: list[LeafReport] = []
     for each in observations:
         assert each.payload is not None
         for index, rows, loss, correct, terms, total, content, gradient in each.payload.view(-1, WIDTH).tolist():
             if index >= 0:
                 bad = not math.isfinite(real_of(total))
-                found.append(LeafReport(each.rank, index, rows, real_of(loss), correct, terms, bad, content, gradient))
-    return tuple(found)
+                result.append(LeafReport(each.rank, index, rows, real_of(loss), correct, terms, bad, content, gradient))
+    return tuple(result)
 
 
 def reduced_values(size: int, raw: Mapping[str, int]) -> dict[str, int]:

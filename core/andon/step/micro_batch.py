@@ -1,6 +1,6 @@
-"""Micro-batches: their plan, what a pass over one gives, and the reports that `laws.update` holds to the plan.
+"""Micro-batches: their plan, the result of a pass over one, and the reports that `laws.update` compares with the plan.
 
-The rows of a micro-batch are compared as digests that depend on the rows' places in the global batch.
+Rows are compared by digests that depend on their positions in the global batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from andon_contracts.laws.update import LeafPlan
 
 @dataclass(frozen=True)
 class Leaf:
-    """One micro-batch: its index among M, the place of its first row in the global batch, and its rows."""
+    """One micro-batch: its index among M, the position of its first row in the global batch, and its row ids."""
 
     index: int
     first: int
@@ -31,10 +31,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class PassResult:
-    """What one pass gives besides its gradient: 0-dim tensors on its device.
+    """The result of one pass besides its gradient: 0-dim tensors on its device.
 
-    loss: the sum. terms: None if each row is one. total: fp64, finite exactly if the gradient is; None if not checked.
-    content: int64 [rows], digests of the rows as the pass read them; None if they must be computed from the batch.
+    loss: the loss sum. terms: None if each row is one. total: fp64, finite exactly if the gradient is; None if
+    unchecked. content: int64 [rows], digests of the rows as the pass read them; None: not computed yet.
     """
 
     loss: torch.Tensor
@@ -46,7 +46,7 @@ class PassResult:
 
 @dataclass
 class LeafResult:
-    """batch, found: None without rows. gradient: 0-dim int64, its word sum; None if no audit is due."""
+    """batch, found: None without rows. gradient: 0-dim int64, the gradient's word sum; None if no audit is due."""
 
     leaf: Leaf
     batch: Batch | None = None
@@ -57,7 +57,7 @@ class LeafResult:
 def plan_leaves(
     parts: Sequence[tuple[int, ...]], owners: Sequence[range], task: Task, *, checked: bool = True, first: int = 0
 ) -> tuple[list[Leaf], tuple[LeafPlan, ...]]:
-    """Micro-batches from their rows, and what each must be: owner, digest of the rows (0 if not `checked`), terms.
+    """The micro-batches, and the plan for each: owner, digest of its rows (0 unless `checked`), number of loss terms.
 
     first: the index of the first micro-batch.
     """
@@ -76,20 +76,20 @@ def plan_leaves(
 def reports_of_leaves(
     results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool
 ) -> torch.Tensor:
-    """int64 [len(results), WIDTH] on `device`: one report (`message.REPORT`) for each micro-batch, in their order."""
+    """int64 [len(results), WIDTH] on `device`: one report (`message.REPORT`) per micro-batch, in order."""
     if not results:
         return torch.empty((0, WIDTH), dtype=torch.int64, device=device)
-    found = [result.found for result in results]
+    passes = [result.found for result in results]
     index, rows = on_device([n for r in results for n in (r.leaf.index, len(r.leaf.ids))], device).view(-1, 2).unbind(1)
 
     def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return _column([None if each is None else getattr(each, name) for each in found], dtype, device)
+        return _column([None if each is None else getattr(each, name) for each in passes], dtype, device)
 
-    one_a_row = all(each is None or each.terms is None for each in found)
+    one_a_row = all(each is None or each.terms is None for each in passes)
     columns = (
         index,
         rows,
-        # Reals as their bits: messages are integers, and are compared as such.
+        # Reals are sent and compared as their bits.
         column("loss", torch.float64).view(torch.int64),
         column("correct", torch.int64),
         rows if one_a_row else column("terms", torch.int64),
@@ -111,24 +111,24 @@ def _column(values: Sequence[torch.Tensor | None], dtype: torch.dtype, device: t
 
 
 def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *, checked: bool) -> torch.Tensor:
-    """int64 [len(results)]: the digest of each one's rows as the model received them; 0 without rows."""
-    given = [(each.leaf, each.batch, each.found) for each in results if each.batch is not None]
-    if not given or not checked:
+    """int64 [len(results)]: the digest of each micro-batch's rows as the model received them; 0 without rows."""
+    full = [(each.leaf, each.batch, each.found) for each in results if each.batch is not None]
+    if not full or not checked:
         return torch.zeros(len(results), dtype=torch.int64, device=device)
-    known = [None if found is None else found.content for _, _, found in given]
+    known = [None if found is None else found.content for _, _, found in full]
     if all(each is None for each in known):
-        rows = task.content(_together([batch for _, batch, _ in given]))
+        rows = task.content(_together([batch for _, batch, _ in full]))
     else:
-        rows = torch.cat([task.content(b) if own is None else own for own, (_, b, _) in zip(known, given, strict=True)])
-    sums = bound_sums(rows, [leaf.first for leaf, _, _ in given], [len(leaf.ids) for leaf, _, _ in given])
-    if len(given) == len(results):
+        rows = torch.cat([task.content(b) if own is None else own for own, (_, b, _) in zip(known, full, strict=True)])
+    sums = bound_sums(rows, [leaf.first for leaf, _, _ in full], [len(leaf.ids) for leaf, _, _ in full])
+    if len(full) == len(results):
         return sums
     ordered = iter(sums)
     return _column([None if each.batch is None else next(ordered) for each in results], torch.int64, device)
 
 
 def _together(batches: Sequence[Batch]) -> Batch:
-    """Several micro-batches as one, padded with zeros to the widest."""
+    """Concatenate micro-batches, padded with zeros to the widest."""
     if len(batches) == 1:
         return batches[0]
     joined = {}
@@ -137,7 +137,7 @@ def _together(batches: Sequence[Batch]) -> Batch:
         sizes = [tensor.shape[1:] for tensor in tensors]
         if len(set(sizes)) > 1:
             widest = list(map(max, *sizes))
-            # `pad` takes the last dimension first, and of each what goes before it and behind.
+            # `pad` takes the padding before and after each dimension, starting with the last.
             missing = [[n for w, s in zip(widest, size, strict=True) for n in (w - s, 0)][::-1] for size in sizes]
             tensors = list(map(nn.functional.pad, tensors, missing))
         joined[name] = torch.cat(tensors)
@@ -145,9 +145,9 @@ def _together(batches: Sequence[Batch]) -> Batch:
 
 
 def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int]) -> torch.Tensor:
-    """int64 [len(counts)]: the sum modulo 2^64 of each run of `counts[i]` of the digests `rows`.
+    """int64 [len(counts)]: for each run of `counts[i]` consecutive digests in `rows`, their sum modulo 2^64.
 
-    First each digest is mixed with its place in the global batch: run i lies at `firsts[i]`, `firsts[i]` + 1, ...
+    Each digest is first mixed with its position in the global batch: run i starts at position `firsts[i]`.
     """
     starts = list(accumulate(counts, initial=0))
     triton = kernels() if rows.is_cuda else None
@@ -167,5 +167,5 @@ def bound_sums(rows: torch.Tensor, firsts: Sequence[int], counts: Sequence[int])
 
 @functools.lru_cache(maxsize=8)
 def _mixed_places(device: torch.device, count: int) -> torch.Tensor:
-    """mix(place + 1) of the first `count` places, a power of two."""
+    """mix64(position + 1) for positions 0 to `count` - 1. count: a power of two."""
     return mix64(torch.arange(1, count + 1, device=device, dtype=torch.int64))

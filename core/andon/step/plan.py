@@ -1,4 +1,4 @@
-"""What each step trains on and at which rate: functions of the seed and the position, never of the worker count."""
+"""The rows and learning rate of each step: functions of the seed and the position, never of the worker count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from andon_contracts.violation import Finding
     lambda count, parts, result: Finding(f"{count} items were split into {list(result)} for {parts} parts"),
 )
 def _bounds_partition(count: int, parts: int, result: Sequence[tuple[int, int]]) -> bool:
-    """One range for each part; end to end they are range(count)."""
+    """One range per part; concatenated they are range(count)."""
     ends = [0, *(end for _, end in result)]
     return len(result) == parts and ends == [*(start for start, _ in result), count]
 
@@ -41,7 +41,7 @@ def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The rows of one update. `step` counts updates from 1; `position` is the first row's place in the epoch."""
+    """The rows of one update. `step` counts updates from 1; `position` is the first row's index in the epoch."""
 
     step: int
     epoch: int
@@ -57,10 +57,10 @@ class GlobalBatch:
 class BatchPlan:
     """The order of all rows over all epochs.
 
-    ids: the training rows. batch_size: rows per update, the last of an epoch may have fewer. micro_batches: M, the
-    leaves of the sum. lengths: tokens of each row; if given, rows of similar length share a batch. updates: per epoch;
-    None: as many as full batches need. If given, at most one for each row: batches differ by at most one row, and none
-    is larger than batch_size. Raises `ValueError` for values below 1, no rows, or not one length per row.
+    ids: the training rows. batch_size: rows per update; the last batch of an epoch may be smaller. micro_batches: M,
+    the leaves of the gradient sum. lengths: tokens of each row; rows of similar length then share a batch. updates: the
+    number per epoch, from ceil(rows / batch_size), which is the default, to the number of rows. If set, batch sizes
+    differ by at most one row. Raises `ValueError` for values below 1, no rows, or not one length per row.
     """
 
     ids: tuple[int, ...]
@@ -115,7 +115,7 @@ class BatchPlan:
         return max(step - 1, 0) // self.steps_per_epoch
 
     def idle_ranks(self, world_size: int) -> int:
-        """How many of `world_size` ranks never have a row: too few rows, or micro-batches, for all of them."""
+        """How many of `world_size` ranks never get a row, because there are too few rows or micro-batches."""
         with_rows = min(self.batch_size, len(self.ids), self.micro_batches)
         return sum(leaves.start >= with_rows for leaves in rank_leaves(self.micro_batches, world_size))
 
@@ -133,11 +133,11 @@ def epoch_order(ids: tuple[int, ...], seed: int, epoch: int) -> tuple[int, ...]:
 def grouped_by_length(
     order: tuple[int, ...], length_of: Mapping[int, int], batch_size: int, seed: int, epoch: int
 ) -> tuple[int, ...]:
-    """`order` with rows of similar length side by side: each run of 50 batches sorted, then all batches shuffled.
+    """Group rows of similar length: sort each run of 50 batches by length, then shuffle all batches.
 
-    50 are enough for rows of one length to meet, and few enough for other company in another epoch (as transformers has
-    it). The shuffle is keyed by (seed, epoch), so the lengths of an update's rows do not depend on its place, except
-    that a short last batch holds the longest rows of the last run.
+    Runs of 50 batches, as in transformers, are long enough to bring similar lengths together and short enough to give
+    other batches in another epoch. The shuffle is keyed by (seed, epoch) and keeps row lengths independent of the
+    position in the epoch. Exception: a short last batch holds the longest rows of the last run.
     """
     run = 50 * batch_size
     runs = (order[start : start + run] for start in range(0, len(order), run))
@@ -149,23 +149,23 @@ def grouped_by_length(
 
 
 def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:
-    """The micro-batches of each rank: a balanced contiguous run; ranks beyond `micro_batches` have none."""
+    """The micro-batches of each rank: a balanced contiguous range; ranks beyond `micro_batches` get an empty one."""
     return tuple(range(start, end) for start, end in balanced_bounds(micro_batches, world_size))
 
 
 def efficiency(micro_batches: int, world_size: int) -> float:
-    """The share of the ranks' time that is used if every micro-batch costs the same: 0.889 for 3 ranks and M = 8."""
+    """The utilised share of the ranks' time if all micro-batches cost the same: 0.889 for 3 ranks and M = 8."""
     busiest = len(rank_leaves(micro_batches, world_size)[0])
     return micro_batches / (busiest * world_size)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up over w updates, then half a cosine or a line down to `min_lr`, or a constant rate.
+    """Linear warm-up over w updates, then cosine or linear decay to `min_lr`, or a constant rate.
 
-    w is `warmup_steps`, or floor(warmup_fraction * total_steps) if that is None. Update t (from 1) of the warm-up has
-    peak * t / w; the seed's S29 starts from 0, but an update at rate 0 trains nothing. Update t > w has, with
-    p = (t - w) / (total - w), min + (peak - min) * x: x is (1 + cos(pi * p)) / 2 for a cosine and 1 - p for a line.
+    w is `warmup_steps`, or floor(warmup_fraction * total_steps) if that is None. Warm-up update t (from 1) has the rate
+    peak * t / w; the seed's S29 starts from 0, but an update at rate 0 trains nothing. Update t > w has the rate min +
+    (peak - min) * x with p = (t - w) / (total - w): x is (1 + cos(pi * p)) / 2 for cosine and 1 - p for linear.
     """
 
     config: Config
@@ -184,5 +184,5 @@ class Schedule:
             return peak
         progress = (step - warmup) / (self.total_steps - warmup)
         floor = min(own.min_lr, peak)
-        left = 1.0 - progress if own.type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
-        return floor + (peak - floor) * left
+        decay = 1.0 - progress if own.type == "linear" else (1.0 + math.cos(math.pi * progress)) / 2.0
+        return floor + (peak - floor) * decay

@@ -1,9 +1,9 @@
-"""The contract of a phase, as icontract decorators on the function that keeps it.
+"""The contract of a phase, as icontract decorators on the phase's function.
 
-A phase returns a `Report`: a plain record of what all ranks sent, and no verdict. `requires` and `ensures` name rows of
-the tables in `andon_contracts.laws.update`, and hold the record to them. On CPUs the record is read and judged before
-the phase returns. On GPUs a phase must not wait for its device: the same conditions are evaluated when the record is
-read, a step later, and until then the device's own gate keeps a broken update from being applied.
+A phase returns a `Report`: the record of all ranks' messages, without a verdict. `requires` and `ensures` name laws of
+`andon_contracts.laws.update` and check the record against them. On CPUs the record is read and checked before the phase
+returns. On GPUs a phase must not wait for its device: the record is read and checked a step later, and until then the
+device's gate keeps a broken update from being applied.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ F = TypeVar("F", bound=Callable[..., "Report | None"])
 
 @dataclass(frozen=True)
 class Report:
-    """What all ranks send at the end of a phase.
+    """The messages of all ranks at the end of a phase, and how to check them.
 
-    table: int64, still on its device. record: makes the record of the table on the CPU. reader: calls its second
+    table: int64, still on its device. record: builds the record from the table on the CPU. reader: calls its second
     argument with the table on the CPU, now or later. keep: receives the record after the contract held. look: compares
-    differing values tensor by tensor, for the message of a violation; a collective. checked: false if the phase ran
-    while contracts were suspended. result: what the phase computed, for the next one.
+    differing values tensor by tensor, for the message of a violation; a collective. checked: false if contracts were
+    suspended during the phase. result: the output of the phase, for the next one.
     """
 
     table: torch.Tensor
@@ -44,15 +44,15 @@ class Report:
 
 
 def requires(*laws: Law[Any]) -> Callable[[F], F]:
-    """Preconditions: the rows `laws` hold for the state with which the phase began, as its record shows it."""
+    """Preconditions: `laws` hold for the state at the start of the phase, as its record shows it."""
     return lambda phase: _with_condition(phase, require, laws, lambda record: record)
 
 
 def ensures(*laws: Law[Any], of: Callable[[Any], Any] = lambda record: record) -> Callable[[F], F]:
-    """Postconditions: the rows `laws` hold for the record. Evaluated after all preconditions.
+    """Postconditions: `laws` hold for the record. Evaluated after all preconditions.
 
-    of: the part of the record that the laws judge. If a phase has several of these decorators, the one closest to the
-    function is evaluated first. Both raise the `Violation` of the first row that is broken.
+    of: the part of the record that the laws check. With several of these decorators, the one closest to the function is
+    evaluated first. Both kinds raise the `Violation` of the first broken law.
     """
     return lambda phase: _with_condition(phase, ensure, laws, of)
 
@@ -63,7 +63,7 @@ def _with_condition(
     laws: tuple[Law[Any], ...],
     of: Callable[[Any], Any],
 ) -> F:
-    # One condition for all rows of a decorator, because icontract takes 5 microseconds for each.
+    # One condition for all laws of a decorator: icontract takes 5 microseconds per condition.
     def rows_hold(record: Record, look: Callable[[Record], Details]) -> bool:
         return Judgement(laws, of(record)).first is None
 
@@ -74,14 +74,14 @@ def _with_condition(
         return Violation.of(broken.clause, finding)
 
     rows_hold.__name__ = ", ".join(law.id for law in laws)
-    rows_hold.__andon_error__ = violation  # type: ignore[attr-defined]  # as `policy.clause` marks one of a single law
+    rows_hold.__andon_error__ = violation  # type: ignore[attr-defined]  # the attribute that `policy.clause` sets too
     run: Any = phase if hasattr(phase, "judge") else _judged(phase)
     run.judge = contract(rows_hold)(run.judge)
     return run  # type: ignore[no-any-return]
 
 
 def _judged(phase: Callable[..., Report | None]) -> Callable[..., Report | None]:
-    """`phase`, whose record goes through `judge` when it is read. The decorators put their conditions on `judge`."""
+    """Wrap `phase` to pass its record through `judge` when it is read. The decorators add conditions to `judge`."""
 
     @functools.wraps(phase)
     def run(*args: Any, **kwargs: Any) -> Report | None:

@@ -1,10 +1,10 @@
-"""The exact reduction: M gradients summed along one fixed binary tree, whatever the number of ranks.
+"""The exact reduction: M gradients summed along one fixed binary tree, independent of the number of ranks.
 
-Floating-point addition is not associative, so the order of a sum is part of its result. Here the order depends on the
-number of micro-batches alone: a range [lo, hi) is the sum of [lo, mid) and [mid, hi) with mid = (lo + hi) // 2. A rank
-that has a contiguous run of leaves sums inside the largest subtrees of its run. It sends slice d of their roots, at
-most 2 * ceil(log2(leaves)) of them, to rank d, which finishes the tree on its slice; then the slices are gathered. The
-traffic is that of an all-reduce, but collectives only carry bits.
+Floating-point addition is not associative, so the order of a sum changes its result. Here the order depends only on the
+number of micro-batches: a range [lo, hi) is the sum of [lo, mid) and [mid, hi) with mid = (lo + hi) // 2. Each rank has
+a contiguous run of leaves and sums the largest subtrees within its run, at most 2 * ceil(log2(leaves)) of them. It
+sends slice d of their roots to rank d, which finishes the tree on its slice. Then the slices are all-gathered. The
+traffic is that of an all-reduce, but the collectives only copy bits.
 """
 
 from __future__ import annotations
@@ -70,34 +70,34 @@ def finish(node: Node, roots: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
 
 
 class TreeReduction:
-    """Sums flat tensors [size] over `leaves` micro-batches. It needs no model and no optimizer."""
+    """Sums flat tensors [size] over `leaves` micro-batches. Independent of model and optimizer."""
 
     def __init__(self, leaves: int, size: int, backend: Backend) -> None:
-        """leaves: M. size: elements of the flat tensor. Raises `ValueError` if one of them is below 1."""
+        """leaves: M. size: elements of the flat tensor. Raises `ValueError` if either is below 1."""
         if leaves < 1 or size < 1:
             raise ValueError(f"nothing to reduce: {leaves} leaves of {size} elements")
         self.leaves = leaves
         self.size = size
         self._backend = backend
-        # Rounded up: collectives take slices of one length.
+        # Rounded up, because collectives need slices of equal length.
         self._width = -(-size // backend.world_size)
         self.roots_of_rank = tuple(
             subtree_roots((0, leaves), run.start, run.stop) for run in rank_leaves(leaves, backend.world_size)
         )
 
     def __call__(self, local: Sequence[Roots]) -> list[list[torch.Tensor]]:
-        """From each local replica's subtree roots to the sum over all leaves.
+        """Reduce each local replica's subtree roots to the sum over all leaves.
 
-        Returns for each local replica the pieces that end to end are the sum [size]: one piece for one rank, else a
+        Returns for each local replica the pieces whose concatenation is the sum [size]: one piece for one rank, else a
         slice from every rank (the last slices may be shorter or empty). Pieces are read-only.
         """
         if self._backend.world_size == 1:
-            # One rank has summed the whole tree, in the order that all ranks together would.
+            # A single rank has summed the whole tree already, in the same order.
             return [[local[0][(0, self.leaves)]]]
         counts = [len(roots) for roots in self.roots_of_rank]
         sent = []
         for roots, rank, device in zip(local, self._backend.ranks, self._backend.devices, strict=True):
-            # [world, roots of this rank, width], zero-padded behind the last element.
+            # [world, roots of this rank, width], zero-padded at the end.
             out = torch.zeros((len(counts), counts[rank], self._width), device=device)
             for row, node in enumerate(self.roots_of_rank[rank]):
                 for destination, piece in enumerate(torch.split(roots[node], self._width)):

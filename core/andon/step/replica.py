@@ -48,16 +48,16 @@ class Replica:
         master_on: torch.device | None = None,
         captured: CapturedPasses | None = None,
     ) -> None:
-        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: of the
-        randomness of its passes. master_on: see `Master`. captured: makes CUDA graphs of passes; the bits are the same.
+        """model: already on `device`. trainable: its trainable parameters in canonical order, all fp32. seed: for the
+        randomness of its passes. master_on: `device` of `Master`. captured: captures passes as CUDA graphs; same bits.
 
-        Raises `ValueError` for what `FlatParameters` refuses, for a parameter that requires a gradient and is not in
-        `trainable`, and for a norm that keeps running statistics.
+        Raises `ValueError` as `FlatParameters` does, for a parameter that requires a gradient and is not in
+        `trainable`, and for a norm layer that keeps running statistics.
         """
         self.model = model
         self.device = device
         exempt = undecayed(model, trainable)
-        ordered = sorted(trainable, key=exempt.__contains__)  # stable: only what does not decay comes last
+        ordered = sorted(trainable, key=exempt.__contains__)  # stable: parameters without weight decay come last
         self.parameters = FlatParameters({name: trainable[name] for name in ordered}, device)
         self.settings = optimizer
         undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
@@ -66,11 +66,11 @@ class Replica:
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
         self.keeping: frozenset[Node] | None = None
-        """The sums that the next `gradients` copies, for an audit; None: no audit is due."""
+        """The sums that the next `gradients` call copies for an audit; None: no audit is due."""
         self.seed = seed
         self._count = torch.zeros((), device=self.master.device)
         self._closed: torch.Tensor | None = None
-        # Buffers of the gradient's size, reused every step: at most one for each level of the tree and each root.
+        # Buffers of the gradient's size, reused every step: at most one per tree level and per root.
         self._spare: list[torch.Tensor] = []
         owned = {id(parameter) for parameter in trainable.values()}
         named = (*model.named_parameters(), *model.named_buffers())
@@ -80,7 +80,7 @@ class Replica:
                 what = "requires a gradient but is not among the trainable parameters; freeze it or train it"
                 raise ValueError(f"{name} {what}")
         for name, module in model.named_modules():
-            # Each rank sees other micro-batches, so these buffers would differ by rank and world size (faults F11).
+            # Ranks process different micro-batches, so these buffers would depend on rank and world size (faults F11).
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
                 what = "keeps running statistics of the micro-batches that its rank happened to see; replace it"
                 raise ValueError(f"{name} {what}")
@@ -88,10 +88,10 @@ class Replica:
     def gradients(
         self, step: int, leaves: Sequence[Leaf], roots: Sequence[Node], task: Task, *, checked: bool
     ) -> PartialGradient:
-        """Forward and backward of `leaves`, summed inside the subtrees `roots`, from left to right.
+        """Run forward and backward of `leaves`, from left to right, and sum the gradients in the subtrees `roots`.
 
-        checked: digest each micro-batch's rows, and look for NaN and Inf in its gradient. Raises `RuntimeError` if the
-        model's trainable parameters or gradients are no longer the flat buffers'.
+        checked: digest each micro-batch's rows, and check its gradient for NaN and Inf. Raises `RuntimeError` if the
+        model's trainable parameters or gradients are no longer views of the flat buffers.
         """
         by_index = {leaf.index: leaf for leaf in leaves}
         results: list[LeafResult] = []
@@ -124,12 +124,12 @@ class Replica:
         self._prepare()
         sums = {node: save(fold(node, compute, add, save, keep if keeping else None)) for node in roots}
         if not self.parameters.attached():
-            raise RuntimeError(REPLACED)  # with contracts off too
+            raise RuntimeError(REPLACED)  # also with contracts off
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
     def completed(self, partial: PartialGradient | None, roots: Sequence[Node]) -> PartialGradient:
         """`partial` (None: the pass raised) with zeros for the `roots` that it lacks."""
-        # On GPUs a rank takes part in the collectives that the others enter before they have read that it is wrong.
+        # On GPUs a failed rank must join the collectives that the others enter before they have read of the failure.
         if partial is None:
             reports = torch.empty((0, WIDTH), dtype=torch.int64, device=self.device)
             kept = dict.fromkeys(self.keeping or (), torch.zeros_like(self.parameters.gradient))
@@ -139,12 +139,12 @@ class Replica:
 
     def _prepare(self) -> None:
         self.parameters.attach_gradient()
-        # To set the mode of a thousand modules takes milliseconds, to look at it a part of that.
+        # Setting the mode of a thousand modules takes milliseconds; checking it is cheaper.
         if not all(module.training for module in self.model.modules()):
             self.model.train()
 
     def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> LeafResult:
-        # Exact zeros without a forward pass: the tree has its leaves however few rows a batch has.
+        # A micro-batch without rows is still a leaf of the tree; its gradient is exactly zero.
         if not leaf.ids:
             self.parameters.gradient.zero_()
             return LeafResult(leaf)
@@ -153,7 +153,7 @@ class Replica:
         if self.captured is None:
             with drawing():
                 return LeafResult(leaf, batch, self._pass(task, batch, checked=checked))
-        # A graph reads a copy of the batch, so the content is digested there.
+        # A graph reads a copy of the batch, so the pass digests that copy.
         compute = functools.partial(self._pass, task, checked=checked, content=checked)
         return LeafResult(leaf, batch, self.captured((task, checked), batch, drawing, compute))
 
@@ -166,7 +166,7 @@ class Replica:
         return PassResult(loss.loss_sum.detach(), loss.correct, loss.terms, total, rows)
 
     def gradient_of(self, step: int, leaf: Leaf, task: Task) -> torch.Tensor:
-        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it; for an audit."""
+        """The gradient of one micro-batch alone, [size] fp32, as its owner computes it. For audits."""
         self._prepare()
         # Eager, so that the audit of a captured pass compares it with the eager one.
         captured, self.captured = self.captured, None
@@ -186,11 +186,11 @@ class Replica:
         """Divide the summed gradient by the number of loss terms, clip it, and set the learning rate.
 
         pieces, divisor: see `set_gradient`. Returns int64 on the device: the device's values of `message.REDUCED`, or
-        if not `checked` only the bits of the norm before clipping.
+        unless `checked` only the bits of the norm before clipping.
         """
         self.set_gradient(pieces, divisor)
         self.set_rate(rate)
-        # The weights too, before the update: a bit that flipped in them since the last one must not be built on.
+        # The weights too: a bit that flipped since the last update must be detected before the next one.
         sums = word_sums([self.master.gradient, self.weights_of_model()], finite=True) if checked else None
         norm = flat_norm(self.master.gradient)
         self.clip(limit, norm)
@@ -199,18 +199,18 @@ class Replica:
         return (bits if sums is None else torch.cat([sums, bits])).to(self.device)
 
     def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
-        """Make the gradient the sum, given in pieces end to end, divided once by the global number of loss terms."""
+        """Set the gradient to the concatenated `pieces` divided by `divisor`, the global number of loss terms."""
         start = 0
         for piece in pieces:
-            here = piece.to(self.master.device)
-            # Once, and after all sums: the rounding of a mean of means would depend on the number of ranks.
-            torch.div(here, divisor, out=self.master.gradient[start : start + piece.numel()])
+            summed = piece.to(self.master.device)
+            # One division after all sums: the rounding of a mean of means would depend on the number of ranks.
+            torch.div(summed, divisor, out=self.master.gradient[start : start + piece.numel()])
             start += piece.numel()
 
     def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
         """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
         if limit is not None:
-            # By the norm that is reported, and not by one that is computed anew.
+            # Clip by the reported norm instead of computing it again.
             total = torch.as_tensor(norm, dtype=torch.float32, device=self.master.device)
             nn.utils.clip_grads_with_norm_([self.master.weights], limit, total)
 
@@ -223,7 +223,7 @@ class Replica:
         return torch.cat([sums, missing, bits]).to(self.device)
 
     def weights_of_model(self) -> torch.Tensor:
-        """The flat weights of the model, without a graph, on the master's device."""
+        """The flat weights of the model, detached, on the master's device."""
         return self.parameters.weights.detach().to(self.master.device)
 
     def set_rate(self, rate: float) -> None:
@@ -237,18 +237,18 @@ class Replica:
     def gate(self, closed: torch.Tensor | None) -> None:
         """Make `apply` do nothing while `closed` (0-dim fp32 on the device) is 1; None: it always updates.
 
-        Raises `ValueError` for an optimizer whose device cannot skip an update.
+        Raises `ValueError` if the optimizer is not fused, because only a fused one can skip an update on its device.
         """
         if closed is not None and not self.optimizer.defaults.get("fused"):
             msg = f"{self.settings.name} on {self.device} is not fused, so its device cannot keep it from updating"
             raise ValueError(msg)
         self._closed = closed
-        # torch's loss scaler skips the update of a fused optimizer by these attributes.
+        # torch's GradScaler uses these attributes to skip the update of a fused optimizer.
         self.optimizer.found_inf = closed  # type: ignore[attr-defined]
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
 
     def apply(self) -> None:
-        """One optimizer update with the rate that was set."""
+        """Run one optimizer update at the current learning rate."""
         if not self._state:
             shaped = {"step": self._count}
             names = sorted(state_names(self.settings))
@@ -256,12 +256,12 @@ class Replica:
         self.optimizer.step()
         self.master.push_weights(self.parameters)
         if not counts_updates(self.settings):
-            # On the device, because only the device knows now whether the gate skipped the update.
+            # Counted on the device: the host does not know yet whether the gate skipped the update.
             self._count += 1.0 if self._closed is None else 1.0 - self._closed
 
     @property
     def updates(self) -> int:
-        """Updates taken, as the optimizer counts them; for SGD, which does not count, our own count."""
+        """The number of updates, as the optimizer counts them; for SGD, which does not, our own count."""
         return int(self._state.get("step", self._count))
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
@@ -269,7 +269,7 @@ class Replica:
         return dict(self._state)
 
     def _hold(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Make these tensors the optimizer's state. Each range gets its part of the moments, and an equal count."""
+        """Make `state` the optimizer's state: each range gets its slice of the moments and a copy of the count."""
         self._state = dict(state)
         for place, each in enumerate(self.master.ranges):
             held = self.optimizer.state[each.weights]
@@ -278,7 +278,7 @@ class Replica:
                 held[name] = value[each.span] if value.dim() else value.clone() if place else value
 
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
-        """Put back the flat weights, the optimizer's tensors by name, and the count of updates."""
+        """Restore the flat weights, the optimizer's tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
         self.master.pull_weights(self.parameters)
         self._count.fill_(updates)
@@ -286,7 +286,7 @@ class Replica:
         self._hold({name: value.to(self.master.device, copy=True) for name, value in optimizer_state.items()})
 
     def layout_digest(self) -> int:
-        """Digest of the names, shapes and places of the trainable tensors."""
+        """Digest of the names, shapes and offsets of the trainable tensors."""
         text = repr([(slot.name, slot.shape, slot.start) for slot in self.parameters.slots])
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -300,11 +300,11 @@ class Replica:
         return tree_digest(self.frozen())
 
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
-        """The gradient that the optimizer sees, by name, sharing storage."""
+        """The optimizer's gradient by parameter name, sharing storage."""
         return self.parameters.views(self.master.gradient)
 
     def frozen(self) -> dict[str, torch.Tensor]:
-        """Frozen weights and buffers by name, without a graph."""
+        """Frozen weights and buffers by name, detached."""
         return {name: tensor.detach() for name, tensor in self._frozen.items()}
 
 
@@ -321,20 +321,20 @@ def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:
 
 
 def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates: int) -> None:
-    """Put back what `state_tensors` gave, after `updates` updates.
+    """Restore the tensors of `state_tensors` from after `updates` updates.
 
-    Raises `ValueError`, before anything changes, naming every tensor that is missing, unexpected, or of another form.
+    Raises `ValueError`, before anything changes, naming every tensor that is missing, unexpected, or misshapen.
     """
-    flat, kept = replica.parameters, state_names(replica.settings) if updates else frozenset()
-    moments = kept & {*moments_of(replica.settings)}
+    flat, kinds = replica.parameters, state_names(replica.settings) if updates else frozenset()
+    moments = kinds & {*moments_of(replica.settings)}
     wanted = {f"{WEIGHTS}/{slot.name}": slot.shape for slot in flat.slots}
     wanted |= {f"{OPTIMIZER}/{kind}/{slot.name}": slot.shape for kind in moments for slot in flat.slots}
-    wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kept - moments}
+    wanted |= {f"{OPTIMIZER}/{kind}": () for kind in kinds - moments}
     faults = [f"{name} is missing" for name in wanted if name not in tensors]
     faults += [f"{name} is not part of this model's state" for name in tensors if name not in wanted]
-    for name, found in tensors.items():
-        if name in wanted and (found.dtype, tuple(found.shape)) != (torch.float32, wanted[name]):
-            faults.append(f"{name} is {found.dtype} {tuple(found.shape)}, not torch.float32 {wanted[name]}")
+    for name, tensor in tensors.items():
+        if name in wanted and (tensor.dtype, tuple(tensor.shape)) != (torch.float32, wanted[name]):
+            faults.append(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not torch.float32 {wanted[name]}")
     if faults:
         raise ValueError("; ".join(faults))
 
@@ -345,5 +345,5 @@ def restore_state(replica: Replica, tensors: Mapping[str, torch.Tensor], updates
         return whole
 
     state = {kind: flattened(f"{OPTIMIZER}/{kind}") for kind in sorted(moments)}
-    state |= {kind: tensors[f"{OPTIMIZER}/{kind}"] for kind in sorted(kept - moments)}
+    state |= {kind: tensors[f"{OPTIMIZER}/{kind}"] for kind in sorted(kinds - moments)}
     replica.restore(flattened(WEIGHTS), state, updates)

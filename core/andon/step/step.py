@@ -1,10 +1,10 @@
-"""The step: plan, compute, report, reduce, report, apply, report. One path for every backend.
+"""The step: plan, compute, report, reduce, report, apply, report. One code path for every backend.
 
-`TrainingStep.launch` is the story. Above each phase stand the rows of `andon_contracts.laws.update` that it is held to.
+`TrainingStep.launch` is the overview. The decorators of each phase name its laws (`andon_contracts.laws.update`).
 
-To read a value of a GPU, the host waits until everything before it is done, and then the GPU is idle until the host has
-caught up. So if all replicas are on GPUs, values are copied into pinned memory after the work that computes them, and
-read a step later: `Pending` is such an update.
+To read a value from a GPU, the host waits for all earlier work, and then the GPU idles until the host has caught up. So
+if all replicas are on GPUs, values are copied to pinned memory after the work that computes them and read a step later.
+`Pending` is such an update.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from andon_contracts.violation import Finding
 __all__ = ["Pending", "RankFailed", "StepResult", "TrainingStep"]
 
 UNSIGNED = 1 << 64
-_PLAIN_WIDTH = 32  # integers in a message besides the reports: its header and its values, with room to spare
+_PLAIN_WIDTH = 32  # a message's integers besides the reports: its header and its values, with room to spare
 _LOSS_TOLERANCE = 0.01  # of F-DP-005; the falsifier compares whole runs, to the bit
 _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
     "gradient": Replica.reduced_gradient,
@@ -51,17 +51,17 @@ _COMPARED: Mapping[str, Callable[[Replica], Tensors]] = {
     "optimizer": Replica.optimizer_state,
     "base": Replica.frozen,
 }
-"""The tensors behind a value, which ranks compare one by one to explain a violation."""
+"""The tensors of each digested value, which ranks compare one by one to explain a violation."""
 
 
 def reads_late(backend: Backend) -> bool:
-    """Whether all replicas of `backend` are on GPUs, so that no values are needed in the middle of a step."""
-    # In `mixed` messages go through the CPU, where they are read at once.
+    """True if all replicas of `backend` are on GPUs: values are then read a step later."""
+    # In `mixed`, messages go through the CPU and are read immediately.
     return backend.name != "mixed" and all(device.type == "cuda" for device in backend.devices)
 
 
 def _plain_mean(losses: Sequence[float], terms: int) -> float:
-    """The mean loss, summed in another way than along the tree, to compare with."""
+    """The mean loss without the tree, as a reference."""
     return math.fsum(losses) / max(terms, 1)
 
 
@@ -78,7 +78,7 @@ def _loss_is_that_of_one_process(losses: Sequence[float], terms: int, step: int,
 
 @ensure(_loss_is_that_of_one_process)
 def mean_loss(losses: Sequence[float], terms: int, step: int) -> float:
-    """F-DP-005: the loss of the whole batch, whichever ranks computed its micro-batches, from their loss sums."""
+    """F-DP-005: the mean loss of the whole batch from its micro-batches' loss sums, independent of their ranks."""
     # Along the same tree as the gradients.
     total: float = fold((0, len(losses)), losses.__getitem__, operator.add, float)
     return total / max(terms, 1)
@@ -86,10 +86,10 @@ def mean_loss(losses: Sequence[float], terms: int, step: int) -> float:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update did. Reals are exact: equal bits on every backend and world size.
+    """The result of one update. Reals have equal bits on every backend and world size.
 
     digests: content, gradient, weights, optimizer; empty if contracts were off. ranks: the digests that each rank sent.
-    stop, save: whether any rank requests to stop, or a checkpoint, after this update; the same on all ranks.
+    stop, save: whether any rank requests a stop or a checkpoint after this update; the same on all ranks.
     """
 
     step: int
@@ -108,9 +108,9 @@ class StepResult:
 
 @dataclass
 class Pending:
-    """One update under way: its plan, and what the host has read of it. `result` must be called once.
+    """One update in progress: its plan, and the values that the host has read so far. `result` must be called once.
 
-    late: whether everything is read in `result`. rows, terms: of the global batch and of its loss sum.
+    late: whether all values are read in `result`. rows, terms: the rows of the global batch and the terms of its loss.
     """
 
     batch: GlobalBatch
@@ -139,21 +139,21 @@ class Pending:
             # The next update may write into this memory before it is read.
             self._waiting.append((tensor.clone(), then))
         else:
-            # Any copy but one into pinned memory makes the host wait.
+            # Only a copy into pinned memory lets the host continue.
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copy.copy_(tensor, non_blocking=True)
             self._waiting.append((copy, then))
 
     def end(self, device: torch.device) -> None:
-        """Must be called after the last `read`: record an event on `device` for which `result` waits."""
+        """Record an event on `device` for which `result` waits. Must be called after the last `read`."""
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
     def result(self) -> StepResult:
-        """Wait for the device, judge the update, and return what it did.
+        """Wait for the device, check the update, and return its result.
 
-        Raises `Violation` on every rank alike, `RankFailed` where another rank raised, and a rank's own error there.
+        Raises the same `Violation` on every rank. A rank that raised raises its own error, and the others `RankFailed`.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -179,7 +179,7 @@ class Pending:
 
 
 class _Computed(Seen[Sequence[LeafPlan]]):
-    """What all ranks send after their backward passes; wanted is the plan."""
+    """The messages of all ranks after their backward passes. `want` is the plan."""
 
     @cached_property
     def leaves(self) -> Leaves:
@@ -187,7 +187,7 @@ class _Computed(Seen[Sequence[LeafPlan]]):
 
 
 class TrainingStep:
-    """Runs updates on all local replicas of a backend, and holds each update to its contract."""
+    """Runs updates on all local replicas of a backend, and checks each update against its contract."""
 
     def __init__(
         self,
@@ -200,11 +200,11 @@ class TrainingStep:
         *,
         late: bool | None = None,
     ) -> None:
-        """replicas: one for each local rank. micro_batches: M, the leaves of the sum; never a function of world size.
+        """replicas: one per local rank. micro_batches: M, the leaves of the sum; never a function of world size.
 
-        contracts: when and what is audited. late: whether an update is judged when its result is requested, and not
-        while it is launched; None: if all replicas are on GPUs. Raises `ValueError` if the number of replicas is not
-        the backend's, or if an update that is judged late could not be vetoed by its device.
+        contracts: the settings of the audit. late: check an update when its result is requested instead of at launch;
+        None: if all replicas are on GPUs. Raises `ValueError` if the number of replicas is not the backend's, or if
+        updates are checked late and the optimizer cannot skip one on its device.
         """
         if len(replicas) != len(backend.ranks):
             raise ValueError(f"{len(replicas)} replicas for {len(backend.ranks)} local ranks")
@@ -217,14 +217,14 @@ class TrainingStep:
         self._owners = rank_leaves(micro_batches, backend.world_size)
         self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
         self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
-        # One more than any rank should compute, so that a surplus is seen.
+        # One more than any rank should compute, so that a surplus is detected.
         self._report_rows = max(map(len, self._owners)) + 1
         self._agreement = Agreement(backend, replicas, _PLAIN_WIDTH + self._report_rows * message.WIDTH)
         self._gate = Gate(backend.devices)
         for replica, device in zip(replicas, backend.devices, strict=True):
             replica.gate(self._gate.on(device) if self.late else None)
-        # What the last update left on rank 0: digests as the host read them, and on the device a word sum, with which
-        # the next update is compared before the host has read this one. None: not known.
+        # The state of rank 0 after the last update: digests read by the host, and a word sum on the device, with which
+        # the next update is compared before the host has read this one. None: unknown.
         self._weights: int | None = None
         self._optimizer: int | None = None
         self._weights_sum: torch.Tensor | None = None
@@ -235,40 +235,40 @@ class TrainingStep:
         """One update on `batch` with learning rate `rate`; `updates` is the count of updates after it.
 
         stop: this process must stop; save: it requests a checkpoint. The result combines the requests of all ranks.
-        Raises `Violation` on every rank alike if a clause does not hold; up to the update, nothing has changed then.
-        Raises `RankFailed` if another rank raised, and a rank's own error on that rank.
+        Raises the same `Violation` on every rank if a clause is broken; if that is before the optimizer step, nothing
+        has changed. Raises `RankFailed` if another rank raised, and a rank's own error on that rank.
         """
         try:
             return self.launch(batch, rate, updates, stop=stop, save=save).result()
         except BaseException:
-            self._gate.open()  # no update is under way that it would have to veto
+            self._gate.open()  # no update is in progress that it could veto
             raise
 
     def launch(
         self, batch: GlobalBatch, rate: float, updates: int, *, stop: bool = False, save: bool = False
     ) -> Pending:
-        """Start the update that `__call__` describes. If it is judged late, do not wait for the device.
+        """Start the update that `__call__` describes. If updates are checked late, do not wait for the device.
 
-        Results must be requested in order, and an error ends the training: the updates launched after it did nothing.
-        Raises as `__call__` does if nothing is judged late.
+        Results must be requested in order. After an error training must end: the updates launched later did nothing.
+        Raises as `__call__` does unless updates are checked late.
         """
         update = Pending(batch, rate, updates, checked=enforced(), late=self.late)
         # Forward and backward on every rank. The host knows the plan: rows, owners and loss terms of each micro-batch.
-        # Losses, gradients and the rows as the model received them are on the devices. Every rank reports to all
-        # others whether it raised, and one report per micro-batch.
+        # The devices hold losses, gradients and the rows as the model received them. Every rank sends all others
+        # whether it raised, and one report per micro-batch.
         partials, gathered = self._compute(update, stop=stop, save=save).result
-        # Now and then another rank computes some micro-batches again, and must get the same bits.
+        # Every K steps another rank recomputes some micro-batches and must get the same bits.
         if update.checked and self.audit.due(batch.step):
             self._audit_gradients(update, partials, gathered)
-        # The sum over all micro-batches along one fixed tree, divided once, clipped once. Every rank has the whole
-        # gradient now, and reports it beside the weights from which the update starts.
+        # Sum all micro-batches along one fixed tree, divide once, clip once. Every rank now has the whole gradient and
+        # reports word sums of it and of the weights before the update.
         self._reduce_gradient(update, partials)
         self._compare_moments(update)
-        # On CPUs all of that was judged before this line. On GPUs the host has read nothing yet: the gate has looked
-        # at the same tables, and if it is closed, the optimizer changes nothing.
+        # On CPUs all of that has been checked by now. On GPUs the host has read nothing yet: the gate has checked the
+        # same tables, and if it is closed, the optimizer changes nothing.
         self._apply_update(update)
         if self.late:
-            # Read last, after all that explains a closed gate.
+            # Read last, after all tables that can explain a closed gate.
             update.read(self._gate.closed, _refuse_closed)
             update.end(self._backend.devices[0])
         return update
@@ -296,7 +296,7 @@ class TrainingStep:
             update.leaves, update.plan = plan_leaves(parts, self._owners, self.task, checked=update.checked)
             update.rows, update.terms = len(update.batch.ids), sum(leaf.terms for leaf in update.plan)
             done = self._backend.map(gradients)
-        except Exception as error:  # noqa: BLE001 - the other ranks must hear of it before it is raised
+        except Exception as error:  # noqa: BLE001 - raised later: the other ranks must be notified first
             done = [error] * len(self._replicas)
         errors = [each for each in done if isinstance(each, Exception)]
         content = sum(leaf.content for leaf in update.plan)
@@ -326,7 +326,7 @@ class TrainingStep:
 
     @ensures(*laws.AUDITED)
     def _audit_gradients(self, update: Pending, partials: Sequence[PartialGradient], computed: Gathered) -> Report:
-        """Another rank gets the same bits for the same micro-batches."""
+        """The auditor of each rank gets the same bits for the same micro-batches."""
         audited = self.audit(update.batch.step, self._agreement, update.leaves, partials, computed.payload)
         if self.late:
             self._gate.close_if(audited.differs())
@@ -340,7 +340,7 @@ class TrainingStep:
         pieces = self._reduce([part.roots for part in partials])
 
         def finalize(index: int) -> torch.Tensor:
-            # Without a term the sum is 0 already, and 0 / 0 would be NaN.
+            # Without loss terms the sum is 0 already, and 0 / 0 would be NaN.
             replica, terms, limit = self._replicas[index], max(update.terms, 1), self._clip_norm
             facts = replica.finalize_gradient(pieces[index], terms, update.rate, limit, checked=update.checked)
             replica.release(partials[index])
@@ -352,7 +352,7 @@ class TrainingStep:
 
         facts = self._backend.map(finalize)
         if not update.checked:
-            # A later update cannot be compared with the state that an unchecked one leaves.
+            # The state after an unchecked update is unknown, so the next one cannot be compared with it.
             self._weights_sum = None
             update.read(facts[0], forget_state)
             return None
@@ -362,7 +362,7 @@ class TrainingStep:
         size = self._replicas[0].parameters.size
 
         def record(table: torch.Tensor) -> Seen[Any]:
-            # Only now: on GPUs the update before was read after this one was launched.
+            # Evaluated here: on GPUs the previous update is read after this one was launched.
             weights = Rule.SAME if self._weights is None else self._weights
             return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(message.reduced_values, size))
 
@@ -374,7 +374,7 @@ class TrainingStep:
 
     @requires(laws.OPTIMIZER_UNCHANGED)
     def _compare_moments(self, update: Pending) -> Report | None:
-        """A lone rank still has the moments that it left. Several ranks compare theirs after each update."""
+        """A single rank's moments have not changed since its last update. Several ranks compare theirs after each."""
         if self._backend.world_size > 1 or self.late or not update.checked or self._optimizer is None:
             return None
         digest = signed(self._replicas[0].optimizer_digest())
@@ -415,7 +415,7 @@ class TrainingStep:
         want: object = None,
         held: torch.Tensor | None = None,
     ) -> Gathered:
-        """Gather the message `sent`, at which the gate looks if it is judged late. want, held: see `Gate.look`."""
+        """Gather the message `sent`. The gate checks it if updates are checked late. want, held: see `Gate.look`."""
         world, expected = self._backend.world_size, None
         if self.late and sent is COMPUTED:
             expected = message.expected_computed(update.plan, world, self._report_rows, checked=update.checked)
@@ -434,7 +434,7 @@ class TrainingStep:
     @requires(LOCKSTEP)
     @ensures(laws.FROZEN)
     def attest_base(self, step: int, expected: int) -> Report | None:
-        """Every rank's frozen weights are still those of the start (digest `expected`). No update may be under way."""
+        """Every rank's frozen weights still have the digest `expected`. No update may be in progress."""
         if not enforced():
             return None
         digests = self._backend.map(lambda index: self._replicas[index].base_digest())
@@ -445,9 +445,9 @@ class TrainingStep:
     # C-DP-001 before the first update
     @ensures(*laws.START)
     def attest_start(self, observed: Mapping[str, int]) -> Report:
-        """All ranks start from the same layout, weights, base and whatever else is `observed` (name to digest).
+        """All ranks start from the same layout, weights, base and further values `observed` (name to digest).
 
-        Must be called after everything is restored: the first update is held to these weights. Raises `Violation`.
+        Must be called after a restore: the first update must start from these weights. Raises `Violation`.
         """
         known = [
             {"layout": r.layout_digest(), "weights": r.weights_digest(), "base": r.base_digest(), **observed}
@@ -459,7 +459,7 @@ class TrainingStep:
             first, on = self._replicas[0], enforced()
             self._weights = start.column("weights")[0] if on else None
             self._optimizer = signed(first.optimizer_digest()) if on else None
-            # A device compares word sums; only the host makes digests of them.
+            # A device compares word sums; only the host turns them into digests.
             self._weights_sum = word_sums([first.weights_of_model()], finite=False)[0] if self.late and on else None
 
         return Report(gathered.table, gathered.seen, keep=keep)

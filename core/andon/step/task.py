@@ -1,4 +1,4 @@
-"""What the step needs of a task: rows to tensors, tensors to a loss sum. Any module and any loss will do.
+"""The step's interface to a task: rows to tensors, tensors to a loss sum. Works with any module and any loss.
 
 The randomness of a pass is keyed by (seed, step, micro-batch), never by rank or process.
 """
@@ -24,8 +24,8 @@ Batch = Mapping[str, torch.Tensor]
 class LeafLoss:
     """The loss of one micro-batch.
 
-    loss_sum: scalar, the SUM over its rows (weights applied, divided by nothing), with its graph. correct: scalar
-    int64, terms that were predicted right. terms: scalar int64, terms of the sum; None: one per row.
+    loss_sum: scalar with its graph, the SUM over its rows (weighted, not averaged). correct: scalar int64, the
+    correctly predicted terms. terms: scalar int64, the number of terms in the sum; None: one per row.
     """
 
     loss_sum: torch.Tensor
@@ -47,11 +47,11 @@ class Task(Protocol):
         ...
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [rows]: the digests that `content` must give for these rows."""
+        """int64 [rows]: the digests that `content` must return for these rows."""
         ...
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """For each of these rows, its terms of the loss sum: 1 if a row is one term."""
+        """The number of terms that each of these rows adds to the loss sum: 1 if a row is one term."""
         ...
 
 
@@ -63,7 +63,7 @@ def key(seed: int, step: int, micro_batch: int) -> int:
 
 @contextmanager
 def keyed_randomness(seed: int, step: int, micro_batch: int, device: torch.device) -> Iterator[None]:
-    """Context manager: torch's global generators of the CPU and of `device` start from the key of one micro-batch."""
+    """Context manager: seed torch's global generators of the CPU and of `device` with a micro-batch's key."""
     stream = key(seed, step, micro_batch)
     # A GPU's generator is not restored: only its rank draws from it.
     with torch.random.fork_rng(devices=[]):
@@ -77,19 +77,19 @@ def refuse_unkeyed(forward: Callable[[], LeafLoss], device: torch.device) -> Non
     """Run `forward`, a pass over one row, twice with one key, and restore the host's generators.
 
     Raises `ValueError` if the losses differ, or if the second pass advances the global generator of numpy or `random`:
-    they are not keyed, so another rank would get another result.
+    these are not keyed, so ranks would get different results.
     """
     python_state, numpy_state = random.getstate(), np.random.get_state(legacy=False)
-    found = []
+    passes = []
     try:
         for _ in range(2):
             with keyed_randomness(0, 0, 0, device):
                 loss = forward().loss_sum.detach().double().view(torch.int64).item()
-            found.append((loss, random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
+            passes.append((loss, random.getstate(), pickle.dumps(np.random.get_state(legacy=False))))
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-    if found[0] != found[1]:
+    if passes[0] != passes[1]:
         msg = (
             "two passes over one row with one seed differ: the model draws from numpy, random or a generator of its "
             "own, or keeps something from pass to pass; use one that draws from torch's global generator alone"
