@@ -1,7 +1,7 @@
 """Builds a `Run` from a configuration, a backend, a task and a plan.
 
-`andon train` and the falsifier's subject are built here, so that the trainer under test is the one that ships. An
-observer passes its own backend or task, which wraps the trainer's.
+`andon train`, the coordinator and the falsifier's subject are built here, so that the falsifier tests the shipped
+trainer. An observer passes its own backend or task, which wraps the trainer's.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def build_replicas(
                 checkpoint_layers(own)
             _try(own, task, sample, device)
             master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
-            # As in `uses_cuda_graphs`.
+            # The same condition as in `uses_cuda_graphs`.
             captures = capture and device.type == "cuda" and backend.name in ("inline", "nccl")
             passes = CapturedPasses(device) if captures else None
             trained = trainable_parameters(own)

@@ -64,7 +64,7 @@ def inherited(config: Config, before: Config) -> Config:
 
 
 def automatic_keys(config: Config) -> list[str]:
-    """Dotted keys of which unset values are chosen."""
+    """Dotted keys whose unset values are chosen automatically."""
     return [f"{name}.{key}" for name, part in config if isinstance(part, Section) for key in sorted(part.automatic)]
 
 
@@ -150,8 +150,7 @@ def portable_demo(config: Config) -> tuple[Config, str]:
 
 @dataclass(frozen=True)
 class Base:
-    """positions: most tokens of a row (None: no limit). weights: their number. dtype: as saved, a value of
-    model.dtype."""
+    """Facts of a base. positions: most tokens of a row (None: no limit). weights: their number. dtype: as saved."""
 
     positions: int | None
     weights: int
@@ -159,7 +158,7 @@ class Base:
 
 
 def capped(config: Config, task: str, base: Base | None) -> Config:
-    """Set an unset `model.max_length` to the largest value that may be chosen."""
+    """`config` with an unset `model.max_length` at the largest value that may be chosen."""
     if base is None or is_set(config, "model.max_length"):
         return config
     most = _CAP_SFT if task == SFT else _CAP

@@ -161,7 +161,7 @@ Answers = tuple[torch.Tensor, Sequence[object]]
 
 
 def _questions_of(run: TrainedRun, check: str) -> Questions | str:
-    """Evenly spaced evaluation rows of the run, or their prompts; a sentence with the reason if there are none."""
+    """Evenly spaced evaluation rows of the run, or their prompts; a sentence with the reason if none is usable."""
     run_rows = rows_of(run)
     if run_rows is None:
         return NOT_MEASURED

@@ -147,8 +147,8 @@ def load_run(
     """Rebuild the run's base, check its digest, load the trained weights, and move the model to `device`.
 
     base: current path of the base; None: as configured. checkpoint: `best`, `last` or a step; None: the run's result,
-    from its adapter folder. device: see `device_named`. Raises `InputError` for a base with another digest than the
-    adapter was trained on, for a `base` of a run that needs none, and for a missing checkpoint.
+    from its adapter folder. device: see `device_named`. Raises `InputError` if the base is not the one that
+    was trained on, if the run needs no `base`, and for a missing checkpoint.
     """
     place, step = device_named(device), None
     if checkpoint is not None:
@@ -303,7 +303,7 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
 def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | None = None) -> Iterator[Predicted]:
     """Predict each text, in order, in bounded memory. pairs: the second text of each.
 
-    Raises `InputError` if the run was trained on pairs and `pairs` is None, or the reverse.
+    Raises `InputError` if the run was trained on pairs but gets single texts, or the reverse.
     """
     named = run.config.data.text_pair_column
     if (named is None) != (pairs is None):

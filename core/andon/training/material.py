@@ -155,7 +155,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
             drawn = Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]
             scored_ids[place] = tuple(sorted(drawn))
 
-    # The batches. An epoch of packs has as many updates as one of their rows.
+    # The batches. An epoch of packs has as many updates as an epoch of their rows.
     if not train_ids:
         raise InputError("data.validation_fraction: leaves no row to train on")
     batch, updates = training.batch_size, None
@@ -248,7 +248,7 @@ def task_of(
         return MultiLabelTask(tokens, labels, num_labels=count, names=names, **shared)
     if not isinstance(data, Tagged):
         return ClassificationTask(tokens, labels, num_labels=count, class_weights=weights, names=names, **shared)
-    # A word is tagged at its first token; a word that was cut off has none.
+    # A word is tagged at its first token. It may have none, as when it is cut off.
     tags = [[NO_TAG] * len(ids) for ids in tokens]
     unread: dict[int, dict[int, int]] = {}
     for id_, (row_tags, places) in enumerate(zip(labels, encoded.firsts, strict=True)):

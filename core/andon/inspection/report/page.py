@@ -62,7 +62,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunView:
-    """One run. summary: None if there is none, or if the ledger has changed since (`stale`).
+    """One run. summary: None if it is missing, or older than the ledger (`stale`).
 
     environment: versions and machine by name. ends: reports of the last launch by rank. seconds: between the lines of
     consecutive steps, by step. what: names of evaluations by (step, rows, scores). unread: number of metrics lines that
