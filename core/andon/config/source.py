@@ -170,12 +170,12 @@ def _settings_faults(path: Path) -> Iterator[str]:
         return
     weights = content.get("weight_map") if path.name.endswith(".index.json") else None
     names = weights.values() if isinstance(weights, dict) else ()
-    odd = {
+    outside = {
         str(name)
         for name in names
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name
     }
-    yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(odd)[:3])
+    yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(outside)[:3])
     yield from setting_faults(content)
 
 

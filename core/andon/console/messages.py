@@ -17,7 +17,7 @@ from andon.console.problems import InputError
 from andon_contracts.legible import legible, legible_line
 
 BROKEN_STREAM = (OSError, ValueError)
-"""Exceptions of writing to a stream that is full, closed, or whose reader is gone."""
+"""Exceptions of a write to a stream that is full, closed, or without a reader."""
 
 
 class OutputError(InputError):

@@ -105,7 +105,7 @@ def compare(one: Side, other: Side) -> Differences:
             same = "the same settings; only the names of data and model were compared, not what they stand for"
             report.add("result", f"different: {', '.join(keys)}" if keys else same)
         return report
-    step, odd = one.recorded.trajectory.first_difference(other.recorded.trajectory)
+    step, fields = one.recorded.trajectory.first_difference(other.recorded.trajectory)
     for name in sorted(inputs[0].keys() & inputs[1].keys()):
         first, second = inputs[0][name], inputs[1][name]
         if first != second:
@@ -120,7 +120,7 @@ def compare(one: Side, other: Side) -> Differences:
         for name in sorted(plans[0].keys() | plans[1].keys()):
             if plans[0].get(name) != plans[1].get(name):
                 report.add("plan", f"{name}: {plans[0].get(name)} | {plans[1].get(name)}")
-    if _steps(report, one.recorded, other.recorded, step, odd):
+    if _steps(report, one.recorded, other.recorded, step, fields):
         report.result = Comparison.DIFFERENT
     on = [side.fingerprint(step or 0) or side.fingerprint(0) or {} for side in (one.recorded, other.recorded)]
     for name in sorted(on[0].keys() | on[1].keys()):
@@ -175,7 +175,7 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
     return tuple(keys)
 
 
-def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, odd: tuple[Difference, ...]) -> bool:
+def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, diff: tuple[Difference, ...]) -> bool:
     """Report the steps. Returns whether they differ or one side has more of them."""
     steps = one.trajectory, other.trajectory
     common = steps[0].keys() & steps[1].keys()
@@ -202,10 +202,10 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
     earlier = [number for number in steps[0] if number < step]
     before = f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
     report.add("steps", f"differ from step {step} on{before}{more}")
-    records, names = [each[step] for each in steps], [each.name for each in odd]
+    records, names = [each[step] for each in steps], [each.name for each in diff]
     equal = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
     report.add("step", f"{step}: {names[0]} differs first, {', '.join(equal) or 'nothing'} agree")
-    for each in odd:
+    for each in diff:
         report.add("step", f"{step}: {each.name}: {shown(each.then, _SHOWN)} | {shown(each.now, _SHOWN)}")
     report.lines.extend(_tensors(one, other, step))
     return True
@@ -241,17 +241,17 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
     except CheckpointError as error:
         raise InputError([Problem("", str(error))]) from error
     shared = sorted(first.keys() & second.keys())
-    odd = [name for name in shared if not same(first[name], second[name])]
+    changed = [name for name in shared if not same(first[name], second[name])]
     extra = [len(each) - len(shared) for each in (first, second)]
     if any(extra):
-        both = f"{len(shared)} in both ({len(odd)} differ)" if odd else f"{len(shared)} in both (equal)"
+        both = f"{len(shared)} in both ({len(changed)} differ)" if changed else f"{len(shared)} in both (equal)"
         yield f"{one.name}: {extra[0]} only in the first run, {extra[1]} only in the second, {both}"
-    if not odd:
+    if not changed:
         if not any(extra):
             yield f"all {len(shared)} of {one.name} are the same"
         return
     # Weights first, then optimizer moments; by name.
-    name = min(odd, key=lambda name: (not name.startswith("weights/"), name))
+    name = min(changed, key=lambda name: (not name.startswith("weights/"), name))
     pair = first[name], second[name]
     place = " | ".join(f"{each.dtype} {list(each.shape)}" for each in pair)
     if pair[0].dtype == pair[1].dtype and pair[0].shape == pair[1].shape:
@@ -261,4 +261,4 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
         values = [each.contiguous().view(-1)[at].item() for each in pair]
         texts = " | ".join(value.hex() if isinstance(value, float) else str(value) for value in values)
         place = f"at {index}: {texts} ({int(unequal.sum())} of {pair[0].numel()} elements)"
-    yield f"{name} differs first ({len(odd)} of {len(shared)} tensors of {one.name} do), {place}"
+    yield f"{name} differs first ({len(changed)} of {len(shared)} tensors of {one.name} do), {place}"

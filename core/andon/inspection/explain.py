@@ -1,6 +1,6 @@
 """Explains a violation from a bundle that `watch` wrote or from the ledger of a run.
 
-Bundles are untrusted: only JSON and raw tensor bytes are read, so no code in them runs.
+Bundles are untrusted: only JSON and tensor bytes are read, so no code in them runs.
 """
 
 from __future__ import annotations
@@ -146,12 +146,12 @@ def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
             digests[path] = part["digests"]
     # Tensors whose digests differ between ranks; for the one in `tensor` also how many elements, and the spread.
     names = dict.fromkeys(name for known in digests.values() for name in known)
-    odd = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
+    unequal = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
     # Gradients and buffers differ by rank until they are reduced, so a difference alone proves nothing.
-    for name in odd[:_MOST_TENSORS]:
+    for name in unequal[:_MOST_TENSORS]:
         yield f"  differs  {name}{_how_far(list(digests), name) if tensor in name else ''}"
-    if len(odd) > _MOST_TENSORS:
-        yield f"  differs  and {len(odd) - _MOST_TENSORS} more"
+    if len(unequal) > _MOST_TENSORS:
+        yield f"  differs  and {len(unequal) - _MOST_TENSORS} more"
 
 
 def _read(path: Path) -> dict[str, Any] | str:

@@ -1,4 +1,4 @@
-"""Reads a ledger, by the path of its run folder or its own.
+"""Reads a ledger, from a run folder or by its own path.
 
 A ledger may have millions of lines. It is read and verified once without keeping steps in memory: `Recorded` holds the
 other records, the first and last step of each stretch, and the file offset of each step's line.
@@ -93,9 +93,9 @@ class Steps(Mapping[int, Step]):
                 norm.value if norm is not None else 0.0,
             )
 
-    def take_back(self, kept: int) -> None:
-        """Remove the steps after `kept`."""
-        while self._heap and -self._heap[0] > kept:
+    def take_back(self, last: int) -> None:
+        """Remove the steps after `last`."""
+        while self._heap and -self._heap[0] > last:
             del self.places[-heapq.heappop(self._heap)]
 
     def _fact(self, step: int) -> tuple[bytes, int, int, float, float, float, float]:
@@ -126,9 +126,9 @@ class Steps(Mapping[int, Step]):
         """The first common step whose records differ, with the differing fields, causes first; else (None, ())."""
         for step in self.places:
             if step in other.places and self._fact(step)[0] != other._fact(step)[0]:
-                odd = differing(self[step], other[step])
-                if odd:
-                    return step, odd
+                fields = differing(self[step], other[step])
+                if fields:
+                    return step, fields
         return None, ()
 
 

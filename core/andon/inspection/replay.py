@@ -134,7 +134,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         if checkpoint is not None:
             session.run.restore(checkpoint)
         session.run.step.attest_start({"after": after})
-        step, odd = _first_difference(session, recorded, after, last)
+        step, fields = _first_difference(session, recorded, after, last)
         source = checkpoint.path.name if checkpoint is not None else "the initial weights"
         report.add("from", f"{source}, after step {after}, on {backend.world_size} {backend.name} workers")
         machine = other_machine(recorded.fingerprint(step or last) or {}, fingerprint(session.environment))
@@ -147,7 +147,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         report.add("result", "the restored weights are not those of the ledger; nothing was done again")
     elif step > after + 1:
         report.add("steps", f"{after + 1} to {step - 1} are the ledger's, to the bit")
-    for place, each in enumerate(odd):
+    for place, each in enumerate(fields):
         at = f"step {step}: " if step else ""
         name = f"{each.name}{' first' if place == 0 else ''}"
         report.add("differs", f"{at}{name}: ledger {shown(each.then)}, now {shown(each.now)}")
@@ -183,13 +183,13 @@ def _first_difference(
         then = recorded.trajectory[after].digests.weights if after in recorded.trajectory else None
     else:
         then = start.digests.get("weights") if start is not None else None
-    odd = apart("weights", then, hex64(run.primary.weights_digest()))
-    if odd:
-        return 0, odd
+    fields = apart("weights", then, hex64(run.primary.weights_digest()))
+    if fields:
+        return 0, fields
     for step in range(after + 1, last + 1):
         batch = run.plan.batch(step)
         result = run.step(batch, run.schedule.rate(step), step)
         now = step_record(batch, result, run.backend.world_size, run.backend.name)
-        if step in recorded.trajectory and (odd := differing(recorded.trajectory[step], now)):
-            return step, odd
+        if step in recorded.trajectory and (fields := differing(recorded.trajectory[step], now)):
+            return step, fields
     return None, ()

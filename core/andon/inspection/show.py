@@ -155,11 +155,11 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
     for part in record.ranks:
         held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
         own = {name: value for name, value in held.items() if value is not None}
-        odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
+        changed = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
         equal = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
-        differs = _named(odd, " ")
+        differs = _named(changed, " ")
         leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if planned else ""
-        yield f"  rank {part.rank}: {leaves}{f'differs:{differs}' if odd else equal}"
+        yield f"  rank {part.rank}: {leaves}{f'differs:{differs}' if changed else equal}"
         for row in part.ids:
             yield f"    {row}{_text(row, texts.rows)}"
 

@@ -62,7 +62,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunView:
-    """One run. summary: None if it is missing, or older than the ledger (`stale`).
+    """One run. summary: None if missing, or older than the ledger (`stale`).
 
     environment: versions and machine by name. ends: reports of the last launch by rank. seconds: between the lines of
     consecutive steps, by step. what: names of evaluations by (step, rows, scores). unread: number of metrics lines that
@@ -401,7 +401,7 @@ def _nearer(value: object) -> object:
 
 def _facts(run: RunView) -> dict[str, Value]:
     start, steps, summary, settings = run.recorded.start, run.steps, run.summary, run.side.settings
-    memory, kept = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
+    memory, step = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
     number = max(steps, default=0)
     last = steps[number] if steps else None
     workers = steps.ran_on.replace(" workers", "").replace(" then ", ", then ")
@@ -426,7 +426,7 @@ def _facts(run: RunView) -> dict[str, Value]:
         "workers": workers or (f"{start.world} {start.backend}" if start is not None else None),
         "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
-        "weights that were kept": f"{summary.weights_digest}, of step {kept}" if summary is not None and kept else None,
+        "weights that were kept": f"{summary.weights_digest}, of step {step}" if summary is not None and step else None,
         "checkpoints": f"{len(saved)}{f', the best {best[-1]}' if best else ''}",
         "seconds, last command": summary.wall_s if summary is not None else None,
         **{f"peak memory of {name}": f"{size / 2**20:,.0f} MiB" if size else None for name, size in peaks.items()},
