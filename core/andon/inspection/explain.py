@@ -87,7 +87,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on the broken clause: its promise, and where it broke. scene: fields of the bundle."""
+    """Lines on the broken clause: promise, place and evidence. scene: fields of the bundle."""
     clause, step, cause = CLAUSES.get(record.clause), record.step, str(scene.get("cause", "violation"))
     if cause == "violation":
         yield f"{record.clause} broken at step {step}"
