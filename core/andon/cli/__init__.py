@@ -1,1 +1,1 @@
-"""The `andon` command. Starts fast: torch and what needs it are imported by the commands that need them."""
+"""The `andon` command. It starts fast: only the commands that need torch import it."""

@@ -1,4 +1,4 @@
-"""The commands and how they end: one message and an exit code, never a traceback for a user's mistake."""
+"""Entry point of the `andon` command: runs a command and turns its errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from andon.launch import preemption
 from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"
-_OF_COMMANDS = ("typer", "pydantic", "yaml", "rich", "click")  # what commands cannot be without
+_COMMAND_LIBRARIES = ("typer", "pydantic", "yaml", "rich", "click")  # libraries that every command imports
 
 
 def main() -> NoReturn:
-    """Run the command line; exits with an `Exit`, or as the script does that `andon watch` runs."""
-    if sys.argv[1:2] == ["watch"]:  # which needs no extra, and whose script ends as it likes
+    """Run the command line and exit with an `Exit`, or with the exit code of the script that `andon watch` runs."""
+    if sys.argv[1:2] == ["watch"]:  # needs no extra; its script chooses the exit code
         _open_closed_streams()
         from andon_contracts.watch.script import main as run_watched
 
@@ -33,40 +33,40 @@ def main() -> NoReturn:
         _open_closed_streams()
         code = guarded(_run)
         preemption.end()
-    except KeyboardInterrupt:  # while modules are imported; typer sees those of a command
+    except KeyboardInterrupt:  # during imports; typer handles it during a command
         code = _say("interrupted", Exit.INTERRUPTED)
-    except preemption.Interrupted as asked:
-        by_hand = asked.signum == signal.SIGINT
-        code = _say(f"ended by {asked} before training began", Exit.INTERRUPTED if by_hand else Exit.PREEMPTED)
+    except preemption.Interrupted as interruption:
+        by_hand = interruption.signum == signal.SIGINT
+        code = _say(f"ended by {interruption} before training began", Exit.INTERRUPTED if by_hand else Exit.PREEMPTED)
     _leave(code)
 
 
 def _leave(code: int) -> NoReturn:
-    """End with `code`, whatever became of the standard streams.
+    """Exit with `code` even if a standard stream is broken.
 
-    If torch was loaded, without taking its modules down one by one, which takes a second.
+    If torch is loaded, this skips the interpreter's shutdown, which would take a second.
     """
     broken = False
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BROKEN_STREAM as error:  # its reader may have gone; the interpreter would end with 120 for that
+        except BROKEN_STREAM as error:  # closed by its reader; the interpreter would exit with 120
             broken = True
             if stream is sys.stdout and code == 0 and isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 code = _say(str(not_written(error)), Exit.USAGE)
-    if not ("torch" in sys.modules or broken or preemption.heeded()):  # an interpreter that ends handles no signals
+    if not ("torch" in sys.modules or broken or preemption.heeded()):  # shutdown resets signal handlers
         raise SystemExit(code)
     atexit._run_exitfuncs()
     os._exit(code)
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams on /dev/null, here and in ranks: no file of a run may take their place."""
+    """Open closed standard streams on /dev/null, also for ranks, so that no run file gets one of their descriptors."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free descriptor: `number`
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
@@ -74,19 +74,19 @@ def _open_closed_streams() -> None:
 def _run() -> int:
     try:
         os.getcwd()
-    except FileNotFoundError as error:  # torch cannot be loaded there either
+    except FileNotFoundError as error:  # torch cannot be imported there
         raise InputError("the current folder does not exist any more; change to another one") from error
     from andon.cli.commands import app
 
     try:
         app()
-    except SystemExit as ended:  # how typer ends, its own usage errors (2) included
+    except SystemExit as ended:  # typer always exits, with 2 after usage errors
         return ended.code if isinstance(ended.code, int) else int(Exit.OK)
     return int(Exit.OK)
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """The exit code of `work`; an error becomes one message on stderr and the code that belongs to it."""
+    """Run `work` and return its exit code. An exception becomes one message on stderr and the matching exit code."""
     try:
         return work()
     except InputError as error:
@@ -95,9 +95,9 @@ def guarded(work: Callable[[], int]) -> int:
     except Violation as error:
         return _say(str(error), Exit.VIOLATION)
     except Exception as error:  # the last resort: one line for a user, the traceback on request
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OF_COMMANDS:
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _COMMAND_LIBRARIES:
             return _say(f"{error.name} is not installed; {install_hint('train')}", Exit.USAGE)
-        if isinstance(error, OSError) and _is_of_stdout(error):  # the list of commands, which typer writes itself
+        if isinstance(error, OSError) and _is_of_stdout(error):  # from the help, which typer writes itself
             return _say(str(not_written(error)), Exit.USAGE)
         if os.environ.get(_TRACEBACK) == "1":
             raise
@@ -105,19 +105,19 @@ def guarded(work: Callable[[], int]) -> int:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit | preemption.Interrupted):
             raise
-        # A panic of Rust is not an `Exception`: native code gave up on its input. Anything else is a mistake of ours.
+        # A Rust panic is not an `Exception`; native code rejected its input. Anything else is a bug in Andon.
         return _say(f"{type(error).__name__}: {error}", Exit.USAGE if is_panic(error) else Exit.CRASHED)
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """Whether standard output raised `error`: then it refuses an empty line too."""
+    """Whether standard output raised `error`: if so, writing an empty line fails in the same way."""
     if error.filename is not None or error.errno == errno.EPIPE:
         return False
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError as again:
         return again.errno == error.errno
-    except ValueError:  # it is closed
+    except ValueError:  # closed
         return False
     return False
 

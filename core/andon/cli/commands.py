@@ -1,4 +1,4 @@
-"""The command line: each command with its options. What a command needs is imported when it is called."""
+"""The commands and their options. Each command imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from andon.launch.orphan import bind_to_parent
 from andon_contracts.liveness.process import exit_text
 
 PLUGINS = "andon.commands"
-"""The group of entry points with commands of other packages: a name for a typer app or a function."""
+"""Entry point group for commands of other packages: a name for a typer app or a function."""
 _MOST_WORKERS = 4096
 _ANYTHING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -42,8 +42,8 @@ app = Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         put(version("andon"))
         raise Ended
 
@@ -58,13 +58,13 @@ def andon(
 
 
 class _Command(TyperCommand):
-    """Says that a command was interrupted, and which setting may be meant by an unknown option."""
+    """Logs an interruption, and suggests a setting for an unknown option."""
 
-    def make_context(self, *given: Any, **named: Any) -> Any:
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().make_context(*given, **named)
+            return super().make_context(*args, **kwargs)
         except Exception as error:
-            # By name: typer brings its own copy of click, or imports it, depending on its version.
+            # By class name: some versions of typer vendor click, others import it.
             unknown: Any = error if type(error).__name__ == "NoSuchOption" else None
             if unknown is not None and any("--set" in option.opts for option in self.params):
                 from andon.config.load import meant_by
@@ -78,20 +78,20 @@ class _Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # which typer ends with, and without a word
+        except KeyboardInterrupt:  # typer exits without a message
             say("interrupted")
             raise
 
 
 def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> Callable[..., None]:
-    """Add the command; its line in the list of commands is the first sentence of its docstring."""
+    """Register the command; the first sentence of its docstring is its line in the list of commands."""
     first = (function.__doc__ or "").strip().partition(". ")[0].rstrip(".")
     app.command(name or function.__name__, cls=_Command, short_help=f"{first}.", **settings)(function)
     return function
 
 
 class ConfigArguments(NamedTuple):
-    """The configuration that a command was given: its file, overrides as KEY=VALUE, and flags by key."""
+    """A command's configuration file, overrides (KEY=VALUE) and flags by dotted key."""
 
     file: Path | None
     overrides: Sequence[str]
@@ -101,15 +101,15 @@ class ConfigArguments(NamedTuple):
 _WEIGHED = re.compile(r"(.+)=([-+]?[0-9.][-+0-9.e]*)")
 
 
-def _train_files(said: Sequence[str]) -> object:
-    """`data.train`: one path as it is; several, or one with a weight, as sections."""
+def _train_files(arguments: Sequence[str]) -> object:
+    """The value of `data.train`: a single path without a weight as it is, anything else as a list of sections."""
     files: list[dict[str, object]] = []
-    for each in said:
-        weighed = _WEIGHED.fullmatch(each)
+    for argument in arguments:
+        weighed = _WEIGHED.fullmatch(argument)
         try:
-            files.append({"path": each} if weighed is None else {"path": weighed[1], "weight": float(weighed[2])})
+            files.append({"path": argument} if weighed is None else {"path": weighed[1], "weight": float(weighed[2])})
         except ValueError:
-            files.append({"path": each})
+            files.append({"path": argument})
     return files[0]["path"] if len(files) == 1 and "weight" not in files[0] else files
 
 
@@ -147,24 +147,24 @@ def _config_arguments(
 
 
 def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the parameters of `_config_arguments` to those of `command`, which receives its result first."""
+    """Add the parameters of `_config_arguments` to `command`, which receives a `ConfigArguments` first."""
     file, *shared = inspect.signature(_config_arguments, eval_str=True).parameters.values()
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
-    def whole(**values: Any) -> None:
+    def wrapper(**values: Any) -> None:
         command(_config_arguments(**{each.name: values.pop(each.name) for each in (file, *shared)}), **values)
 
     parameters = [file, *own, *shared]
-    whole.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    whole.__annotations__ = {each.name: each.annotation for each in parameters}
-    whole.__name__, whole.__doc__ = command.__name__, command.__doc__
-    return whole
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
+    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+    return wrapper
 
 
 @_listed
 @_configured
 def train(
-    given: ConfigArguments,
+    arguments: ConfigArguments,
     workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
     resume: Annotated[str | None, Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
     run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
@@ -179,7 +179,7 @@ def train(
     from andon.cli.train import run_training
 
     own = {key: value for key, value in flags.items() if value is not None}
-    raise Ended(int(run_training(given.file, given.overrides, own | given.flags)))
+    raise Ended(int(run_training(arguments.file, arguments.overrides, own | arguments.flags)))
 
 
 @_listed
@@ -199,11 +199,11 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
 
 
 def in_a_child(command: str) -> None:
-    """Fork: the child returns and runs the command; the parent waits and ends as the child does (`Exit`).
+    """Fork. The child returns and runs the command; the parent waits and exits with the child's code.
 
-    A child that a signal killed is reported with the signal, and with what the kernel says of its memory; the exit
-    code is 71 then. Ctrl-C and the parent's death end the child. A process that runs torch, which must not fork, runs
-    the command itself.
+    If a signal kills the child, the parent logs the signal and any sign of an out-of-memory kill, and exits with 71.
+    Ctrl-C and the parent's death kill the child. If torch is loaded, the process must not fork and runs the command
+    itself.
     """
     if "torch" in sys.modules:
         return
@@ -228,7 +228,7 @@ def in_a_child(command: str) -> None:
 @_listed
 @_configured
 def check(
-    given: ConfigArguments,
+    arguments: ConfigArguments,
     workers: Annotated[int | None, Option(min=1, help="Ranks on this machine.")] = None,
     show_row: Annotated[int | None, Option(help="Show a row of the training data token by token.")] = None,
 ) -> None:
@@ -236,7 +236,7 @@ def check(
     from andon.config.load import load_config
     from andon.integrations.trackers import require
 
-    loaded = load_config(given.file, given.overrides, {"run.workers": workers, **given.flags})
+    loaded = load_config(arguments.file, arguments.overrides, {"run.workers": workers, **arguments.flags})
     in_a_child("check")
     from andon.training.preview import describe
 
@@ -254,15 +254,15 @@ def doctor(
     """Say whether runs can train here, and what to do where not. Ends with 0 where they can, with 1 where not."""
     from andon.inspection.doctor import examine
 
-    found = []
+    checks = []
     for each in examine(folder, timeout):
-        found.append(each)
+        checks.append(each)
         if not as_json:
             put(f"{each.level:<8} {each.name}: {each.found}", *([f"         -> {each.todo}"] if each.todo else []))
-    can = all(each.level != "problem" for each in found)
+    can = all(each.level != "problem" for each in checks)
     if as_json:
-        told = {"can_train": can, "checks": [each._asdict() for each in found]}
-        put(*json.dumps(told, indent=2).splitlines())
+        result = {"can_train": can, "checks": [each._asdict() for each in checks]}
+        put(*json.dumps(result, indent=2).splitlines())
     else:
         put("andon train can run here" if can else "andon train cannot run here: see each problem above")
     raise Ended(int(Exit.OK if can else Exit.CRASHED))
@@ -270,19 +270,19 @@ def doctor(
 
 def watch(context: Context) -> None:
     """Run a training script of your own under the contracts. See andon watch --help."""
-    # Listed here for --help alone: `main` runs it before typer is imported, which it does not need.
+    # Registered only for --help: `main` runs it without importing typer.
     from andon_contracts.watch.script import main
 
     raise Ended(main(context.args))
 
 
-_listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # a script has options of its own
+_listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # the script parses its own options
 
 
 @_listed
 @_configured
 def plan(
-    given: ConfigArguments,
+    arguments: ConfigArguments,
     workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")] = None,
     gpu_memory: Annotated[
         float | None, Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
@@ -295,7 +295,7 @@ def plan(
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
-    loaded = load_config(given.file, given.overrides, given.flags)
+    loaded = load_config(arguments.file, arguments.overrides, arguments.flags)
     parts = [part.strip() for part in workers.split(",")] if workers is not None else []
     if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
         what = f"{workers!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4"
@@ -307,12 +307,12 @@ def plan(
     size = None if gpu_memory is None else int(gpu_memory * 2**30)
     loaded, _ = placed(loaded, None if size is None else max(counts, default=1))
     counts = counts or (loaded.run.workers,)
-    found = forecast(loaded, counts, machine_here(size, max(counts)))
+    memory = forecast(loaded, counts, machine_here(size, max(counts)))
     if as_json:
-        put(*json.dumps(found.as_dict(), indent=2).splitlines())
+        put(*json.dumps(memory.as_dict(), indent=2).splitlines())
     else:
-        put(*found.lines())
-    if not all(world.fits for world in found.worlds):
+        put(*memory.lines())
+    if not all(world.fits for world in memory.worlds):
         raise Ended(int(Exit.USAGE))
 
 
@@ -345,13 +345,13 @@ def evaluate(
     from andon.training.existing import require_run
 
     folder = require_run(run)
-    given = one_file(file, data)
-    if given is None:
+    path = one_file(file, data)
+    if path is None:
         raise InputError([Problem("DATA", "name a file of rows with labels: andon eval RUN FILE")])
-    require_file(given)
+    require_file(path)
     from andon.training.inference import evaluate_run, load_run, read_labelled
 
-    rows = read_labelled(folder, given, text_column=text_column, label_column=label_column)
+    rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     scores = labelled(evaluate_run(trained, rows).as_dict(), rows.labels)
     put(*json.dumps(scores, indent=2).splitlines())
@@ -382,21 +382,21 @@ def predict(
 
     folder = require_run(run)
     require_task(folder, TEXT_TASKS, "generate")
-    given = one_file(file, data)
-    check_output(output, given)
-    found = texts_of(folder, given, text_column)
+    path = one_file(file, data)
+    check_output(output, path)
+    texts = texts_of(folder, path, text_column)
     from andon.training.inference import load_run
     from andon.training.inference import predict as predicted
 
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    rows, firsts = tee(found.rows())
+    rows, firsts = tee(texts.rows())
     pairs = None
-    if given is not None and trained.config.data.text_pair_column is not None:
-        firsts, seconds = tee(firsts)  # a copy that nobody reads would hold every row
+    if path is not None and trained.config.data.text_pair_column is not None:
+        firsts, seconds = tee(firsts)  # an unread `tee` iterator would buffer every row
         pairs = (str(row.pair) for row in seconds)
     predictions = predicted(trained, (row.text for row in firsts), pairs=pairs)
     labels = trained.labels if all_scores else None
-    put_rows(records(rows, found.columns, predictions, labels, output), output)
+    put_rows(records(rows, texts.columns, predictions, labels, output), output)
     if cut := trained.tokenizer.truncated:
         say(f"note: {cut} texts were cut to {trained.config.model.max_length} tokens (model.max_length)")
 
@@ -476,8 +476,8 @@ def export(
     require_place(target)
     result_of(folder)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    said = export_run(trained, target, chosen if whole else None, check)
-    put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *said)
+    lines = export_run(trained, target, chosen if whole else None, check)
+    put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *lines)
 
 
 Run = Annotated[Path, Argument(help="Run folder, or its ledger.jsonl.")]
@@ -501,8 +501,8 @@ def show(
     from andon.inspection.show import one_step, overview, texts_of
 
     step = number if step is None else step
-    found = open_recorded(run)
-    _put_each(overview(found) if step is None else one_step(found, step, texts_of(found.folder)))
+    recorded = open_recorded(run)
+    _put_each(overview(recorded) if step is None else one_step(recorded, step, texts_of(recorded.folder)))
 
 
 @_listed
@@ -521,9 +521,9 @@ def diff(
     """Find where two runs part. Ends with 0 same, 1 different, 2 not comparable."""
     from andon.inspection.difference import compare, read_side
 
-    found = compare(read_side(one), read_side(other))
-    _put_each(found.lines)
-    raise Ended(found.result.value)
+    differences = compare(read_side(one), read_side(other))
+    _put_each(differences.lines)
+    raise Ended(differences.result.value)
 
 
 @_listed
@@ -539,12 +539,12 @@ def replay(
     from andon.inspection.replay import ReplayFailed, replay_run
 
     try:
-        found = replay_run(run, steps, workers, backend)
+        differences = replay_run(run, steps, workers, backend)
     except ReplayFailed as error:
         say(str(error))
         raise Ended(int(error.ends_with)) from None
-    _put_each(found.lines)
-    raise Ended(found.result.value)
+    _put_each(differences.lines)
+    raise Ended(differences.result.value)
 
 
 @_listed
@@ -556,34 +556,34 @@ def report(
     ] = None,
 ) -> None:
     """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
-    # Beside the run, and of its own name for each other run: no page is written over another.
-    beside = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
-    page = f"report{beside}.html" if run.is_dir() else f"{run.stem}{beside}.html"
+    # The default name contains the other run's, so that no report overwrites another.
+    suffix = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
+    page = f"report{suffix}.html" if run.is_dir() else f"{run.stem}{suffix}.html"
     target = html or (run / page if run.is_dir() else run.with_name(page))
     if target.suffix not in (".html", ".htm"):
         raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
     paths = [run] if other is None else [run, other]
-    with ThreadPoolExecutor() as threads:  # each is a process, which reads the ledger while this one does
-        asked = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
+    with ThreadPoolExecutor() as threads:  # verify in other processes while this one reads the ledgers
+        pending = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
         from andon.inspection.difference import compare, read_side
         from andon.inspection.report.page import Page, Verdict, load_run_view, write_page
 
         runs = [load_run_view(read_side(path)) for path in paths]
-        verdicts = [None if (said := each.result()) is None else Verdict(*said) for each in asked]
+        verdicts = [None if (output := each.result()) is None else Verdict(*output) for each in pending]
     write_page(Page(runs, verdicts, compare(*(each.side for each in runs)) if other is not None else None), target)
     put(f"wrote {target}")
 
 
 def plugin_output(name: str, *arguments: str) -> tuple[int, list[str]] | None:
-    """The exit code and the lines of a command of another package, run as a process; None if no package has it.
+    """Run another package's command in a process: its exit code and output lines, or None if it is not installed.
 
-    If it prints nothing, as for a mistake, its lines are those of standard error.
+    If standard output is empty, as after an error, the lines are those of standard error.
     """
     if not entry_points(group=PLUGINS, name=name):
         return None
     command = module_command("andon", name, *arguments)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    return done.returncode, (done.stdout or done.stderr).decode(errors="backslashreplace").splitlines()
+    process = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return process.returncode, (process.stdout or process.stderr).decode(errors="backslashreplace").splitlines()
 
 
 def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
@@ -594,16 +594,16 @@ def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]
     return command
 
 
-# A plugin without its libraries is listed all the same, and says so when it is called.
+# A plugin whose libraries are missing is listed too; calling it names the missing library.
 for _point in sorted(entry_points(group=PLUGINS), key=attrgetter("name")):
     try:
-        _found = _point.load()
+        _loaded = _point.load()
     except ModuleNotFoundError as _error:
         app.command(_point.name, help=f"(needs {_error.name})", context_settings=_ANYTHING)(_absent(_point, _error))
         continue
-    if isinstance(_found, Typer):
-        app.add_typer(_found, name=_point.name)
+    if isinstance(_loaded, Typer):
+        app.add_typer(_loaded, name=_point.name)
     else:
-        # Without a short help of its own the list of commands would cut it in mid-sentence.
-        _first = (_found.__doc__ or "").partition("\n")[0]
-        app.command(_point.name, cls=getattr(_found, "command_class", None), short_help=_first)(_found)
+        # Without `short_help`, typer would cut the docstring in mid-sentence.
+        _first = (_loaded.__doc__ or "").partition("\n")[0]
+        app.command(_point.name, cls=getattr(_loaded, "command_class", None), short_help=_first)(_loaded)

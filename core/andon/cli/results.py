@@ -1,4 +1,4 @@
-"""What `andon predict` and `andon generate` read and write."""
+"""Input and output of `andon predict` and `andon generate`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from andon_contracts.legible import legible
 if TYPE_CHECKING:
     from andon.training.inference import Predicted
 
-_DIGITS = 9  # significant digits of a probability in a file: as many as tell any two of fp32 apart
+_DIGITS = 9  # significant digits of a probability in a file, which identify any fp32 value
 
 
 def put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
@@ -36,13 +36,13 @@ def put_rows(rows: Iterable[dict[str, Any]], output: Path | None) -> None:
         return
     for row in rows:
         text = json.dumps(row, ensure_ascii=False, default=str)
-        # What would act on a terminal is written as JSON itself escapes it, so that the value stays the same.
+        # Terminal control characters are escaped as JSON, which keeps the value.
         if not put(text if legible(text) == text else json.dumps(row, default=str)):
             return
 
 
 def cell(value: object, output: Path | None) -> object:
-    """`value` as `output` can hold it: in a column of a table, lists and mappings are JSON."""
+    """`value` for a cell of `output`: in a table, lists and mappings become JSON text."""
     nested = isinstance(value, Mapping | list) and output is not None and is_table(output)
     return json.dumps(value, ensure_ascii=False, default=str) if nested else value
 
@@ -97,46 +97,46 @@ def records(
     labels: Sequence[str] | None,
     output: Path | None,
 ) -> Iterator[dict[str, Any]]:
-    """One record a text: the columns of its file in their order, then the prediction, which repeats no text that has a
-    column. columns: of all rows of the file. labels: of the probabilities to tell; None: of the likeliest alone."""
+    """Each row's columns, then its prediction without a text that has a column; clashing columns become `input_NAME`.
+    columns: of the whole file. labels: whose probabilities to add; None: as `Predicted.record` defines it."""
 
     def rounded(value: float) -> float:
         return round(value, 6) if output is None else float(f"{value:.{_DIGITS}g}")
 
-    for row, one in zip(rows, predictions, strict=True):
-        told = one.record(labels, rounded)
+    for row, predicted in zip(rows, predictions, strict=True):
+        new = predicted.record(labels, rounded)
         fields: Mapping[str, object] = dict.fromkeys(columns) | dict(row.fields)
         if row.named:
             repeated = ("text", "tokens") if row.named[0] == "tokens" else ("text",)
-            told = {name: value for name, value in told.items() if name not in repeated}
-        taken = told.keys() | {f"{key}_{name}" for key, each in told.items() if isinstance(each, dict) for name in each}
-        found = {_free(name, taken | (fields.keys() - {name})): cell(value, output) for name, value in fields.items()}
-        yield found | told
+            new = {name: value for name, value in new.items() if name not in repeated}
+        used = new.keys() | {f"{key}_{name}" for key, each in new.items() if isinstance(each, dict) for name in each}
+        own = {_free(name, used | (fields.keys() - {name})): cell(value, output) for name, value in fields.items()}
+        yield own | new
 
 
-def _free(name: str, taken: Collection[str]) -> str:
-    return _free(f"input_{name}", taken) if name in taken else name
+def _free(name: str, used: Collection[str]) -> str:
+    return _free(f"input_{name}", used) if name in used else name
 
 
 def read_lines(lines: Iterable[bytes]) -> list[str]:
-    """The texts in `lines`, one a line, without their line ends.
+    """Decode `lines` of standard input: one text a line, without line ends.
 
-    Raises `InputError` with each fault at stdin:LINE: not UTF-8, empty, a NUL character; and for no texts at all.
+    Raises `InputError` with every fault at stdin:LINE (not UTF-8, empty, a NUL character), or if there are no lines.
     """
-    found = ProblemList()
+    problems = ProblemList()
     texts: list[str] = []
     for number, line in enumerate(lines, start=1):
         where = f"stdin:{number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            found.add(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
+            problems.add(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
             continue
         fault = text_fault(text)
         if fault is not None:
-            found.add(where, f"the text {fault}")
+            problems.add(where, f"the text {fault}")
         texts.append(text)
-    if not texts and not found:
-        found.add("stdin", "holds no texts; write one a line")
-    found.raise_if_any()
+    if not texts and not problems:
+        problems.add("stdin", "holds no texts; write one a line")
+    problems.raise_if_any()
     return texts

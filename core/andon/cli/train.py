@@ -1,4 +1,4 @@
-"""`andon train`: read what was asked for, have it trained, or be one rank of it; say how it ended."""
+"""`andon train`: load the configuration, launch the run or be one of torchrun's ranks, and report how it ended."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
 def run_training(
     config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], *, entry: str = ENTRY
 ) -> Exit:
-    """Train as configured and return how it ended. Raises `InputError` before anything is started or written.
+    """Train as configured and return the exit code. Raises `InputError` before a process starts or a file is written.
 
     entry: as for `start`.
     """
     started = time.monotonic()
     own = Path(str(flags.get("run.dir"))) / "config.yaml"
-    given = [key for key, value in flags.items() if value is not None and not key.startswith("run.")]
-    if not (config_path or overrides or given) and flags.get("run.resume") == "auto" and own.is_file():
-        config_path = own  # nothing but the run itself says what to train
+    set_flags = [key for key, value in flags.items() if value is not None and not key.startswith("run.")]
+    if not (config_path or overrides or set_flags) and flags.get("run.resume") == "auto" and own.is_file():
+        config_path = own  # resume by the run's own configuration
     if is_rank():
-        _be_a_rank(config_path, overrides, flags, started)
+        _run_as_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
     ended = start(config, started, entry=entry)
     if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
@@ -54,12 +54,12 @@ def run_training(
     return ended.exit
 
 
-def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], started: float) -> None:
+def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapping[str, Any], started: float) -> None:
 
     def work(context: RankContext) -> int:
-        asked = flags.get("run.workers")
-        if asked not in (None, context.world_size):
-            raise InputError([Problem("--workers", f"{asked} were asked for, torchrun started {context.world_size}")])
+        count = flags.get("run.workers")
+        if count not in (None, context.world_size):
+            raise InputError([Problem("--workers", f"{count} were asked for, torchrun started {context.world_size}")])
         config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
         if context.rank == 0 and task_notice(config):
             say(task_notice(config))
@@ -73,9 +73,9 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
             raise InputError([Problem("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")])
         if context.rank == 0 and config.run.max_restarts:
             say("run.max_restarts is not used here: torchrun restarts its ranks itself (torchrun --max-restarts N)")
-        if context.rank == 0 and asked is None:
-            with suppress(InputError):  # what only that number makes wrong is not asked for
-                _tell_of_others(load_config(config_path, overrides, flags), context.world_size)
+        if context.rank == 0 and count is None:
+            with suppress(InputError):  # an error of the configured number of workers does not matter
+                _warn_of_other_world_size(load_config(config_path, overrides, flags), context.world_size)
         folder = Path(config.run.dir)
         config, chosen_places = placed(as_begun(config, RunFolder(folder)))
         config, not_portable = portable_demo(config)
@@ -83,20 +83,20 @@ def _be_a_rank(config_path: Path | None, overrides: Sequence[str], flags: Mappin
             say(*filter(None, (chosen_places, not_portable)))
         if RunFolder(folder).state() is State.FOREIGN:
             raise InputError([foreign(folder)])
-        RunFolder(folder).refuse_claimed()  # before a report is written among those of the command that has it
+        RunFolder(folder).refuse_claimed()  # before a report overwrites one of the command that owns it
         report_to(folder)
         with portable_environment(config.run):
             return train_rank(payload_of(config, folder, started))
 
-    # Those that come from here on wait until the rank has handlers of its own.
+    # From here on signals wait until the rank has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, preemption.PREEMPTION_SIGNALS)
     preemption.begin()
     run_rank(work)
 
 
-def _tell_of_others(written: Config, started: int) -> None:
-    """That torchrun started another number of workers than the configuration names: some may not have come."""
-    wanted = written.run.workers
-    if "workers" in written.run.model_fields_set and wanted != started:
+def _warn_of_other_world_size(config: Config, started: int) -> None:
+    """Warn if torchrun started another number of workers than the configuration says: some may be missing."""
+    wanted = config.run.workers
+    if "workers" in config.run.model_fields_set and wanted != started:
         missing = f"; {wanted - started} are missing" if wanted > started else ""
         say(f"warning: run.workers is {wanted}, torchrun started {started}{missing} (--workers {wanted} refuses that)")

@@ -1,1 +1,1 @@
-"""The settings of a run: their schema, how they are read, and which of them define it. Imports no torch."""
+"""A run's settings: their schema, how they are loaded, and which of them define a run. Imports no torch."""

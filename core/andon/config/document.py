@@ -1,7 +1,7 @@
-"""A YAML document as plain values, each with its line. Nothing in it can run code or use much memory.
+"""Parses an untrusted YAML document to plain values with line numbers. It cannot run code or use much memory.
 
-Scalars are those of YAML 1.2's core schema, so that `1e-3` is a number and `no` a string. Tags and a key twice in one
-mapping are refused, and an alias counts as often as it is used.
+Scalars follow YAML 1.2's core schema, so `1e-3` is a number and `no` a string. Tags and duplicate keys are refused, and
+the limits count an alias each time it is used.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _CoreDumper.yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | 
 
 
 def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[KeyPath, int]]:
-    """The one document in `text` as dicts, lists and scalars, and the line, from 1, of each key and item by its path.
+    """Parse the one document in `text` to dicts, lists and scalars; also return the line (from 1) of each key path.
 
-    Faults of form are noted in `problems` at `where`:LINE, and left out. Raises `InputError` for text that is
-    malformed, too long, too deep, or expands to too many values.
+    Tags, duplicate keys and bad scalars are added to `problems` at `where`:LINE, without their values. Raises
+    `InputError` for text that is malformed, too long, too deep, or expands to too many values.
     """
     if len(text) > MOST_BYTES:
         raise InputError([Problem(where, f"is longer than {MOST_BYTES} characters ({len(text)})")])
@@ -73,7 +73,7 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
     visited = 0
 
     def read(node: yaml.Node, path: KeyPath) -> Any:
-        """The value of a node. A node that aliases repeat is read, and counted, each time."""
+        """Convert a node. A node that aliases repeat is converted, and counted, each time."""
         nonlocal visited
         visited += 1
         place = f"{where}:{node.start_mark.line + 1}"
@@ -84,19 +84,19 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
         if len(path) + collection > DEEPEST:
             raise InputError([Problem(place, too_deep)])
         if isinstance(node, yaml.MappingNode) and kind == "map":
-            found: dict[str, Any] = {}
+            mapping: dict[str, Any] = {}
             for key, value in node.value:
                 line = key.start_mark.line + 1
                 if not isinstance(key, yaml.ScalarNode):
                     problems.add(f"{where}:{line}", "a key must be a word")
                     continue
                 own = (*path, key.value)
-                if key.value in found:
+                if key.value in mapping:
                     problems.add(f"{where}:{line} {'.'.join(own)}", f"is there already, on line {lines[own]}")
                 else:
                     lines[own] = line
-                    found[key.value] = read(value, own)
-            return found
+                    mapping[key.value] = read(value, own)
+            return mapping
         if isinstance(node, yaml.SequenceNode) and kind == "seq":
             paths = [(*path, str(number)) for number in range(len(node.value))]
             lines.update(zip(paths, (item.start_mark.line + 1 for item in node.value), strict=True))
@@ -116,7 +116,7 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
 
 
 def dump(value: Any, *, flow: bool = False) -> str:
-    """YAML that `parse` reads back to the same plain values, with keys in the order given; `flow`: on one line."""
+    """YAML that `parse` reads back to the same plain values. Keeps the order of keys. flow: on one line."""
 
     def written(*, readable: bool) -> Any:
         return yaml.dump(
@@ -124,5 +124,5 @@ def dump(value: Any, *, flow: bool = False) -> str:
         )
 
     text: str = written(readable=True)
-    # Line breaks of YAML 1.1: written as they are, they are read as spaces.
+    # Unescaped line breaks of YAML 1.1 would be read back as spaces.
     return str(written(readable=False)) if re.search("[\x85\u2028\u2029]", text) else text

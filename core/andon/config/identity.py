@@ -1,4 +1,4 @@
-"""The keys of a configuration that define a run, and must be the same on resume, and those that only place it."""
+"""Divides the keys of a configuration: those that define a run must stay the same on resume, others only place it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from andon.config.schema import CLASSIFICATION, Config, Run
 NAMING = frozenset(
     f"data.{key}" for key in ("train", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
 ) | {"model.base", "model.revision"}
-"""Keys that name what a run is made of. Files and folders may move: the digests of their contents are compared instead.
-"""
+"""Keys that name data and models. These may move, so the digests of their contents are compared instead."""
 PLACING = NAMING.union(
     ("data.cache", "training.keep_checkpoints", "training.checkpoint_every", "training.checkpoint_minutes"),
     ("contracts.enabled", "contracts.base_every", "contracts.audit_every", "contracts.audit_coverage"),
@@ -23,21 +22,21 @@ PLACING = NAMING.union(
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """JSON values by dotted key, of all that defines the run: every key that is not `PLACING`, and some facts.
+    """JSON values, by dotted key, that define the run: every key that is not in `PLACING`, and some derived ones.
 
-    `data.embedded`, `model.embedded`: whether the project's own are used. `data.weights`: of the files to train on, if
-    there are several or the weight of one is not 1. `run.device_kind`: results have the same bits on any number of
-    devices of one kind, not across kinds.
+    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `data.weights`: weights of the
+    training files, unless it is one file of weight 1. `run.device_kind`: results have the same bits on any number of
+    devices of one kind, but not across kinds.
     """
-    kept = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
-    kept["task"] = config.task or CLASSIFICATION
+    defining = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
+    defining["task"] = config.task or CLASSIFICATION
     if config.training.compile == "off":
-        # The bits are the same with it and without; compiled, other operations may be fused.
-        kept.pop("training.activation_checkpointing", None)
+        # Recomputing changes bits only in compiled passes, where other operations may be fused.
+        defining.pop("training.activation_checkpointing", None)
     weights = [file.weight for file in config.data.files]
     if weights not in ([], [1.0]):
-        kept["data.weights"] = weights
-    return kept | {
+        defining["data.weights"] = weights
+    return defining | {
         "data.embedded": config.data.train is None,
         "model.embedded": config.model.base is None,
         "run.device_kind": device_kind(config.run),
@@ -45,11 +44,11 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def by_dotted_key(config: Config) -> dict[str, Any]:
-    """Every setting of `config` as a value of JSON."""
-    found: dict[str, Any] = {}
+    """Every setting of `config` as a JSON value."""
+    values: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
-        found |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-    return found
+        values |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return values
 
 
 def device_kind(run: Run) -> str:
@@ -68,6 +67,6 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[st
 
 
 def config_digest(config: Config) -> str:
-    """SHA-256 (hex) of the identity: the same for every placing of one run."""
+    """SHA-256 (hex) of `identity(config)`: the same wherever the run is placed."""
     text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()

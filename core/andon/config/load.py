@@ -1,5 +1,5 @@
-"""A configuration from a YAML file, `--set` overrides and flags, with all problems at once; and the commented
-configuration that `andon init` writes, generated from the schema."""
+"""Loads a configuration from a YAML file, `--set` overrides and flags, and reports all problems at once. Generates the
+commented configuration of `andon init` from the schema."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COMMENT_COLUMN = 36
 FLAGS = {"run.workers": "--workers", "run.backend": "--backend", "run.resume": "--resume", "run.dir": "--run-dir"}
 FLAGS |= {"task": "--task", "data.train": "--data", "data.eval": "--eval-data", "model.base": "--model"}
 FLAGS |= {"data.text_column": "--text-column", "data.label_column": "--label-column"}
-"""What the command line calls the keys that have a flag of their own."""
+"""Command-line flags, by the dotted key that they set."""
 
 _MEANT = {
     ("adapter", "targets"): "must be all-linear, or a list of module names",
     ("run", "devices"): "must be a list of devices, each cpu or the index of a GPU",
 }
-"""Keys of more than one type; the errors of each type would confuse."""
+"""Messages for keys of more than one type, since pydantic's errors for each type would confuse."""
 _WANTED = {"float_type": "a number", "int_type": "an integer", "bool_type": "true or false"}
 _WANTED |= {"string_type": "a string", "tuple_type": "a list", "model_type": "a section with keys"}
 _BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least"}
@@ -92,25 +92,25 @@ _BY_ANSWER = {
     "not supported": "neftune_noise_alpha use_dora use_rslora lora_use_rslora modules_to_save lora_modules_to_save",
 }
 FOREIGN_NAMES: Mapping[str, str] = {name: meant for meant, names in _BY_ANSWER.items() for name in names.split()}
-"""What the settings of the HF Trainer, TRL and Axolotl are called here, or a sentence if no key means the same."""
+"""By setting of the HF Trainer, TRL or Axolotl: Andon's key, or a sentence if none corresponds."""
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
-    """The configuration in `path` (all defaults without one), changed by `overrides`, changed by `flags`.
+    """Load the configuration at `path` (None: all defaults), then apply `overrides`, then `flags`.
 
-    `overrides` are KEY=VALUE with a dotted key and a YAML value; later ones win. `flags` are values by dotted key; None
-    stands for a flag that was not given. A section or file with nothing in it keeps its defaults.
+    overrides: KEY=VALUE with a dotted key and a YAML value; later ones win. flags: values by dotted key; None is
+    ignored. An empty section or file keeps its defaults.
 
-    Raises `InputError` with every problem found, each at file:line and key, `--set KEY`, or the flag: unreadable or
-    malformed YAML, a key twice, unknown keys (with the nearest known one), wrong types, values out of bounds.
+    Raises `InputError` with every problem, each at file:line and key, `--set KEY`, or the flag: unreadable or malformed
+    YAML, duplicate keys, unknown keys (with the nearest known one), wrong types, values out of bounds.
     """
     problems = ProblemList()
     values, lines = ({}, {}) if path is None else _read(Path(path), problems)
-    # `optimizer:` with nothing below it keeps the defaults.
+    # An empty section, as `optimizer:`, keeps its defaults.
     tree = {key: value for key, value in values.items() if value is not None or key not in Config.model_fields}
-    said: dict[KeyPath, str] = {}
+    origins: dict[KeyPath, str] = {}
 
-    def put(key: str, value: object, where: str) -> None:
+    def set_value(key: str, value: object, where: str) -> None:
         path, section = tuple(key.split(".")), tree
         for depth, name in enumerate(path[:-1], start=1):
             inner = section.setdefault(name, {})
@@ -119,7 +119,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
                 return
             section = inner
         section[path[-1]] = value
-        said[path] = where
+        origins[path] = where
 
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -128,18 +128,18 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
             problems.add(f"--set {shown(override)}", "must be KEY=VALUE, as in optimizer.lr=1e-3")
             continue
         try:
-            put(key, parse(text, f"--set {key}", problems)[0], f"--set {key}")
+            set_value(key, parse(text, f"--set {key}", problems)[0], f"--set {key}")
         except InputError as error:
             for problem in error.problems:
                 problems.add(f"--set {key}", problem.what)
     for key, value in (flags or {}).items():
         if value is not None:
-            put(key, value, FLAGS.get(key, f"--set {key}"))
+            set_value(key, value, FLAGS.get(key, f"--set {key}"))
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         for key_path, what in _faults(error):
-            problems.add(_where(key_path, path, lines, said), what)
+            problems.add(_where(key_path, path, lines, origins), what)
         problems.raise_if_any()
         raise
     problems.raise_if_any()
@@ -147,7 +147,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
 
 
 def config_from(values: Mapping[str, object]) -> Config:
-    """The configuration of a caller's values by section and key. Raises `InputError` with every problem, by key."""
+    """Validate `values` by section and key. Raises `InputError` with every problem, by dotted key."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -156,7 +156,7 @@ def config_from(values: Mapping[str, object]) -> Config:
 
 
 def to_yaml(config: Config) -> str:
-    """Every key of `config` as YAML; `load_config` reads it back to the same."""
+    """Every key of `config` as YAML; `load_config` reads it back to an equal configuration."""
     return dump(config.model_dump(mode="json"))
 
 
@@ -178,21 +178,21 @@ def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[Ke
     return values or {}, lines
 
 
-def _where(key_path: KeyPath, path: Path | None, lines: Mapping[KeyPath, int], said: Mapping[KeyPath, str]) -> str:
-    """Where to correct the value at `key_path`: the last override or flag, the line of the key or of what is around it
-    in the file, or the key alone."""
+def _where(key_path: KeyPath, path: Path | None, lines: Mapping[KeyPath, int], origins: Mapping[KeyPath, str]) -> str:
+    """Where to correct the value at `key_path`: the last override or flag that set it, else the line of the key or an
+    enclosing key, else the key."""
     name, around = ".".join(key_path), [key_path[:end] for end in range(len(key_path), 0, -1)]
-    found = [said[each] for each in around if each in said]
-    found += [f"{path}:{lines[each]} {name}" for each in around if each in lines]
-    found += [where for each, where in said.items() if each[: len(key_path)] == key_path]
-    return found[0] if found else name
+    places = [origins[each] for each in around if each in origins]
+    places += [f"{path}:{lines[each]} {name}" for each in around if each in lines]
+    places += [where for each, where in origins.items() if each[: len(key_path)] == key_path]
+    return places[0] if places else name
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
     """The first fault of each key."""
     seen: set[KeyPath] = set()
     for details in error.errors(include_url=False):
-        # Without the type that pydantic tried, which follows the key.
+        # Without the union tag that pydantic adds after the key.
         key_path = tuple(str(part) for part in details["loc"] if part not in (ONE_FILE, SEVERAL_FILES))
         if details["type"] == "beside":
             key_path = (*key_path, *str(details["ctx"]["key"]).split("."))
@@ -226,22 +226,21 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
 
 
 def _suggestion(path: KeyPath) -> str:
-    """The key that was meant: the same name elsewhere, what another trainer's name means, else the nearest name."""
+    """Hint for an unknown key: the key with its name elsewhere, a foreign name's meaning, or the nearest name."""
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
     if meant := meant_by(path[-1]):
         return f"; did you mean {meant!r}?" if " " not in meant else f"; {meant}"
-    beside = {each[-1]: ".".join(each) for each in _KEYS if each[:-1] == path[:-1]}
-    for names in (beside, {each[-1]: ".".join(each) for each in _KEYS}):
+    siblings = {each[-1]: ".".join(each) for each in _KEYS if each[:-1] == path[:-1]}
+    for names in (siblings, {each[-1]: ".".join(each) for each in _KEYS}):
         if near := did_you_mean(path[-1], names):
             name = near.split("'")[1]
             return f"; did you mean {names[name]!r}?"
-    return f"; known here: {', '.join(beside) or 'nothing'}"
+    return f"; known here: {', '.join(siblings) or 'nothing'}"
 
 
 def meant_by(name: str) -> str:
-    """The dotted key of this name in any section, else what another trainer's setting of this name is called here, or a
-    sentence if no key means the same; empty for an unknown name."""
+    """The dotted key with this name in any section, else what `FOREIGN_NAMES` has for it; empty for an unknown name."""
     for path in sorted(_KEYS, key=lambda path: -len(path)):
         if path[-1] == name and name not in _SECTIONS:
             return ".".join(path)
@@ -249,7 +248,7 @@ def meant_by(name: str) -> str:
 
 
 def template() -> str:
-    """The text of a config.yaml that `load_config` reads back to the defaults."""
+    """A config.yaml with every key at its default and commented."""
     return _HEAD + "\n".join(_entries(Config(), "")) + "\n"
 
 
@@ -263,7 +262,7 @@ def _entries(values: Section, indent: str) -> Iterator[str]:
             yield from _entries(inner, indent + "  ")
         else:
             automatic = name in type(values).automatic and name not in values.model_fields_set
-            # As the only entry of a list, so that it is one line.
+            # As the only entry of a list, which keeps it on one line.
             value = "auto" if automatic else dump([plain[name]], flow=True).strip()[1:-1]
             setting = f"{indent}{name}: {value}"
             yield f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting

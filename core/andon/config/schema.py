@@ -1,8 +1,8 @@
-"""The configuration of a run: every key with its type, its bounds, its default and what it is for.
+"""The configuration schema: every key with its type, bounds, default and description.
 
-Unknown keys are refused, and values of another type too: the string "1e-3" for a number, 3.0 for an integer. Without a
-file the defaults are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers.
-Unset settings for which a pretrained base needs other values are chosen by `andon.training.choices`.
+Unknown keys and values of another type are refused: the string "1e-3" for a number, 3.0 for an integer. The defaults
+are the embedded run: generated shell snippets, a small Qwen3, LoRA on all of it, two workers. `andon.training.choices`
+chooses unset settings for which a pretrained base needs other values.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Names = Annotated[tuple[Name, ...], BeforeValidator(_as_tuple)]
 
 
 class Section(BaseModel):
-    """A part of the configuration: frozen, without unknown keys or conversions between types.
+    """A section of the configuration: frozen, without unknown keys or type conversion.
 
-    A key in `automatic` whose value is `auto` counts as not set, so that a value is chosen for it; its default is that
-    of the embedded run.
+    A key in `automatic` with the value `auto` counts as unset, so that a value is chosen for it. Its default is that of
+    the embedded run.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
@@ -46,13 +46,13 @@ class Section(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _auto_is_unset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        return {key: value for key, value in given.items() if not (value == "auto" and key in cls.automatic)}
+    def _auto_is_unset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: value for key, value in values.items() if not (value == "auto" and key in cls.automatic)}
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        """Keys whose values do not fit those of other keys, each with the reason."""
+        """Keys whose values conflict with other keys, each with the reason."""
         yield from ()
 
     @model_validator(mode="after")
@@ -63,12 +63,12 @@ class Section(BaseModel):
 
 
 def setting(default: Any, description: str) -> Any:
-    """The default of a key, with its line in lists of settings."""
+    """A key with its default, and its description for config.yaml."""
     return Field(default=default, description=description)
 
 
 def auto(default: Any, description: str) -> Any:
-    """The same for a key in `automatic`."""
+    """The same, for a key in `automatic`."""
     return Field(default=default, description=description, json_schema_extra={"auto": True})
 
 
@@ -134,7 +134,7 @@ class Adapter(Section):
 
 
 class TrainFile(Section):
-    """One of the files to train on. weight: how often each of its rows stands in an epoch; of 0.5 half of them do."""
+    """A file to train on. weight: how often each row occurs in an epoch; 0.5 uses half of the rows."""
 
     path: Name
     weight: Annotated[float, Field(gt=0, le=1000)] = 1.0
@@ -148,7 +148,7 @@ def _as_files(value: object) -> object:
 
 
 ONE_FILE, SEVERAL_FILES = "<file>", "<files>"
-"""The kinds of `data.train`, as pydantic names them in the place of a fault; no keys."""
+"""Union tags of `data.train`, which pydantic puts into an error's location. They are not keys."""
 _Train = Annotated[
     Annotated[Name, Tag(ONE_FILE)] | Annotated[tuple[TrainFile, ...], Tag(SEVERAL_FILES)],
     Discriminator(lambda value: SEVERAL_FILES if isinstance(value, tuple) else ONE_FILE),
@@ -196,7 +196,7 @@ class Data(Section):
 
     @property
     def files(self) -> tuple[TrainFile, ...]:
-        """The files to train on; none for the embedded data."""
+        """The files to train on; empty for the embedded data."""
         if isinstance(self.train, str):
             return (TrainFile(path=self.train),)
         return self.train or ()
@@ -322,12 +322,12 @@ class Run(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_worker_for_each_device(cls, given: Any) -> Any:
-        """Devices alone say how many workers there are."""
-        devices = given.get("devices") if isinstance(given, Mapping) else None
-        if isinstance(devices, list | tuple) and given.get("workers", "auto") == "auto":
-            return {**given, "workers": max(len(devices), 1)}
-        return given
+    def _a_worker_for_each_device(cls, values: Any) -> Any:
+        """Without `workers`, use one for each device."""
+        devices = values.get("devices") if isinstance(values, Mapping) else None
+        if isinstance(devices, list | tuple) and values.get("workers", "auto") == "auto":
+            return {**values, "workers": max(len(devices), 1)}
+        return values
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         for key in ("step_deadline_s", "max_restarts"):
@@ -356,14 +356,14 @@ _EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
     "optimizer": {"lr": 5e-3},
     "training": {"epochs": 3},
 }
-"""Defaults of the embedded run of `task: sft`: what a model drawn at random needs to learn to write, from nothing."""
+"""Defaults of the embedded run of `task: sft`, which trains a randomly initialized model."""
 CLASSIFICATION, REGRESSION, MULTI_LABEL = "classification", "regression", "multi-label"
 TOKEN_CLASSIFICATION, SFT = "token-classification", "sft"
 """The tasks, as a configuration names them."""
 
 
 class Config(Section):
-    """Everything that a run is told."""
+    """The whole configuration of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(42, "the one seed of a run")
     task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = setting(
@@ -380,21 +380,21 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _embedded_sft_learns(cls, given: Any) -> Any:
-        """An sft run without data and model has other defaults."""
-        if not isinstance(given, Mapping):
-            return given
-        parts = {name: given.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
-        if given.get("task") != SFT or not all(isinstance(part, Mapping) for part in parts.values()):
-            return given
+    def _embedded_sft_learns(cls, values: Any) -> Any:
+        """Use the defaults of `_EMBEDDED_SFT` for an sft run without data and model."""
+        if not isinstance(values, Mapping):
+            return values
+        parts = {name: values.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}
+        if values.get("task") != SFT or not all(isinstance(part, Mapping) for part in parts.values()):
+            return values
         if parts["data"].get("train") is not None or parts["model"].get("base") is not None:
-            return given
-        said = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in _EMBEDDED_SFT}
-        return {**given, **{name: {**defaults, **said[name]} for name, defaults in _EMBEDDED_SFT.items()}}
+            return values
+        own = {name: {key: value for key, value in parts[name].items() if value != "auto"} for name in _EMBEDDED_SFT}
+        return {**values, **{name: {**defaults, **own[name]} for name, defaults in _EMBEDDED_SFT.items()}}
 
     @property
     def rate_fault(self) -> str:
-        """Why the lowest rate does not fit the peak; empty if it fits."""
+        """Why `schedule.min_lr` conflicts with `optimizer.lr`; empty if it does not."""
         own, default = self.schedule, Schedule.model_fields["min_lr"].default
         if own.type == "constant" or own.min_lr <= self.optimizer.lr or own.min_lr == default:
             return ""

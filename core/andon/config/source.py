@@ -1,7 +1,7 @@
 """Checks of paths that a user names.
 
-A folder with a model or an adapter may be from anybody (SECURITY.md): the files that libraries would read are checked
-first, and no code in it is run.
+A folder with a model or an adapter is untrusted (SECURITY.md): its files are checked before a library reads them, and
+none of its code runs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from andon_contracts.legible import legible_line
 
 _MOST_FILES = 10_000
 MOST_BYTES = 1 << 24
-"""Of a file of settings; those of tokenizers and the index of a large model's weights hold more."""
+"""Limit of a settings file; `_MOST_BYTES_OF` has larger ones for tokenizers and the index of weights."""
 _MOST_BYTES_OF = dict.fromkeys(("tokenizer.json", "vocab.json", ".txt", ".model"), 1 << 28) | {".index.json": 1 << 26}
 _SETTINGS = (".json", ".jinja", ".txt", ".model")
 _LONGEST_REASON = 500
 _MOST_OF = dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"), 1000)
 _MOST_OF |= dict.fromkeys(("decoder_layers", "num_hidden_groups", "block_sizes", "attention_types"), 1000)
 _MOST_OF |= dict.fromkeys(("num_labels", "extra_ids"), 1 << 20)
-"""Of a model's setting: the largest number that a model has."""
+"""Upper limits of a model's settings."""
 
 
 def require_file(path: Path, *, empty: bool = False) -> None:
@@ -71,10 +71,10 @@ def _answered(path: Path, question: Callable[[], bool]) -> bool:
 
 @contextmanager
 def loading(source: str, where: str, what: str = "") -> Iterator[None]:
-    """Inside, transformers reads `what` of the folder `source`, or of the hub's model of that name.
+    """Context manager in which transformers loads `what` from `source`, a folder or a model on the hub.
 
-    Raises `InputError` at `where`, for a folder that `require_model_folder` refuses and for whatever the library
-    raises, including panics of native code: a file of others can cause any exception.
+    Raises `InputError` at `where` if `require_model_folder` refuses the folder, and for any exception of the library or
+    panic of native code: an untrusted file can cause any of them.
     """
     folder = Path(source).expanduser()
     if is_folder(folder):
@@ -94,11 +94,11 @@ def loading(source: str, where: str, what: str = "") -> Iterator[None]:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Inside, transformers shows no progress and no warnings (a head is new by design), and its errors are legible."""
+    """Inside, transformers logs no progress and no warnings (a new head is intended), and its errors are escaped."""
     from transformers.utils import logging as theirs
 
     def legible(record: logging.LogRecord) -> bool:
-        """Messages about a file quote it."""
+        """Escape the message, as it may quote an untrusted file."""
         record.msg, record.args = legible_line(record.getMessage()), ()
         return True
 
@@ -119,15 +119,15 @@ def quiet_loading() -> Iterator[None]:
 
 
 def require_model_folder(folder: Path, where: str) -> None:
-    """Raise `InputError`, with all that is wrong, unless every file of `folder` can be read as data.
+    """Raise `InputError` with every problem unless all files of `folder` are safe to read.
 
-    Only regular files inside it (links too, if they stay inside or lead to the store of a hub's cache), of bounded
-    size. An index names weights by plain names. No setting names code: transformers fetches a kernel of attention from
-    the hub if a configuration names one.
+    Files must be regular and of bounded size; links must stay inside or lead to the blobs of a hub cache. An index must
+    name weights by plain file names. No setting may name code, such as an attention kernel that transformers would
+    fetch from the hub.
     """
     problems = ProblemList()
     inside = [folder.resolve(), (folder / ".." / ".." / "blobs").resolve()]
-    # A library follows a link to a folder; this walk does not.
+    # Includes links to folders, which a library follows but `os.walk` does not.
     paths = (
         Path(parent, name)
         for parent, folders, names in os.walk(folder)
@@ -140,16 +140,16 @@ def require_model_folder(folder: Path, where: str) -> None:
         most = next((most for end, most in _MOST_BYTES_OF.items() if path.name.endswith(end)), MOST_BYTES)
         fault = ""
         try:
-            found, real = path.stat(), path.resolve(strict=True)
+            status, real = path.stat(), path.resolve(strict=True)
         except (OSError, RuntimeError) as error:
             fault = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         else:
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 fault = "is no regular file"
             elif path.is_symlink() and not any(real.is_relative_to(place) for place in inside):
                 fault = "is a link that leads out of the folder"
-            elif path.suffix in _SETTINGS and found.st_size > most:
-                fault = f"has {found.st_size} bytes, more than {most}"
+            elif path.suffix in _SETTINGS and status.st_size > most:
+                fault = f"has {status.st_size} bytes, more than {most}"
         if fault:
             problems.add(where, f"{path} {fault}")
         elif path.suffix == ".json" and path.parent == folder:
@@ -159,33 +159,33 @@ def require_model_folder(folder: Path, where: str) -> None:
 
 
 def _settings_faults(path: Path) -> Iterator[str]:
-    """What is wrong with a file of settings, whatever the model is."""
+    """Faults of a settings file that do not depend on the model."""
     if path.name.endswith(("tokenizer.json", "vocab.json")):
         return
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return  # the code that reads the file reports this
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return
-    weights = found.get("weight_map") if path.name.endswith(".index.json") else None
+    weights = content.get("weight_map") if path.name.endswith(".index.json") else None
     names = weights.values() if isinstance(weights, dict) else ()
-    odd = {
+    outside = {
         str(name)
         for name in names
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name
     }
-    yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(odd)[:3])
-    yield from setting_faults(found)
+    yield from (f"names weights outside of the folder: {shown(name)}" for name in sorted(outside)[:3])
+    yield from setting_faults(content)
 
 
 def setting_faults(settings: Mapping[str, object]) -> Iterator[str]:
-    """What is wrong with a model's settings: names of code, and numbers that no model has."""
+    """Faults of a model's settings: names of code, and numbers above `_MOST_OF`."""
     waiting: list[tuple[str, object]] = [("", settings)]
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, dict):
-            # A choice by part of the model is one level deeper.
+            # An attention implementation for each part of the model is one level deeper.
             waiting += [(key if key.endswith("_implementation") else str(own), each) for own, each in value.items()]
         elif isinstance(value, list):
             waiting += [(key, each) for each in value]

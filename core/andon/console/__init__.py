@@ -1,1 +1,1 @@
-"""All that a user of the command is told: exit codes, his mistakes all at once, lines on a terminal."""
+"""What the command shows its user: exit codes, input errors, log lines and results."""

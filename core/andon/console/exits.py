@@ -1,7 +1,7 @@
 """Exit codes of the `andon` command.
 
-0 is success. 2 is what the user got wrong (input, configuration, an unwritable or full disk). The others say what
-happened to the run; they follow sysexits where that has a fitting number.
+0 is success, 2 a mistake of the user (input, configuration, an unwritable or full disk). The others classify how a run
+failed or ended early, with the number of sysexits if one fits.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from enum import IntEnum
 
 
 class Exit(IntEnum):
-    """How a process of ours ended."""
+    """Exit code of Andon's processes."""
 
     OK = 0
-    CRASHED = 1  # an error of ours that no contract foresaw
+    CRASHED = 1  # an unexpected exception; of `andon doctor`: training cannot run here
     USAGE = 2  # bad input: arguments, configuration, data, run folder, disk
-    VIOLATION = 70  # a contract was broken; nothing of that step was kept
+    VIOLATION = 70  # a contract was broken; the step was discarded
     RANK_LOST = 71  # a rank died (signal, out of memory) or could not be reached
-    RANK_SILENT = 72  # a rank gave no answer within the deadline
-    PREEMPTED = 75  # ended by a signal at a step boundary, with a checkpoint; resume to go on
-    INTERRUPTED = 130  # ended by SIGINT before training, or in a command that has no step boundary
+    RANK_SILENT = 72  # a rank missed its deadline
+    PREEMPTED = 75  # a signal ended it: at a step boundary, with a checkpoint to resume from, or before training
+    INTERRUPTED = 130  # SIGINT ended it before training, or in a command without step boundaries

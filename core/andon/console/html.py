@@ -1,4 +1,4 @@
-"""Pages that show text of others: a template that escapes it, and how a page's policy names what a browser may run."""
+"""HTML pages with untrusted text: an escaping template, and source expressions for content security policies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from andon_contracts.legible import legible
 
 
 def escaping(template: str, most: int) -> Template:
-    """The template of this text. What it is given is escaped, with all that cannot be seen written out, and cut after
-    `most` characters with the number of those left out; only `Markup` stays as it is."""
+    """Compile a Jinja template that makes every value legible (invisible characters written out), cuts it after `most`
+    characters with a count of the rest, and escapes it. `Markup` stays unchanged."""
 
     def shown(value: object) -> object:
         return value if isinstance(value, Markup) else legible(str(value), most)
@@ -25,5 +25,5 @@ def escaping(template: str, most: int) -> Template:
 
 
 def source(text: str) -> str:
-    """How a content security policy names an inline style or script."""
+    """The source expression by which a content security policy allows the inline style or script `text`."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

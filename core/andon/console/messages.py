@@ -1,8 +1,8 @@
 """Output to a terminal: a run's log lines on standard error, a command's result on standard output.
 
-If standard error takes no more, its lines are lost and the run goes on. Ledgers, bundles, configurations and rows are
-other people's, and text in them may move a cursor, set a title or turn the order of what follows: both ways out write
-such characters as escapes (`legible`).
+If standard error cannot be written, log lines are lost and the run continues. Text from ledgers, bundles,
+configurations and rows is untrusted: it may contain characters that move the cursor, set a title or reverse the text
+direction. Both outputs escape these (`legible`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from andon.console.problems import InputError
 from andon_contracts.legible import legible, legible_line
 
 BROKEN_STREAM = (OSError, ValueError)
-"""What writing to a stream raises whose reader has gone, that is full, or that was closed."""
+"""Exceptions of a write to a stream that is full, closed, or without a reader."""
 
 
 class OutputError(InputError):
@@ -25,15 +25,15 @@ class OutputError(InputError):
 
 
 def say(*lines: str) -> None:
-    """Write each line with the command's name in front, all in one write: lines of ranks do not come in between.
+    """Log `lines` to standard error with the prefix `andon: `, in one write so that lines of ranks do not interleave.
 
-    A line break inside a line is escaped, so that text from a file, a path or an exception cannot add lines of ours.
+    Line breaks inside a line are escaped, so that text from a file, a path or an exception cannot forge log lines.
     """
     write("".join(f"andon: {legible_line(line)}\n" for line in lines))
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """`text` at once to `stream`, by default standard error, as far as that takes it."""
+    """Write `text` to `stream` (default: standard error) and flush it. Errors of the stream are ignored."""
     with suppress(*BROKEN_STREAM):
         stream = sys.stderr if stream is None else stream
         stream.write(legible(text))
@@ -41,11 +41,11 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def put(*lines: str) -> bool:
-    """Write `lines` to standard output, as `say` does. Raises `OutputError` for a full disk.
+    """Write `lines` to standard output, escaped as in `say`. Raises `OutputError` if that fails, as on a full disk.
 
-    Returns whether anybody still reads: `andon predict RUN | head -1` is no error.
+    Returns False if the reader has closed the pipe, as in `andon predict RUN | head -1`.
     """
-    import typer  # which a run without commands does without
+    import typer  # needed by commands only
 
     try:
         typer.echo("\n".join(map(legible_line, lines)))
@@ -57,9 +57,9 @@ def put(*lines: str) -> bool:
 
 
 def command_line(*words: str | Path) -> str:
-    """The words as a command that can be pasted into a shell.
+    """Quote `words` as a command that can be pasted into a shell.
 
-    A relative path that begins with a dash gets `./` in front, so that it is not read as an option.
+    A relative path that begins with a dash gets the prefix `./`, so that it is not parsed as an option.
     """
     return shlex.join(f"./{word}" if isinstance(word, Path) and str(word)[:1] == "-" else str(word) for word in words)
 
@@ -67,15 +67,15 @@ def command_line(*words: str | Path) -> str:
 def module_command(name: str, *arguments: str) -> list[str]:
     """The command that runs the module `name` with this interpreter and its flags (-O, -W, -X ...).
 
-    With -P, Python does not look for modules in the current folder: it may be somebody else's run folder. Not with -I,
-    which would also ignore PYTHONPATH, where Andon itself may be found.
+    -P keeps the current folder, which may be an untrusted run folder, off `sys.path`. -I would also ignore PYTHONPATH,
+    which may be how Python finds Andon.
     """
-    import subprocess  # which most commands do without
+    import subprocess  # most commands do not need it
 
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P", "-m", name, *arguments]
 
 
 def not_written(error: OSError) -> OutputError:
-    """The error of a command whose standard output refuses its lines with `error`."""
+    """The `OutputError` for `error`, which a write to standard output raised."""
     return OutputError(f"cannot write to standard output: {error.strerror}")

@@ -1,1 +1,1 @@
-"""What a run left, read afterwards: shown, compared with another, done again. No file of the run is changed."""
+"""Reads what a run left: shows, compares, replays and reports it. The run's files stay unchanged."""

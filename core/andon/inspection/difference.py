@@ -1,6 +1,6 @@
-"""Where two runs part, and what else differs between them: run folders, ledgers or configurations.
+"""Compares two run folders, ledgers or configurations: which settings and inputs differ, and the first step that does.
 
-Bits of different machines or versions are not comparable: a difference there is reported, and is never called wrong.
+Runs on different machines or versions cannot be compared by bits: a difference is reported, but not as an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from andon_contracts.record import Start
 _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 _DIGITS = 64  # of a SHA-256
 _SHOWN = 160
-_EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # settings that follow from the names
+_EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # they follow from data.train and model.base
 
 
 OTHER_MACHINE = "not comparable: other versions or hardware, where other bits are no fault"
@@ -40,7 +40,7 @@ class Comparison(Enum):
 
 @dataclass
 class Differences:
-    """Lines for a reader, and the result."""
+    """Lines of the report, and the result."""
 
     lines: list[str] = field(default_factory=list)
     result: Comparison = Comparison.SAME
@@ -51,7 +51,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class Side:
-    """A run, or the configuration of one. `settings`: None for a ledger alone. `digests`: those of the provenance."""
+    """A run or a configuration. `settings`: None for a ledger alone. `digests`: those of the provenance, by name."""
 
     name: str
     settings: Config | None
@@ -69,14 +69,14 @@ class Side:
 
     @property
     def identity(self) -> str | None:
-        """The digest of all settings that define the run; None if neither settings nor a first line are available."""
+        """Digest of the settings that define the run; None without settings, and for a ledger without a start."""
         if self.recorded is None:
             return None if self.settings is None else config_digest(self.settings)
         return self.start.identity if self.start is not None else None
 
 
 def read_side(path: Path) -> Side:
-    """The run folder, ledger or configuration at `path`. Raises `InputError` for what is none of them."""
+    """Load the run folder, ledger or configuration (.yaml) at `path`. Raises `InputError` for anything else."""
     if path.suffix in (".yaml", ".yml"):
         return Side(str(path), load_config(path), {})
     recorded = open_recorded(path, facts=True)
@@ -88,9 +88,9 @@ def read_side(path: Path) -> Side:
 
 
 def compare(one: Side, other: Side) -> Differences:
-    """Everything that differs between both, and the first step at which they part."""
+    """Compare settings, inputs, plan, steps and machine, and find the first step that differs."""
     report = Differences()
-    # The short digests of a ledger cannot be compared with those of a provenance.
+    # A ledger's short digests are not comparable with a provenance's full ones.
     inputs = [dict(side.start.digests) if side.start is not None else {} for side in (one, other)]
     if one.digests and other.digests:
         inputs = [{**known, **side.digests} for known, side in zip(inputs, (one, other), strict=True)]
@@ -102,15 +102,15 @@ def compare(one: Side, other: Side) -> Differences:
             report.add("result", "not comparable: nothing that both sides have was compared")
             report.result = Comparison.INCOMPARABLE
         else:
-            alike = "the same settings; only the names of data and model were compared, not what they stand for"
-            report.add("result", f"different: {', '.join(keys)}" if keys else alike)
+            same = "the same settings; only the names of data and model were compared, not what they stand for"
+            report.add("result", f"different: {', '.join(keys)}" if keys else same)
         return report
-    step, odd = one.recorded.trajectory.first_difference(other.recorded.trajectory)
+    step, fields = one.recorded.trajectory.first_difference(other.recorded.trajectory)
     for name in sorted(inputs[0].keys() & inputs[1].keys()):
         first, second = inputs[0][name], inputs[1][name]
         if first != second:
             report.result = Comparison.DIFFERENT
-            # The digest of data is two in a row if there is a file to evaluate on.
+            # With an evaluation file, the data digest is two digests in a row.
             of_training = first[:_DIGITS] != second[:_DIGITS]
             at = 0 if of_training else _DIGITS
             shown_digests = " | ".join(each[at : at + 16] or "none" for each in (first, second))
@@ -120,7 +120,7 @@ def compare(one: Side, other: Side) -> Differences:
         for name in sorted(plans[0].keys() | plans[1].keys()):
             if plans[0].get(name) != plans[1].get(name):
                 report.add("plan", f"{name}: {plans[0].get(name)} | {plans[1].get(name)}")
-    if _steps(report, one.recorded, other.recorded, step, odd):
+    if _steps(report, one.recorded, other.recorded, step, fields):
         report.result = Comparison.DIFFERENT
     on = [side.fingerprint(step or 0) or side.fingerprint(0) or {} for side in (one.recorded, other.recorded)]
     for name in sorted(on[0].keys() | on[1].keys()):
@@ -141,10 +141,10 @@ def compare(one: Side, other: Side) -> Differences:
 
 
 def _settings(report: Differences, one: Side, other: Side, digests: Collection[str]) -> tuple[str, ...] | None:
-    """The keys in which both define different runs; None if nothing could be compared.
+    """Report the settings that differ. Returns the keys that define different runs; None if no settings were compared.
 
-    Keys that only place a run are listed and do not count. A name does not count if both sides have a digest, among
-    `digests`, of the thing that it stands for: the digests are compared instead.
+    Keys that only place a run are reported but not returned. So are names (`NAMING`) of data or a base that both sides
+    have a digest of, by `digests`: the digests are compared instead.
     """
     if one.settings is None or other.settings is None:
         if one.identity is None or other.identity is None:
@@ -157,32 +157,32 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
     first, second = one.config, other.config
     defining = {key: values for key, *values in differences(identity(one.settings), identity(other.settings))}
     runs = one.recorded is not None and other.recorded is not None
-    # Runs on other devices are compared by their bits.
+    # Two runs on different devices are compared by their bits.
     for key in _EMBEDDED | ({"run.device_kind"} if runs else set()):
         defining.pop(key, None)
-    found = []
+    keys = []
     for key in sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key)):
         digested = key in NAMING and ("base" if key.startswith("model.") else "data") in digests
         note = " (a name: what it stands for is compared by its digest)" if digested else ""
         if key in defining or (key in NAMING and not digested):
-            found.append(key)
+            keys.append(key)
         elif not digested:
             note = " (does not affect the result)"
         report.add("config", f"{key}: {first.get(key)!r} | {second.get(key)!r}{note}")
     for key in sorted(defining.keys() - first.keys()):
-        found.append(key)
+        keys.append(key)
         report.add("config", f"{key}: {defining[key][0]!r} | {defining[key][1]!r}")
-    return tuple(found)
+    return tuple(keys)
 
 
-def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, odd: tuple[Difference, ...]) -> bool:
-    """Report the steps; whether they differ, or one side goes on for longer."""
+def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, diff: tuple[Difference, ...]) -> bool:
+    """Report the steps. Returns whether they differ or one side has more of them."""
     steps = one.trajectory, other.trajectory
     common = steps[0].keys() & steps[1].keys()
     placed = [each.ran_on or "unknown" for each in steps]
     if placed[0] != placed[1]:
         report.add("place", f"{placed[0]} | {placed[1]}")
-    # A watch records only the fields that it was told.
+    # A watch records only the fields that its loop passes to it.
     pairs = {(steps[0].lacking(number), steps[1].lacking(number)) for number in common}
     for at, name in enumerate(REPEATED):
         lacking = {(first >> at & 1, second >> at & 1) for first, second in pairs}
@@ -202,10 +202,10 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
     earlier = [number for number in steps[0] if number < step]
     before = f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
     report.add("steps", f"differ from step {step} on{before}{more}")
-    records, names = [each[step] for each in steps], [each.name for each in odd]
-    alike = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
-    report.add("step", f"{step}: {names[0]} differs first, {', '.join(alike) or 'nothing'} agree")
-    for each in odd:
+    records, names = [each[step] for each in steps], [each.name for each in diff]
+    equal = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
+    report.add("step", f"{step}: {names[0]} differs first, {', '.join(equal) or 'nothing'} agree")
+    for each in diff:
         report.add("step", f"{step}: {each.name}: {shown(each.then, _SHOWN)} | {shown(each.now, _SHOWN)}")
     report.lines.extend(_tensors(one, other, step))
     return True
@@ -225,7 +225,7 @@ def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:
 
 
 def tensors_apart(one: Path, other: Path) -> Iterator[str]:
-    """Lines on the tensors that differ between two checkpoints. Raises `InputError` for one that is damaged."""
+    """Lines on the tensors that differ between two checkpoints. Raises `InputError` if one of them is damaged."""
     import torch
 
     from andon.run.checkpoint import CheckpointError, load_checkpoint
@@ -241,24 +241,24 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
     except CheckpointError as error:
         raise InputError([Problem("", str(error))]) from error
     shared = sorted(first.keys() & second.keys())
-    odd = [name for name in shared if not same(first[name], second[name])]
-    own = [len(each) - len(shared) for each in (first, second)]
-    if any(own):
-        both = f"{len(shared)} in both ({len(odd)} differ)" if odd else f"{len(shared)} in both (equal)"
-        yield f"{one.name}: {own[0]} only in the first run, {own[1]} only in the second, {both}"
-    if not odd:
-        if not any(own):
+    changed = [name for name in shared if not same(first[name], second[name])]
+    extra = [len(each) - len(shared) for each in (first, second)]
+    if any(extra):
+        both = f"{len(shared)} in both ({len(changed)} differ)" if changed else f"{len(shared)} in both (equal)"
+        yield f"{one.name}: {extra[0]} only in the first run, {extra[1]} only in the second, {both}"
+    if not changed:
+        if not any(extra):
             yield f"all {len(shared)} of {one.name} are the same"
         return
-    # Weights before moments: what a reader looks for. Among equals, by name.
-    name = min(odd, key=lambda name: (not name.startswith("weights/"), name))
+    # Weights first, then optimizer moments; by name.
+    name = min(changed, key=lambda name: (not name.startswith("weights/"), name))
     pair = first[name], second[name]
     place = " | ".join(f"{each.dtype} {list(each.shape)}" for each in pair)
     if pair[0].dtype == pair[1].dtype and pair[0].shape == pair[1].shape:
-        apart = (bits(pair[0]) != bits(pair[1])).view(-1, pair[0].element_size()).any(dim=1)
-        at = int(apart.nonzero()[0])
+        unequal = (bits(pair[0]) != bits(pair[1])).view(-1, pair[0].element_size()).any(dim=1)
+        at = int(unequal.nonzero()[0])
         index = [int(each) for each in torch.unravel_index(torch.tensor(at), pair[0].shape)]
         values = [each.contiguous().view(-1)[at].item() for each in pair]
         texts = " | ".join(value.hex() if isinstance(value, float) else str(value) for value in values)
-        place = f"at {index}: {texts} ({int(apart.sum())} of {pair[0].numel()} elements)"
-    yield f"{name} differs first ({len(odd)} of {len(shared)} tensors of {one.name} do), {place}"
+        place = f"at {index}: {texts} ({int(unequal.sum())} of {pair[0].numel()} elements)"
+    yield f"{name} differs first ({len(changed)} of {len(shared)} tensors of {one.name} do), {place}"

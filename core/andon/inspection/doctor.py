@@ -1,9 +1,9 @@
-"""`andon doctor`: whether Andon can train on this machine, what keeps it from that, and what to do.
+"""`andon doctor`: checks whether Andon can train on this machine, and suggests fixes.
 
     python -m andon.inspection.doctor libraries|gloo|folder DIR
 
-This module imports nothing that may be broken or missing. Libraries, ranks and disks may hang, so a process of their
-own tries them for a bounded time. The last line of its output is a JSON list of checks, or why it failed.
+This module imports nothing that may be broken or missing. Libraries, ranks and disks may hang, so each is probed in a
+separate process with a time limit. The last line of its output is JSON: a list of checks, or the error as a string.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from andon.launch.fork_server import require_sockets
 from andon_contracts.fingerprint import environment, version_of
 
 IMPORTED = ("torch", "transformers", "peft", "safetensors", "numpy", "pydantic", "yaml", "jinja2", "icontract")
-"""What a run imports. An installed library may still fail to import."""
+"""Libraries that a run imports. An installed library may still fail to import."""
 _LITTLE = 1 << 30
 _DRIVER = Path("/proc/driver/nvidia/version")
 _RANKS = 2
@@ -40,13 +40,13 @@ _FAILED = {
     ),
     "folder": ("folder", "name another one for runs: andon doctor DIR, then --run-dir"),
 }
-"""For each probe the check that it fails, and what to do then."""
+"""By probe: the name of the check that it fails, and what to do then."""
 
 
 class Check(NamedTuple):
-    """What one check found, and what to do about it.
+    """Result of one check, and what to do about it.
 
-    level: ok, info, warning or problem. A problem keeps `andon train` from running here.
+    level: ok, info, warning or problem. With a problem, `andon train` cannot run here.
     """
 
     name: str
@@ -56,9 +56,9 @@ class Check(NamedTuple):
 
 
 def examine(folder: Path, limit_s: float) -> Iterator[Check]:
-    """All checks, each as soon as it is done. folder: where runs are to be; limit_s: the time limit of each."""
+    """Yield each check when it is done. folder: for run folders; limit_s: time limit of each probe."""
     name = f"andon {version_of('andon') or 'of unknown version'}, Python {sys.version.split()[0]} ({sys.executable})"
-    if sys.version_info < (3, 11):  # noqa: UP036 - a checkout on the path is not installed, so nothing refused it
+    if sys.version_info < (3, 11):  # noqa: UP036 - no installer has checked a checkout on the path
         yield Check("andon", "problem", name, "Andon needs Python 3.11 or newer")
     else:
         yield Check("andon", "ok", name)
@@ -69,7 +69,7 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
     for probe, *arguments in (("libraries",), ("gloo",), ("folder", str(where.absolute()))):
         try:
             if probe == "gloo":
-                require_sockets()  # in TMPDIR itself; a probe gets another one
+                require_sockets()  # here, as a probe gets another TMPDIR
             yield from _checks(limit_s, probe, *arguments)
         except InputError as error:
             title, todo = _FAILED[probe]
@@ -78,7 +78,7 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
 
 
 def _checks(limit_s: float, *arguments: str) -> list[Check]:
-    """What the probe of this name finds. Raises `InputError` if it fails or takes too long."""
+    """Run a probe in a process and return its checks. Raises `InputError` if it fails or takes too long."""
     # A socket's path has at most 107 bytes, so the probe gets a short folder.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None
     try:
@@ -93,7 +93,7 @@ def _checks(limit_s: float, *arguments: str) -> list[Check]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # so that everything that the probe started ends with it
+            start_new_session=True,  # so that `killpg` ends everything that the probe started
         )
         try:
             out, errors = probe.communicate(timeout=limit_s)
@@ -102,15 +102,15 @@ def _checks(limit_s: float, *arguments: str) -> list[Check]:
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(probe.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a process that waits for a lost disk cannot be killed
+            with suppress(subprocess.TimeoutExpired):  # a process blocked on a lost disk cannot be killed
                 probe.wait(2.0)
-    found = None
+    result = None
     with suppress(ValueError):
-        found = json.loads(out.decode(errors="replace").splitlines()[-1] if out.strip() else "")
-    if isinstance(found, list):
-        return [Check(*each) for each in found]
+        result = json.loads(out.decode(errors="replace").splitlines()[-1] if out.strip() else "")
+    if isinstance(result, list):
+        return [Check(*each) for each in result]
     last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    raise InputError(found if isinstance(found, str) else f"ended with {probe.returncode}: {last[0]}")
+    raise InputError(result if isinstance(result, str) else f"ended with {probe.returncode}: {last[0]}")
 
 
 def _libraries() -> Iterator[Check]:
@@ -136,9 +136,9 @@ def _libraries() -> Iterator[Check]:
         nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     if gpus:
         count = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-        found = f"{count}; torch for CUDA {cuda}; driver {driver or 'unknown'}"
+        summary = f"{count}; torch for CUDA {cuda}; driver {driver or 'unknown'}"
         todo = "" if nccl else "install a torch that has NCCL, or use --backend gloo"
-        yield Check("gpus", "ok" if nccl else "warning", f"{found}; {'NCCL' if nccl else 'no NCCL'}", todo)
+        yield Check("gpus", "ok" if nccl else "warning", f"{summary}; {'NCCL' if nccl else 'no NCCL'}", todo)
     elif not driver:
         yield Check("gpus", "info", "none, and no NVIDIA driver")
     else:
@@ -153,7 +153,7 @@ def _folder(name: str) -> Iterator[Check]:
 
     file = temporary_beside(Path(name) / "doctor")
     with storage(file), open(file, "xb") as written:
-        file.unlink()  # at once, so that nothing is left however this process ends
+        file.unlink()  # at once, so that a killed probe leaves no file
         written.write(b"\0" * 4096)
         written.flush()
         os.fsync(written.fileno())
@@ -163,13 +163,13 @@ def _folder(name: str) -> Iterator[Check]:
 
 
 def _gloo() -> Iterator[Check]:
-    """Start two ranks as a run does; they gather their numbers."""
+    """Start two ranks as a run does, and all-gather their numbers."""
     from andon.launch.launcher import launch, warm_up
 
     warm_up(("torch", "torch.distributed", "andon.launch.rank"))
     with tempfile.TemporaryDirectory() as reports:
         entry = "andon.inspection.doctor:gather_ranks"
-        # The doctor ends this process after its own time limit, so these limits never matter.
+        # `_checks` kills this process after its own limit, which is usually shorter.
         ended = launch(entry, {}, workers=_RANKS, run_folder=Path(reports), timeout_s=3600)
     if ended.exit is not Exit.OK:
         raise InputError(ended.cause)
@@ -177,7 +177,7 @@ def _gloo() -> Iterator[Check]:
 
 
 def gather_ranks(payload: Mapping[str, str]) -> int:
-    """One rank of the gloo check."""
+    """Entry point of a rank of the gloo check. Raises `InputError` if the all-gather gives other numbers."""
     import torch.distributed as dist
 
     from andon.launch.joining import join
@@ -193,12 +193,12 @@ def gather_ranks(payload: Mapping[str, str]) -> int:
 def main(arguments: list[str]) -> int:
     """Run one probe by its name and print its checks as JSON."""
     probe, *where = arguments
-    found: list[Check] | str
+    result: list[Check] | str
     try:
-        found = list(_folder(*where) if probe == "folder" else {"libraries": _libraries, "gloo": _gloo}[probe]())
+        result = list(_folder(*where) if probe == "folder" else {"libraries": _libraries, "gloo": _gloo}[probe]())
     except Exception as error:  # noqa: BLE001 - the doctor reports any error
-        found = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    sys.stdout.write(f"{json.dumps(found)}\n")
+        result = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+    sys.stdout.write(f"{json.dumps(result)}\n")
     sys.stdout.flush()
     return Exit.OK
 

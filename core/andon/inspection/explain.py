@@ -1,6 +1,6 @@
-"""A violation put in words, from a bundle that `watch` wrote or the ledger of a run.
+"""Explains a violation from a bundle that `watch` wrote or from the ledger of a run.
 
-Files are read as JSON and as plain bytes of tensors; no code in them is run.
+Bundles are untrusted: only JSON and tensor bytes are read, so no code in them runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_BYTES = 1 << 28
 
 
 def explain(path: Path) -> Iterator[str]:
-    """Lines on each violation in the bundle (a folder of `CLAUSE.json`, or one of these) or run at `path`.
+    """Lines on each violation in a bundle (a folder of `CLAUSE.json` files, or one of them) or run at `path`.
 
     If `path` does not exist but names a clause, the lines explain that clause. Raises `InputError` if no violation is
     found or the file cannot be read as a bundle.
@@ -43,16 +43,16 @@ def explain(path: Path) -> Iterator[str]:
 
 
 def _run(path: Path) -> Iterator[str]:
-    found = open_recorded(path)
-    broken = [record for record in found.records if isinstance(record, Broken)]
+    recorded = open_recorded(path)
+    broken = [record for record in recorded.records if isinstance(record, Broken)]
     if not broken:
         raise InputError([Problem(str(path), "its ledger has no violation to explain")])
-    # Only the trainer's own run folder holds what a step can be done again from.
-    repeatable = found.folder is not None and (found.start is None or found.start.writer is None)
+    # Only a run folder of `andon train` can be replayed.
+    repeatable = recorded.folder is not None and (recorded.start is None or recorded.start.writer is None)
     for record in broken:
         yield from _lines(record, {})
         yield f"  look     {command_line('andon', 'show', path, '--step', str(record.step))}"
-        step = max((step for step in found.trajectory if step <= record.step), default=0)
+        step = max((step for step in recorded.trajectory if step <= record.step), default=0)
         if step and repeatable:
             if step < record.step:
                 yield f"           step {record.step} was not recorded; the last recorded step is {step}"
@@ -78,16 +78,16 @@ def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
         yield f"  {name}: {_short(value)}"
 
 
-def _mapping(found: object) -> dict[str, Any]:
-    return found if isinstance(found, dict) else {}
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
-def _list(found: object) -> list[Any]:
-    return found if isinstance(found, list) else []
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on the broken clause: its promise, and where; `scene` is what a bundle says besides its record."""
+    """Lines on the broken clause: promise, place and evidence. scene: fields of the bundle."""
     clause, step, cause = CLAUSES.get(record.clause), record.step, str(scene.get("cause", "violation"))
     if cause == "violation":
         yield f"{record.clause} broken at step {step}"
@@ -126,7 +126,7 @@ def _short(value: object) -> str:
 
 
 def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
-    """Each rank's batch and where it was, from the `rank-R.json` in `folder`, and how copies of `tensor` differ."""
+    """Lines on each rank's position and batch, from `rank-R.json` in `folder`, and on tensors that differ by rank."""
 
     def number(path: Path) -> tuple[int, str]:
         digits = path.stem.removeprefix("rank-")
@@ -144,24 +144,24 @@ def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
         yield from _of_rank(folder, part)
         if isinstance(part.get("digests"), dict):
             digests[path] = part["digests"]
-    # Tensors whose digests differ between ranks; of the broken one also in how many elements, and how far.
+    # Tensors whose digests differ between ranks; for the one in `tensor` also how many elements, and the spread.
     names = dict.fromkeys(name for known in digests.values() for name in known)
-    odd = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
-    # Each rank has the gradients and buffers of its own rows, until they are reduced: they say nothing by themselves.
-    for name in odd[:_MOST_TENSORS]:
+    unequal = [name for name in names if len({str(known.get(name)) for known in digests.values()}) > 1]
+    # Gradients and buffers differ by rank until they are reduced, so a difference alone proves nothing.
+    for name in unequal[:_MOST_TENSORS]:
         yield f"  differs  {name}{_how_far(list(digests), name) if tensor in name else ''}"
-    if len(odd) > _MOST_TENSORS:
-        yield f"  differs  and {len(odd) - _MOST_TENSORS} more"
+    if len(unequal) > _MOST_TENSORS:
+        yield f"  differs  and {len(unequal) - _MOST_TENSORS} more"
 
 
 def _read(path: Path) -> dict[str, Any] | str:
     try:
-        found = read_json(path)
+        content = read_json(path)
     except OSError as error:
         return str(error.strerror)
     except ValueError as error:
         return str(error)
-    return found if isinstance(found, dict) else "it is no object"
+    return content if isinstance(content, dict) else "it is no object"
 
 
 def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""A ledger as it was written, found by the path of a run folder or of the ledger itself.
+"""Reads a ledger, from a run folder or by its own path.
 
-A ledger may have millions of lines. It is read and verified once, and no step stays in memory: `Recorded` holds the
-other records, the ends of each stretch of steps, and the place of each step's line in the file.
+A ledger may have millions of lines. It is read and verified once without keeping steps in memory: `Recorded` holds the
+other records, the first and last step of each stretch, and the file offset of each step's line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FACTS = struct.Struct("<16sII4d")
 
 @dataclass(frozen=True)
 class Stretch:
-    """Step records that follow one another in the file: the first and the last."""
+    """Consecutive step records of the file: the first and the last."""
 
     first: Step
     last: Step
@@ -39,11 +39,11 @@ class Stretch:
 
 @dataclass
 class Steps(Mapping[int, Step]):
-    """The steps that count, by rising number: the last record of each that was not taken back.
+    """The steps in effect, in rising order: the last record of each step, unless it was retracted.
 
-    A step is decoded from its line when it is looked up. `numbers` and `offsets` are of all step records in order, also
-    of those that do not count: the step, and its line's first byte. `places` maps a step that counts to its index among
-    them. `facts`: the digest of all compared fields, which of them are lacking, where the step ran, and its `CURVES`.
+    Lookup decodes a step from its line. `numbers` and `offsets` (of the line's first byte) cover every step record in
+    file order; `places` maps each step in effect to its index in them. `facts` has a `_FACTS` for each record: digest
+    of the compared fields, bit mask of the missing ones, index into `layouts` (where the step ran), and the `CURVES`.
     """
 
     ledger: Path
@@ -53,7 +53,7 @@ class Steps(Mapping[int, Step]):
     places: dict[int, int] = field(default_factory=dict)
     facts: bytearray = field(default_factory=bytearray)
     layouts: dict[str, int] = field(default_factory=dict)
-    _heap: list[int] = field(default_factory=list)  # the steps in `places`, negated: the highest first
+    _heap: list[int] = field(default_factory=list)  # negated steps of `places`, so that the highest comes first
 
     def __getitem__(self, step: int) -> Step:
         with open_regular(self.ledger, follow=self.follow) as file:
@@ -71,7 +71,7 @@ class Steps(Mapping[int, Step]):
         return step in self.places
 
     def add(self, record: Step, at: int, *, facts: bool) -> None:
-        """Note the step whose line begins at byte `at`; facts: what comparisons and curves need, too."""
+        """Index the step whose line begins at byte `at`. facts: store what comparisons and curves need, too."""
         if record.step not in self.places:
             heapq.heappush(self._heap, -record.step)
         self.places[record.step] = len(self.offsets)
@@ -93,42 +93,42 @@ class Steps(Mapping[int, Step]):
                 norm.value if norm is not None else 0.0,
             )
 
-    def take_back(self, kept: int) -> None:
-        """Remove the steps after `kept`."""
-        while self._heap and -self._heap[0] > kept:
+    def take_back(self, last: int) -> None:
+        """Remove the steps after `last`."""
+        while self._heap and -self._heap[0] > last:
             del self.places[-heapq.heappop(self._heap)]
 
     def _fact(self, step: int) -> tuple[bytes, int, int, float, float, float, float]:
         return _FACTS.unpack_from(self.facts, self.places[step] * _FACTS.size)
 
     def lacking(self, step: int) -> int:
-        """The fields of `REPEATED` that the step's record lacks, a bit each."""
+        """Bit mask of the `REPEATED` fields that the step's record lacks."""
         return self._fact(step)[1]
 
     @property
     def ran_on(self) -> str:
-        """Workers and backends of the steps, in order."""
+        """Workers and backends of the steps, in order of first use."""
         names = list(self.layouts)
         return " then ".join(dict.fromkeys(names[self._fact(step)[2]] for step in self.places))
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """The numbers of one of `CURVES` by step, without the steps that do not have it."""
+        """(step, value) of one of `CURVES`, for the steps that have it."""
         absent = 1 << REPEATED.index(name) if name in REPEATED else 0
-        found = []
+        points = []
         for step in self.places:
             _, lacking, _, *numbers = self._fact(step)
             number = numbers[CURVES.index(name)]
             if not lacking & absent and (name != "accuracy" or number >= 0):
-                found.append((step, number))
-        return found
+                points.append((step, number))
+        return points
 
     def first_difference(self, other: Steps) -> tuple[int | None, tuple[Difference, ...]]:
-        """The first step that both have with different records, and what differs, causes first."""
+        """The first common step whose records differ, with the differing fields, causes first; else (None, ())."""
         for step in self.places:
             if step in other.places and self._fact(step)[0] != other._fact(step)[0]:
-                odd = differing(self[step], other[step])
-                if odd:
-                    return step, odd
+                fields = differing(self[step], other[step])
+                if fields:
+                    return step, fields
         return None, ()
 
 
@@ -136,9 +136,9 @@ class Steps(Mapping[int, Step]):
 class Recorded:
     """The ledger of a run. `folder`: None if only a ledger is available.
 
-    `records` are in order, steps that follow one another as a `Stretch`. `origins`: for each start and
-    resume, the number of step records before it and its fingerprint. `head`: the count of lines and the digest of the
-    last. `size`: the bytes of all whole lines.
+    `records`: in order, with consecutive steps as one `Stretch`. `origins`: for each start and resume, the number of
+    step records before it and its fingerprint. `head`: the number of lines and the digest of the last. `size`: bytes of
+    all complete lines.
     """
 
     path: Path
@@ -156,9 +156,9 @@ class Recorded:
         return first if isinstance(first, Start) else None
 
     def fingerprint(self, step: int) -> Mapping[str, str] | None:
-        """The fingerprint of the process group that made `step` of `trajectory` (0: of the first group).
+        """Fingerprint of the process group that computed `step` of `trajectory` (0: of the first group).
 
-        The bits of a step may depend on it. None if there is no such step.
+        The bits of a step may depend on it. None for an unknown step.
         """
         if step == 0:
             return self.origins[0][1] if self.origins else None
@@ -169,7 +169,7 @@ class Recorded:
 
     @property
     def torn(self) -> int:
-        """Bytes of an unfinished last line, which a crash leaves."""
+        """Bytes of the incomplete last line that a crash may leave."""
         torn = 0
         with open_regular(self.ledger, follow=self.folder is None) as file:
             file.seek(self.size)
@@ -179,10 +179,10 @@ class Recorded:
 
 
 def open_recorded(path: Path, *, facts: bool = False) -> Recorded:
-    """The ledger of the run folder `path`, or the ledger that `path` is, verified line by line.
+    """Read and verify the ledger of the run folder `path`, or the ledger `path`.
 
-    facts: note what a comparison and the curves need of each step. Raises `InputError` if there is no ledger, it cannot
-    be read, or a line does not fit.
+    facts: also store what comparisons and curves need of each step. Raises `InputError` if the ledger is missing,
+    cannot be read, or fails verification.
     """
     folder = RunFolder(path) if is_folder(path) else None
     ledger = folder.ledger if folder is not None else path
@@ -203,7 +203,7 @@ def _read(path: Path, ledger: Path, folder: RunFolder | None, *, facts: bool) ->
     steps = Steps(ledger, folder is None)
     records: list[Record | Stretch] = []
     origins: list[tuple[int, Mapping[str, str]]] = []
-    first = last = None  # of the stretch that goes on
+    first = last = None  # of the current stretch
     count, size, raw = 0, 0, b""
     for record, raw in read_lines(ledger, follow=folder is None):
         if isinstance(record, Step):

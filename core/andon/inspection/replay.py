@@ -1,7 +1,7 @@
-"""`andon replay`: steps of a run done again, on any number of workers, and compared with its ledger to the bit.
+"""`andon replay`: repeats steps of a run, on any number of workers, and compares them bit by bit with its ledger.
 
 Nothing is written into the run. The state comes from its newest valid checkpoint before the first step, or from its
-initial weights. Torch is imported when steps are done.
+initial weights. Torch is imported only when steps are computed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from andon.training.existing import config_at_hand
 if TYPE_CHECKING:
     from andon.training.session import Session
 
-_RESULT = "replay.json"  # the file in which rank 0 of a process group leaves the outcome
+_RESULT = "replay.json"  # rank 0 of a process group writes the outcome to this file
 
 
 class ReplayFailed(RuntimeError):
-    """The ranks ended before they were done; the message says how."""
+    """The ranks ended before the replay was complete; the message says how."""
 
     def __init__(self, message: str, ends_with: Exit) -> None:
         super().__init__(message)
@@ -40,16 +40,16 @@ class ReplayFailed(RuntimeError):
 
 
 def replay_run(path: Path, steps: str, workers: int | None, backend: str | None) -> Differences:
-    """Do the steps `steps` (A:B) of the run at `path` again and report what differs from its ledger.
+    """Replay `steps` (A:B) of the run at `path` and report what differs from its ledger.
 
-    workers, backend: where; None: as in the run, bounded by this machine (`settings`). Raises `InputError` for a run or
-    steps that cannot be done again, and `ReplayFailed` if ranks ended before they were through.
+    workers, backend: None: as in the run, within the limits of this machine (`settings`). Raises `InputError` for a run
+    or steps that cannot be replayed, and `ReplayFailed` if the ranks end early.
     """
-    found = open_recorded(path)
-    if found.folder is None or not found.folder.config.exists():
+    recorded = open_recorded(path)
+    if recorded.folder is None or not recorded.folder.config.exists():
         raise InputError([Problem(str(path), "is a ledger alone; to do steps again takes the run's folder")])
-    first, last = read_range(steps, found)
-    config = settings(found.folder, workers, backend)
+    first, last = read_range(steps, recorded)
+    config = settings(recorded.folder, workers, backend)
     if config.run.backend == "inline":
         with portable_environment(config.run):
             return replay(config, path, first, last)
@@ -70,11 +70,11 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     return Differences(outcome["lines"], Comparison(outcome["result"]))
 
 
-def read_range(text: str, found: Recorded) -> tuple[int, int]:
+def read_range(text: str, recorded: Recorded) -> tuple[int, int]:
     """First and last step of `A:B`, `A`, `A:` or `:B`. Raises `InputError` for steps that the ledger does not have."""
-    steps = list(found.trajectory)
+    steps = list(recorded.trajectory)
     if not steps:
-        raise InputError([Problem(str(found.ledger), "it has no steps to do again")])
+        raise InputError([Problem(str(recorded.ledger), "it has no steps to do again")])
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or not (match[1] or match[2]):
         raise InputError([Problem("--steps", f"{text!r} is no range of steps; write A:B, as in 3:7")])
@@ -86,28 +86,28 @@ def read_range(text: str, found: Recorded) -> tuple[int, int]:
 
 
 def settings(folder: RunFolder, workers: int | None, backend: str | None) -> Config:
-    """The run's configuration with its contracts on, on `workers` and `backend` if they are given.
+    """The run's configuration with contracts on and audits off, and with `workers` and `backend` unless None.
 
-    The folder may be anybody's, so its number of workers alone never decides how many processes are started: without
-    `workers`, at most one for each core (or GPU) and each micro-batch. The bits do not depend on it.
+    The folder is untrusted, so its number of workers alone never decides how many processes start: without `workers`,
+    at most one for each core (or GPU) and each micro-batch. The bits do not depend on it.
     """
     import torch
 
     flags = {"run.workers": workers, "run.backend": backend}
-    given = {key: value for key, value in flags.items() if value is not None}
-    overrides = ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if given else [])]
-    config = config_at_hand(folder, overrides, given)
+    chosen = {key: value for key, value in flags.items() if value is not None}
+    overrides = ["contracts.enabled=true", "contracts.audit_every=0", *(["run.devices=null"] if chosen else [])]
+    config = config_at_hand(folder, overrides, chosen)
     most = min(max(len(os.sched_getaffinity(0)), torch.cuda.device_count()), config.training.micro_batches)
     if workers is not None or config.run.workers <= most:
         return config
-    return config_at_hand(folder, [*overrides, "run.devices=null"], {**given, "run.workers": most})
+    return config_at_hand(folder, [*overrides, "run.devices=null"], {**chosen, "run.workers": most})
 
 
 def replay(config: Config, path: Path, first: int, last: int) -> Differences:
-    """Do steps `first` to `last` of the run at `path` again on this process's backend and compare them.
+    """Compute steps `first` to `last` of the run at `path` again on this process's backend and compare them.
 
-    In a process group every rank calls it and gets the same. Raises `InputError` if the run's data or model has changed
-    and `Violation` if a step breaks its contract.
+    Collective: every rank of a process group calls it and gets the same result. Raises `InputError` if the run's data
+    or model has changed, and `Violation` if a step breaks a contract.
     """
     from andon.run.checkpoint import newest_valid
     from andon.run.provenance import differences as other_machine
@@ -115,29 +115,29 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     from andon.training.run import identity_changes
     from andon.training.session import assembled
 
-    found, report = open_recorded(path), Differences()
-    assert found.folder is not None
-    with assembled(config, found.folder, writing=False) as session:
-        # If the latest is damaged, an older one, or the initial weights, serve as well.
-        checkpoint = newest_valid(found.folder.checkpoints, before=first)[0]
+    recorded, report = open_recorded(path), Differences()
+    assert recorded.folder is not None
+    with assembled(config, recorded.folder, writing=False) as session:
+        # Skips damaged checkpoints; None means the initial weights.
+        checkpoint = newest_valid(recorded.folder.checkpoints, before=first)[0]
         problems = [
             Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
             for key, before, now in identity_changes(session, checkpoint)
-            if key != "run.device_kind"  # another machine: its bits are not comparable, which the fingerprint says
+            if key != "run.device_kind"  # the fingerprint reports another machine
         ]
         if problems:
             raise InputError(problems)
         total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
-            raise InputError([Problem(str(found.ledger), f"it has a step {last} of a run of {total}")])
+            raise InputError([Problem(str(recorded.ledger), f"it has a step {last} of a run of {total}")])
         after = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             session.run.restore(checkpoint)
         session.run.step.attest_start({"after": after})
-        step, odd = _first_difference(session, found, after, last)
+        step, fields = _first_difference(session, recorded, after, last)
         source = checkpoint.path.name if checkpoint is not None else "the initial weights"
         report.add("from", f"{source}, after step {after}, on {backend.world_size} {backend.name} workers")
-        machine = other_machine(found.fingerprint(step or last) or {}, fingerprint(session.environment))
+        machine = other_machine(recorded.fingerprint(step or last) or {}, fingerprint(session.environment))
         for difference in machine:
             report.add("machine", f"{difference} (the run's, this one's)")
     if step is None:
@@ -147,7 +147,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         report.add("result", "the restored weights are not those of the ledger; nothing was done again")
     elif step > after + 1:
         report.add("steps", f"{after + 1} to {step - 1} are the ledger's, to the bit")
-    for place, each in enumerate(odd):
+    for place, each in enumerate(fields):
         at = f"step {step}: " if step else ""
         name = f"{each.name}{' first' if place == 0 else ''}"
         report.add("differs", f"{at}{name}: ledger {shown(each.then)}, now {shown(each.now)}")
@@ -159,7 +159,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
 
 
 def replay_rank(payload: Mapping[str, Any]) -> int:
-    """`replay` as one rank of a process group; rank 0 writes the outcome into the folder `out`."""
+    """Entry point of a rank: `replay`. Rank 0 writes the outcome to the folder `out`."""
     import torch.distributed as dist
 
     from andon.run.atomic import write_json
@@ -172,24 +172,24 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
 
 
 def _first_difference(
-    session: Session, found: Recorded, after: int, last: int
+    session: Session, recorded: Recorded, after: int, last: int
 ) -> tuple[int | None, Sequence[Difference]]:
     """The first step that differs (0: the restored state; None: no step), and its fields."""
     from andon.training.history import step_record
     from andon_contracts.digest import hex64
 
-    run, start = session.run, found.start
+    run, start = session.run, recorded.start
     if after:
-        then = found.trajectory[after].digests.weights if after in found.trajectory else None
+        then = recorded.trajectory[after].digests.weights if after in recorded.trajectory else None
     else:
         then = start.digests.get("weights") if start is not None else None
-    odd = apart("weights", then, hex64(run.primary.weights_digest()))
-    if odd:
-        return 0, odd
+    fields = apart("weights", then, hex64(run.primary.weights_digest()))
+    if fields:
+        return 0, fields
     for step in range(after + 1, last + 1):
         batch = run.plan.batch(step)
         result = run.step(batch, run.schedule.rate(step), step)
         now = step_record(batch, result, run.backend.world_size, run.backend.name)
-        if step in found.trajectory and (odd := differing(found.trajectory[step], now)):
-            return step, odd
+        if step in recorded.trajectory and (fields := differing(recorded.trajectory[step], now)):
+            return step, fields
     return None, ()

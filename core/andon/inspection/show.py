@@ -1,4 +1,4 @@
-"""A ledger for a reader: the run from start to end, or one step of it with its rows, losses and digests."""
+"""Shows a ledger: the run from start to end, or one step with its rows, losses and digests."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ def texts_of(folder: RunFolder | None) -> Texts:
         return Texts(missing="a ledger alone names rows by id; their texts are not in it")
     try:
         config = config_of(folder)
-        found = read_rows(config)
+        rows = read_rows(config)
         recorded = read_provenance(folder.provenance).digest("data")
     except InputError as error:
         return Texts(missing=f"the texts are not at hand: {error.line}")
-    if recorded != found.digest:
+    if recorded != rows.digest:
         return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
     if config.training.packing:
         return Texts(missing="the ids are those of packs of rows; their texts are not shown")
-    return Texts(found)
+    return Texts(rows)
 
 
-def overview(found: Recorded) -> Iterator[str]:
-    """The run in order of its ledger, runs of steps in one line each."""
-    yield f"ledger {found.ledger}"
-    for record in found.records:
+def overview(run: Recorded) -> Iterator[str]:
+    """Lines on all records in order; consecutive steps share one line."""
+    yield f"ledger {run.ledger}"
+    for record in run.records:
         if not isinstance(record, Stretch):
-            yield from event(record, found)
+            yield from event(record, run)
             continue
         first, last = record.first, record.last
         if first is last:
@@ -56,16 +56,16 @@ def overview(found: Recorded) -> Iterator[str]:
         else:
             losses = f"loss {_real(first.loss)} to {_real(last.loss)}"
             yield f"steps       {first.step} to {last.step}: {losses}, weights {last.digests.weights}"
-    if not any(isinstance(record, End) for record in found.records[-1:]):
+    if not any(isinstance(record, End) for record in run.records[-1:]):
         yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
-    count, digest = found.head
+    count, digest = run.head
     yield f"head        {count} lines, digest of the last {digest}"
-    if found.torn:
-        yield f"torn        {found.torn} bytes of an unfinished line; a resume cuts them off and records it"
+    if run.torn:
+        yield f"torn        {run.torn} bytes of an unfinished line; a resume cuts them off and records it"
 
 
-def event(record: Record, found: Recorded) -> Iterator[str]:
-    """Lines on a record that is not a step. Each begins with the kind and a space."""
+def event(record: Record, run: Recorded) -> Iterator[str]:
+    """Lines on a record that is not a step. Each line begins with its kind and a space."""
     match record:
         case Start(plan=plan):
             by = f", written by a {record.writer}" if record.writer is not None else ""
@@ -88,7 +88,7 @@ def event(record: Record, found: Recorded) -> Iterator[str]:
             scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
             yield f"evaluation  after step {record.step}, {record.rows} rows: {scores}"
         case Saved():
-            gone = found.folder is not None and not (found.folder.checkpoints / record.name).is_dir()
+            gone = run.folder is not None and not (run.folder.checkpoints / record.name).is_dir()
             marks = f"{', the best so far' if record.best else ''}{', removed since' if gone else ''}"
             yield f"checkpoint  {record.name}, tensors {record.digest}{marks}"
         case Broken():
@@ -105,24 +105,24 @@ def event(record: Record, found: Recorded) -> Iterator[str]:
             yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
 
 
-def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
-    """Rows, losses, digests and ranks of `step`, in its last record, and what else the ledger says of it.
+def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
+    """Lines on `step`: its violations, and rows, losses, digests and ranks of its last record or its retraction.
 
     Raises `InputError` for a step that the ledger does not have.
     """
-    broken = [record for record in found.records if isinstance(record, Broken) and record.step == step]
-    times = found.trajectory.numbers.count(step)
+    broken = [record for record in run.records if isinstance(record, Broken) and record.step == step]
+    times = run.trajectory.numbers.count(step)
     if not times and not broken:
-        steps = list(found.trajectory)
+        steps = list(run.trajectory)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
-        raise InputError([Problem("--step", f"{step} is not in {found.ledger}; {known}")])
+        raise InputError([Problem("--step", f"{step} is not in {run.ledger}; {known}")])
     for violation in broken:
-        yield from event(violation, found)
-    record = found.trajectory.get(step)
+        yield from event(violation, run)
+    record = run.trajectory.get(step)
     if record is None:
-        taken_back = [each for each in found.records if isinstance(each, Retraction) and each.step < step <= each.last]
-        if taken_back:
-            yield from event(taken_back[-1], found)
+        retracted = [each for each in run.records if isinstance(each, Retraction) and each.step < step <= each.last]
+        if retracted:
+            yield from event(retracted[-1], run)
         else:
             yield f"step {step} was not applied, so there is no record of it"
         return
@@ -151,24 +151,24 @@ def one_step(found: Recorded, step: int, texts: Texts) -> Iterator[str]:
     yield f"  world       {record.world} {record.backend} workers"
     if texts.missing:
         yield f"  note        {texts.missing}"
-    planned = found.start is None or found.start.plan.micro_batches is not None  # a watch does not know micro-batches
+    planned = run.start is None or run.start.plan.micro_batches is not None  # a watch records no micro-batches
     for part in record.ranks:
         held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
         own = {name: value for name, value in held.items() if value is not None}
-        odd = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
-        alike = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
-        differs = _named(odd, " ")
+        changed = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
+        equal = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
+        differs = _named(changed, " ")
         leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if planned else ""
-        yield f"  rank {part.rank}: {leaves}{f'differs:{differs}' if odd else alike}"
+        yield f"  rank {part.rank}: {leaves}{f'differs:{differs}' if changed else equal}"
         for row in part.ids:
             yield f"    {row}{_text(row, texts.rows)}"
 
 
 def _text(row: int, rows: Rows | None) -> str:
-    found = None if rows is None else rows.train.told(rows.row_of(row))
-    if rows is None or found is None:
+    content = None if rows is None else rows.train.told(rows.row_of(row))
+    if rows is None or content is None:
         return ""
-    learned, text = found
+    learned, text = content
     shown = text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
     where = rows.where(row)
     return f"{where and f'  {where}'}  {learned}  {shown!r}"

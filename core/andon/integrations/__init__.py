@@ -1,1 +1,1 @@
-"""`andon.watch` as callbacks of other trainers, and where metrics go. Each module needs its library."""
+"""Callbacks that run `andon.watch` in other trainers, and trackers of metrics. Each module needs its library."""

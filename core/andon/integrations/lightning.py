@@ -15,16 +15,16 @@ from andon_contracts.watch import Watch, watch
 
 
 class WatchCallback(Callback):  # type: ignore[misc, unused-ignore]
-    """Watches every update of `Trainer.fit`. `watch` is the open watch, None before and after training."""
+    """Watches every update of `Trainer.fit`. `watch` is the open watch; None before and after training."""
 
     def __init__(self, *, ids: Callable[[Any], Sequence[int] | torch.Tensor] | None = None, **options: Any) -> None:
-        """ids: from a batch to the ids of its rows. options: those of `andon.watch`."""
+        """ids: returns the row ids of a batch. options: passed to `andon.watch`."""
         self.watch: Watch | None = None
         self._ids = ids
         self._options = options
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Open the watch, on every rank, after `trainer.global_step` updates."""
+        """Open the watch on every rank. Its `start` is `trainer.global_step`, the number of earlier updates."""
         start = {"start": trainer.global_step} if trainer.global_step else {}
         model = trainer.strategy.model or pl_module
         self.watch = watch(model, trainer.optimizers, **{**start, **self._options})

@@ -1,4 +1,4 @@
-"""TensorBoard: what a run measures, and what a watch finds, in the event files that it reads.
+"""Writes a run's metrics and a watch's findings as TensorBoard event files.
 
 For a watch: `andon.watch(model, optimizer, log=findings("runs/x"))`.
 """
@@ -18,10 +18,10 @@ from andon_contracts.record import outside_change
 
 
 class EventFile(Tracker):
-    """One event file in `folder`, beside earlier ones: TensorBoard reads them all as one run.
+    """One new event file in `folder`. TensorBoard reads it and earlier files there as one run.
 
-    done: steps that were done before; TensorBoard shows nothing of later steps in earlier files, since they are done
-    again. Each event is written as it comes, so that a run that is killed has those of all its steps.
+    done: steps completed before. Later steps are repeated, so TensorBoard drops their events from earlier files. Every
+    event is written at once, so that a killed run has the events of all its steps.
     """
 
     def __init__(self, folder: Path, done: int = 0) -> None:
@@ -33,9 +33,9 @@ class EventFile(Tracker):
         self.attempt(lambda: self._append(int(line["step"]), list(numbers(line).items())))
 
     def finding(self, found: Mapping[str, object]) -> None:
-        """For a watch's `log`: the message as a text of the step, under the clause."""
+        """The `log` callback of a watch: writes the message as text of its step, tagged with the clause."""
         step = found["andon/step"]
-        # Four spaces: Markdown shows it as it is.
+        # Markdown shows text indented by four spaces verbatim.
         text = "".join(f"    {line}\n" for line in str(found["andon/message"]).splitlines())
         tagged = [(f"andon/{found['andon/clause']}", text)]
         self.attempt(lambda: self._append(step if isinstance(step, int) else 0, tagged))
@@ -51,7 +51,7 @@ class EventFile(Tracker):
         ]
         if self._path is None:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # TensorBoard reads files in the order of their names, and a run may go on within the second.
+            # TensorBoard reads files in the order of their names, and a resume may start within the same second.
             seconds, rest = divmod(time.time_ns(), 10**9)
             name = f"events.out.tfevents.{seconds:010d}.{rest:09d}.{socket.gethostname()}.{os.getpid()}"
             self._path = self._folder / name
@@ -70,8 +70,8 @@ class EventFile(Tracker):
 
 
 def findings(folder: str | os.PathLike[str]) -> Callable[[dict[str, object]], None]:
-    """For `andon.watch(log=...)`: writes each finding as a text to `folder`, on rank 0 alone.
+    """For `andon.watch(log=...)`: writes each finding as text to `folder`, on rank 0 only.
 
-    Call it once the process group is there.
+    Call it after the process group is initialized.
     """
     return EventFile(Path(folder)).finding if writes() else lambda found: None

@@ -1,6 +1,6 @@
-"""Trackers: libraries of others that show what a run measures, beside its own folder (`run.report_to`).
+"""Trackers (`run.report_to`): third-party libraries that show a run's metrics, in addition to its own folder.
 
-A tracker never ends what it tracks: if it cannot write, one line says so, and it writes no more.
+A tracker never ends a run: if it cannot write, it logs one warning and stops writing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ TENSORBOARD, WANDB = "tensorboard", "wandb"
 
 
 class Tracker:
-    """Receives each line of a run's metrics, and raises nothing. where: what the warning about an error names."""
+    """Receives each line of a run's metrics and raises nothing. where: the tracker's name in its warning."""
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._failed = False
 
     def line(self, line: Mapping[str, Any]) -> None:
-        """A line of metrics was written."""
+        """Called after a line of metrics is written."""
 
     def close(self) -> None:
-        """There are no more. Called while an exception is handled if the run ended in it."""
+        """Called after the last line; while an exception is handled if it ended the run."""
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Run `call`. On the first exception, log one warning and skip all later calls."""
@@ -34,7 +34,7 @@ class Tracker:
             return
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - of whatever libraries: nothing that is tracked ends for it
+        except Exception as error:  # noqa: BLE001 - a third-party library may raise anything
             self._failed = True
             say(f"warning: no more is written for {self._where}: {error}")
 
@@ -47,13 +47,13 @@ def require(trackers: Sequence[str]) -> None:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The real numbers of a line of metrics, each below what it was measured on."""
+    """The floats in a line of metrics, as `training/NAME` or `WHAT/NAME`."""
     of = line.get("what", "training")
     return {f"{of}/{name}": value for name, value in line.items() if isinstance(value, float)}
 
 
 def writes() -> bool:
-    """Whether this process is the one that writes: rank 0, or no rank at all."""
+    """Whether this process writes: on rank 0, and without a process group."""
     from torch import distributed
 
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0

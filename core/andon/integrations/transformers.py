@@ -3,8 +3,8 @@
     callback = WatchCallback(action="raise")
     Trainer(model, arguments, callbacks=[callback], ...)
 
-Callbacks do not see batches. Which rows were trained on is told by the collator, for a data set whose rows carry an
-id: `Trainer(..., data_collator=callback.collator(inner), callbacks=[callback])`.
+Callbacks do not see batches. For a dataset with a column of row ids, the collator passes the ids to the watch:
+`Trainer(..., data_collator=callback.collator(inner), callbacks=[callback])`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BATCH_KEY = "andon_ids"
 
 @dataclass(frozen=True)
 class WithIds:
-    """A collator that passes the ids of the rows on with the batch. Can be pickled if `inner` can."""
+    """A collator that adds the ids of the rows to the batch. Can be pickled if `inner` can."""
 
     inner: Callable[[list[dict[str, Any]]], Mapping[str, Any]]
     column: str
@@ -36,42 +36,42 @@ class WithIds:
 
 
 class WatchCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Watches every update of `Trainer.train`. `watch` is the open watch, None before and after training."""
+    """Watches every update of `Trainer.train`. `watch` is the open watch; None before and after training."""
 
     def __init__(self, *, ids: str | None = None, **options: Any) -> None:
-        """ids: the column of the rows that holds their id, for `collator`. options: those of `andon.watch`."""
+        """ids: the column that holds the id of a row, for `collator`. options: passed to `andon.watch`."""
         self.watch: Watch | None = None
         self._ids = ids
         self._options = options
 
     def collator(self, inner: Callable[[list[dict[str, Any]]], Mapping[str, Any]]) -> WithIds:
-        """`inner` with the ids of rows told to the watch. Raises `ValueError` without `ids`."""
+        """Wrap `inner` so that the watch receives the ids of the rows. Raises `ValueError` without `ids`."""
         if self._ids is None:
             raise ValueError("WatchCallback(ids=) must name the column that holds the id of a row")
         return WithIds(inner, self._ids)
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
-        """The trainer is made: from now on its model finds ids in a batch, which it must not be given."""
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Register a forward pre-hook that removes the ids from a batch, as the model does not accept them."""
         if self._ids is None:
             return
         if args.remove_unused_columns:
             raise ValueError(f"the column {self._ids!r} is removed: TrainingArguments(remove_unused_columns=False)")
-        model: nn.Module = given["model"]
-        model.register_forward_pre_hook(self._take_ids, with_kwargs=True)
+        model: nn.Module = kwargs["model"]
+        model.register_forward_pre_hook(self._pop_ids, with_kwargs=True)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Open the watch, on every rank, after `state.global_step` updates."""
+        """Open the watch on every rank. Its `start` is `state.global_step`, the number of earlier updates."""
         start = {"start": state.global_step} if state.global_step else {}
-        self.watch = watch(outermost(given["model"]), given["optimizer"], **{**start, **self._options})
+        self.watch = watch(outermost(kwargs["model"]), kwargs["optimizer"], **{**start, **self._options})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.watch is not None:
             self.watch.close()
             self.watch = None
 
-    def _take_ids(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _pop_ids(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         ids = kwargs.pop(_BATCH_KEY, None)
         if ids is None:
             return None

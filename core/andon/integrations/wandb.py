@@ -1,9 +1,8 @@
-"""Weights & Biases: what a run measures, and what a watch finds, in its runs.
+"""Logs a run's metrics and a watch's findings to Weights & Biases.
 
     andon.watch(model, optimizer, log=findings())
 
-wandb's own settings decide where it writes, for which project and whether online: `WANDB_MODE`, `WANDB_PROJECT`,
-`wandb login`.
+wandb's own settings choose the account, the project and offline mode: `wandb login`, `WANDB_PROJECT`, `WANDB_MODE`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,13 @@ _LONGEST_LINE = 1 << 24
 
 
 class WandbRun(Tracker):
-    """One run in wandb for one run of ours, however often that is resumed. Its id is in `folder`/wandb.
+    """One wandb run for one Andon run, resumes included. Its id is in `folder`/wandb.
 
-    Lines of `metrics` that wandb does not know are sent first: a process that was killed may not have sent all that it
-    measured.
+    On opening it, lines of `metrics` that wandb lacks are sent first: a killed process may not have sent all of them.
     """
 
     def __init__(self, folder: Path, metrics: Path, settings: Mapping[str, Any]) -> None:
-        """metrics: the file of all lines, with the one that is logged next. settings: the run's configuration."""
+        """metrics: the file of all lines, including the one to be logged next. settings: the run's configuration."""
         super().__init__("wandb")
         self._folder, self._metrics, self._settings = folder, metrics, settings
         self._run: Any = None
@@ -42,16 +40,16 @@ class WandbRun(Tracker):
         self.attempt(lambda: self._log(line))
 
     def close(self) -> None:
-        """Send what is left, say how the run ended, and end the process that wandb has started for it."""
+        """Finish the wandb run with its exit code, and end the service process that wandb started."""
         failed = sys.exc_info()[0] is not None
         if self._run is not None:
             self.attempt(lambda: self._run.finish(exit_code=int(failed)))
-        if self._library is not None and self._library.run is None:  # else the caller has a run of its own
+        if self._library is not None and self._library.run is None:  # otherwise the caller has an open run
             Tracker("wandb").attempt(self._library.teardown)
 
     def _log(self, line: Mapping[str, Any]) -> None:
         if self._run is not None:
-            # wandb drops lines of earlier steps: the last scores may be of one (`training.keep`).
+            # wandb drops lines of earlier steps, and the last scores may belong to one (`training.keep`).
             least = 0 if line.get("what") in (None, "validation") else self._run.step
             self._run.log(numbers(line), step=max(int(line["step"]), least))
             return
@@ -65,30 +63,30 @@ class WandbRun(Tracker):
     def _open(self) -> Any:
         import wandb
 
-        kept = self._folder / "wandb" / "id"
-        if not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_text(secrets.token_hex(4), encoding="ascii")
+        id_file = self._folder / "wandb" / "id"
+        if not id_file.exists():
+            id_file.parent.mkdir(exist_ok=True)
+            id_file.write_text(secrets.token_hex(4), encoding="ascii")
         self._library = wandb
         if wandb.setup().settings.mode not in _LOCAL and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("it has no key here: run wandb login, or set WANDB_MODE=offline")
         return wandb.init(
             project=os.environ.get("WANDB_PROJECT", "andon"),
-            id=kept.read_text(encoding="ascii"),
+            id=id_file.read_text(encoding="ascii"),
             resume="allow",
             reinit="create_new",
             name=os.environ.get("WANDB_NAME", self._folder.name),
             dir=self._folder,
             config=dict(self._settings),
-            settings=wandb.Settings(console="off"),  # what a rank prints is its launcher's to read
+            settings=wandb.Settings(console="off"),  # the launcher reads a rank's output
         )
 
 
 def findings() -> Callable[[dict[str, object]], None]:
-    """For `andon.watch(log=...)`: logs each finding, under its clause, in the run that `wandb.init` has opened.
+    """For `andon.watch(log=...)`: logs each finding, under its clause, to the run that `wandb.init` opened.
 
-    On rank 0 alone; call it once the process group is there. The finding is in the row that the loop logs next. Raises
-    `ValueError` if no run is open.
+    Only rank 0 logs. Call it after the process group is initialized. The finding joins the row that the loop logs next.
+    Raises `ValueError` if no run is open.
     """
     if not writes():
         return lambda found: None

@@ -1,7 +1,7 @@
-"""A configuration, a backend, a task and a plan become a `Run`, ready to be trained.
+"""Builds a `Run` from a configuration, a backend, a task and a plan.
 
-`andon train`, the coordinator and the falsifier's subject are all built here, so that the trainer under test is the one
-that ships. An observer passes its own backend or task that wraps ours.
+`andon train`, the coordinator and the falsifier's subject are built here, so that the falsifier tests the shipped
+trainer. An observer passes its own backend or task, which wraps the trainer's.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from andon_contracts.violation import first_line, kind_of
 
 @dataclass
 class Run:
-    """The parts of a run that is ready to begin.
+    """A run that is ready to train.
 
-    initial_weights, base: digests of the trainable and of the frozen weights as built, before anything is restored.
+    initial_weights, base: digests of the trainable and frozen weights as built, before a checkpoint is restored.
     """
 
     config: Config
@@ -54,11 +54,11 @@ class Run:
 
     @property
     def writes(self) -> bool:
-        """Whether this process writes the files."""
+        """Whether this process holds rank 0, which writes the files."""
         return self.backend.ranks[0] == 0
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Put every replica into the state of `checkpoint`.
+        """Restore every replica from `checkpoint`.
 
         Raises `InputError` for a checkpoint of another model or plan, and for weights that are not finite.
         """
@@ -73,7 +73,7 @@ class Run:
             raise InputError([Problem(str(checkpoint.path), f"is no checkpoint of this run: {error}")]) from error
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
-        """Load the trained weights alone into every replica. Raises `InputError` for weights of another model."""
+        """Load only the trained weights into every replica. Raises `InputError` for weights of another model."""
         for replica in self.replicas:
             for name, view in replica.parameters.weight_views().items():
                 saved = checkpoint.tensors.get(f"{WEIGHTS}/{name}")
@@ -94,10 +94,10 @@ def build_run(
     late: bool | None = None,
     model: nn.Module | None = None,
 ) -> Run:
-    """The run of `config` on this process's `backend`; nothing is trained yet. Collective where ranks are on GPUs.
+    """Build the run of `config` on this process's `backend`, without training. Collective if ranks are on GPUs.
 
-    M is that of `plan`. shapes, capture: see `build_replicas`. late: see `TrainingStep`. model: what `build_model`
-    returns, if the caller has it; it becomes the first replica's. Raises `InputError` for what cannot be trained.
+    The number of micro-batches is the plan's. shapes, capture: see `build_replicas`. late: see `TrainingStep`. model: a
+    result of `build_model`, which becomes the first replica's. Raises `InputError` for a model that cannot be trained.
     """
     built = build_model(config, interface) if model is None else model
     replicas = build_replicas(built, config, backend, task, plan.ids[0], shapes=shapes, capture=capture)
@@ -116,7 +116,7 @@ def build_run(
 
 
 def build_model(config: Config, interface: ModelInterface) -> nn.Module:
-    """The model with its adapter on the CPU, the same bits on every call. Raises `InputError`."""
+    """Build the model with its adapter on the CPU, with the same bits on every call. Raises `InputError`."""
     model = build_base(config.model, interface, config.seed)
     return attach(model, config.adapter, config.seed, interface.new_tokens)
 
@@ -132,12 +132,12 @@ def build_replicas(
     shapes: frozenset[Shape] = frozenset(),
     capture: bool = False,
 ) -> list[Replica]:
-    """One replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
+    """Build one replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
-    Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. sample: a row of
-    `task` on which each model is tried. shapes: of the micro-batches, if passes are compiled. capture: whether eager
-    passes on GPUs become CUDA graphs, with the same bits; not together with activation checkpointing, which would read
-    the device's generator in the middle of a graph.
+    Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. sample: id of a row
+    of `task` for a trial pass. shapes: of the micro-batches, for compilation. capture: run eager passes on GPUs as CUDA
+    graphs, with the same bits; not with activation checkpointing, which would read the device's generator inside a
+    graph.
 
     Raises `InputError` for a model that cannot be trained to the same bits anywhere: its random numbers cannot be keyed
     by micro-batch, or it keeps running statistics.
@@ -152,14 +152,12 @@ def build_replicas(
             else:
                 own = placed[device] = (copy.deepcopy(model) if placed else model).to(device)
             own.train()
-            padding_of(
-                own, device
-            )  # tried while it has the weights that every start has, and before anything is hooked
+            padding_of(own, device)  # now: the trial needs the weights as built, and no hooks
             if config.training.activation_checkpointing:
                 checkpoint_layers(own)
             _try(own, task, sample, device)
             master_on = torch.device("cpu") if backend.name == "mixed" and device.type != "cpu" else None
-            # A replica that is alone in its process, and draws on its device.
+            # The same condition as in `uses_cuda_graphs`.
             captures = capture and device.type == "cuda" and backend.name in ("inline", "nccl")
             passes = CapturedPasses(device) if captures else None
             trained = trainable_parameters(own)
@@ -169,8 +167,8 @@ def build_replicas(
     except ValueError as error:
         raise InputError([Problem("model.base", str(error))]) from error
     for replica in replicas:
-        masking_of(replica.model, replica.device)  # now, while it has the weights that every start of this run has
-    # After the trials of masks, which need the model's own passes.
+        masking_of(replica.model, replica.device)  # now: the trial needs the weights as built
+    # After the mask trials, which need the uncompiled model.
     for replica in replicas:
         if compiling != "off" and replica.device.type == "cuda":
             compile_backbone(replica.model, compiling, shapes)
@@ -178,7 +176,7 @@ def build_replicas(
 
 
 def _try(model: nn.Module, task: Task, sample: int, device: torch.device) -> None:
-    """Run one row through the model. Raises `InputError` if its own code fails, or draws what cannot be keyed."""
+    """Run one row through the model. Raises `InputError` if its code fails or draws numbers that cannot be keyed."""
     batch = task.load([sample], device)
     try:
         refuse_unkeyed(lambda: task.loss_sum(model, batch), device)

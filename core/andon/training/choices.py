@@ -1,8 +1,8 @@
-"""Values for unset settings, chosen once for the data, the base model and the devices.
+"""Chooses values of unset settings, for the data, the base model and the devices.
 
-`placed` chooses where a run trains, before ranks are started, and needs no torch. `for_rows` chooses what depends on
-tokens and on the base, equally on every rank: the number of workers, the kind of GPU and time play no part. The choices
-are in the run's config.yaml, and a resume keeps them.
+`placed` chooses backend and workers before ranks start. `for_rows` chooses what depends on tokens and on the base,
+equally on every rank: the number of workers, the GPU model and time do not matter. The choices are saved in the run's
+config.yaml, and a resume keeps them.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from andon.launch.portable import can_take_effect, obstacles
 
 _CAP = 512
 _CAP_SFT = 2048
-"""Most tokens of a row; a longer one is cut."""
+"""Limits of an automatic `model.max_length`."""
 _PARTS = 8
 _TOKENS = 4096
-"""Of a micro-batch at most, unless one row has more."""
+"""Most tokens of a micro-batch, unless a single row has more."""
 _RATES = {("lora", True): 2e-4, ("lora", False): 1e-3, ("none", True): 2e-5, ("none", False): 5e-5}
-"""By the adapter's kind, and whether the head is pretrained too: a new head needs a higher rate.
+"""Learning rates by adapter kind, and whether the head is pretrained: a new head needs a higher rate.
 
 MiniLM on BANKING77 with LoRA, 3 epochs: accuracy 0.46 with 2e-4, 0.87 with 1e-3, 0.88 with 2e-3."""
 _COMPILE_PAYS = 2e17
-"""Floating-point operations of a run from which compiling, a minute for each length, takes less time than it saves."""
+"""FLOPs of a run from which compilation, a minute for each length, saves more time than it takes."""
 _GIB = 2**30
 
 
 def is_set(config: Config, key: str) -> bool:
-    """Whether `key`, as in `run.backend`, has a value that the user gave or that was chosen."""
+    """Whether `key`, as in `run.backend`, was set by the user or chosen."""
     section, name = key.split(".")
     return name in getattr(config, section).model_fields_set
 
@@ -46,7 +46,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """`config` with other values by dotted key; those keys count as set."""
+    """A copy of `config` with `values` by dotted key; those keys count as set."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -56,7 +56,7 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def inherited(config: Config, before: Config) -> Config:
-    """`config` of a resumed run, with unset values from `before`, the run's first configuration, but for workers."""
+    """A resumed run's `config` with unset values, except workers, from `before`, the run's first configuration."""
     was = {key: value_of(before, key) for key in automatic_keys(config) if key != "run.workers"}
     if _is_demo(config):
         was["run.portable"] = before.run.portable
@@ -64,7 +64,7 @@ def inherited(config: Config, before: Config) -> Config:
 
 
 def automatic_keys(config: Config) -> list[str]:
-    """The dotted keys for which a value is chosen if none is set."""
+    """Dotted keys whose unset values are chosen automatically."""
     return [f"{name}.{key}" for name, part in config if isinstance(part, Section) for key in sorted(part.automatic)]
 
 
@@ -73,12 +73,12 @@ def _where_unset(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
-    """`config` with its backend and workers, and a line that says what was chosen, or "" for the embedded run.
+    """Choose backend and workers. Returns `config` with them, and a line on the choice, or "" if it needs none.
 
-    gpus: how many there are (None: torch is asked). Without settings, a run on the user's own data or base takes all
-    GPUs, at most one per micro-batch (min(8, batch_size), the smallest M that can be chosen). On CPUs a pretrained base
-    gets a worker for each physical core and micro-batch, as far as memory holds their copies of it in fp32, with all of
-    it or a LoRA in training; the embedded model gets two.
+    gpus: their number (None: those of this machine). By default a run on the user's own data or base uses all GPUs, at
+    most one per micro-batch (min(8, batch_size), the smallest number that can be chosen). On CPUs a pretrained base
+    gets a worker for each physical core and micro-batch, as far as memory holds their fp32 copies of it with the state
+    of full or LoRA training; the embedded model gets two.
     """
     run, base = config.run, config.model.base
     named, counted = is_set(config, "run.backend"), is_set(config, "run.workers")
@@ -86,27 +86,27 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         return with_values(config, {"run.backend": run.backend, "run.workers": run.workers}), ""
     if named and counted and not run.cpu_fallback:
         return config, ""
-    there = host.gpus() if gpus is None else gpus
+    available = host.gpus() if gpus is None else gpus
     backend: str = run.backend
     if not named:
         kinds = {"gloo" if str(name) == "cpu" else "nccl" for name in run.devices or ()}
-        chosen = "nccl" if there and not run.portable else "gloo"
+        chosen = "nccl" if available and not run.portable else "gloo"
         backend = chosen if not kinds else kinds.pop() if len(kinds) == 1 else "mixed"
     most = min(_PARTS, config.training.batch_size)
     if is_set(config, "training.micro_batches"):
         most = config.training.micro_batches
     workers, why = run.workers, ""
-    if backend == "nccl" and not there and run.cpu_fallback:
+    if backend == "nccl" and not available and run.cpu_fallback:
         why = "no GPU is usable here (clause cpu-fallback)"
     elif backend == "gloo" and not counted and base is not None:
-        why = f"{there} GPUs are not used" if there else ""
-    elif backend == "nccl" and not named and counted and workers > there:
-        why = f"{workers} workers were asked for, and there are {there} GPUs" if there else ""
+        why = f"{available} GPUs are not used" if available else ""
+    elif backend == "nccl" and not named and counted and workers > available:
+        why = f"{workers} workers were asked for, and there are {available} GPUs" if available else ""
     else:
         line = ""
-        if backend == "nccl" and there and not counted:
-            workers = len(run.devices) if run.devices else min(there, most) or 1
-            why = f" of {there} GPUs: an update has {most} micro-batches" if workers == most < there else ""
+        if backend == "nccl" and available and not counted:
+            workers = len(run.devices) if run.devices else min(available, most) or 1
+            why = f" of {available} GPUs: an update has {most} micro-batches" if workers == most < available else ""
             line = f"auto: {workers} nccl worker{'s' * (workers > 1)}{why}"
         return with_values(config, {"run.backend": backend, "run.workers": workers}), line
 
@@ -126,19 +126,19 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
             if fitting < workers:
                 workers, why = fitting, why or f"each needs about {needed / _GIB:.1f} GiB of memory"
     line = f"auto: {workers} gloo worker{'s' * (workers > 1)}"
-    found = with_values(config, {"run.backend": "gloo", "run.workers": workers})
-    return found, f"{line}: {why}" if why else line
+    chosen_config = with_values(config, {"run.backend": "gloo", "run.workers": workers})
+    return chosen_config, f"{line}: {why}" if why else line
 
 
 def _is_demo(config: Config) -> bool:
-    """Whether `config` leaves `run.portable` open and is the run of the defaults, wherever it is placed."""
+    """Whether `run.portable` is unset and `config` has the identity of the default configuration."""
     return not is_set(config, "run.portable") and identity(config) == identity(Config())
 
 
 def portable_demo(config: Config) -> tuple[Config, str]:
-    """`config`, portable if it is the demo and can be, and a line that says why not, or "".
+    """Make the demo portable if possible. Returns `config`, and a line that says why it is not portable, or "".
 
-    So the demo has one digest on all CPUs with AVX2.
+    Portable, the demo has one digest on all CPUs with AVX2.
     """
     if not _is_demo(config):
         return config, ""
@@ -150,7 +150,7 @@ def portable_demo(config: Config) -> tuple[Config, str]:
 
 @dataclass(frozen=True)
 class Base:
-    """positions: most tokens of a row (None: no limit). weights: how many. dtype: of the checkpoint, as in settings."""
+    """Facts of a base. positions: most tokens of a row (None: no limit). weights: their number. dtype: as saved."""
 
     positions: int | None
     weights: int
@@ -158,12 +158,12 @@ class Base:
 
 
 def capped(config: Config, task: str, base: Base | None) -> Config:
-    """`config` with the largest `model.max_length` that may be chosen, if none is set."""
+    """`config` with an unset `model.max_length` at the largest value that may be chosen."""
     if base is None or is_set(config, "model.max_length"):
         return config
     most = _CAP_SFT if task == SFT else _CAP
     cap = most if base.positions is None else min(most, base.positions)
-    # It does not count as set: what is chosen in the end is known from the rows' tokens.
+    # Still unset: `for_rows` chooses the final value from the rows' tokens.
     model = config.model.model_construct(config.model.model_fields_set, **dict(config.model) | {"max_length": cap})
     return config.model_copy(update={"model": model})
 
@@ -171,10 +171,10 @@ def capped(config: Config, task: str, base: Base | None) -> Config:
 def for_rows(
     config: Config, task: str, base: Base | None, lengths: Sequence[int], longest: int, *, on_gpus: bool
 ) -> Config:
-    """`config`, capped, with every unset value chosen from the rows and the base, except micro_batches.
+    """Choose every unset value except micro_batches from the rows and the base. config: from `capped`.
 
     lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored. Raises
-    `InputError` for a lowest rate above the rate that is chosen.
+    `InputError` if `schedule.min_lr` is above the chosen learning rate.
     """
     values: dict[str, Any] = {
         "model.max_length": config.model.max_length,
@@ -204,7 +204,7 @@ def for_rows(
         raise InputError([Problem("schedule.min_lr", fault)])
     pays = False
     if on_gpus and base is not None:
-        # Six operations for each weight and token.
+        # Six FLOPs for each weight and token.
         training, epochs = config.training, float(config.training.epochs)
         if training.max_steps is not None:
             epochs = min(epochs, training.max_steps * training.batch_size / max(len(lengths), 1))
@@ -213,9 +213,9 @@ def for_rows(
 
 
 def with_micro_batches(config: Config, rows: int, length: int) -> Config:
-    """`config` with its number of micro-batches: 8, or more to keep each at 4,096 tokens or one row.
+    """Choose an unset number of micro-batches: 8, or more if a base needs it to keep each at 4,096 tokens or one row.
 
-    rows: of an update, or its packs. length: tokens of the longest, padded.
+    rows: rows or packs of an update. length: tokens of the longest, padded.
     """
     if is_set(config, "training.micro_batches"):
         return config
@@ -226,7 +226,7 @@ def with_micro_batches(config: Config, rows: int, length: int) -> Config:
 
 
 def settings_line(config: Config) -> str:
-    """One log line with the settings that decide result and speed."""
+    """A log line with the settings that decide result and speed."""
     model, training, adapter = config.model, config.training, config.adapter
     trained = "all weights" if adapter.kind == "none" else f"LoRA r={adapter.r}"
     layout = "packed" if training.packing else "grouped by length" if training.group_by_length else "in random order"

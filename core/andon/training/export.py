@@ -1,7 +1,7 @@
-"""A finished run's model as a folder for others: merged into its base, or the adapter by itself.
+"""Exports a finished run's model: merged into its base, or the adapter alone.
 
-The written model is loaded again by transformers (and peft) alone and compared with the run on evaluation rows: on what
-a user sees, which is probabilities and numbers, and for a model that answers the logits along the run's own answer.
+The exported folder is loaded by transformers (and peft) alone and compared with the run on evaluation rows: by
+probabilities or numbers, and for a causal model by the logits along the run's own answers.
 """
 
 from __future__ import annotations
@@ -37,17 +37,16 @@ from andon.training.outputs import Form, form_of, write_card, write_model_files,
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What a model may be written in."""
+"""Dtypes of an exported model, by name."""
 EXTENTS = {"rows": (8, 4, 8), "full": (256, 64, 32)}
-"""By the name of the check: the most rows that are compared, or the most prompts and tokens of each answer."""
+"""By name of the check: the most rows that are compared, or the most prompts and tokens of each answer."""
 CHECKS = (*EXTENTS, "none")
 _MOST_LOGITS = 1 << 27
-"""Logits of the run's answers that are kept, half a GiB of fp32; a large vocabulary has fewer prompts."""
+"""Most logits of the run's answers in memory, half a GiB of fp32. A large vocabulary allows fewer prompts."""
 _BATCH = 16
-"""Texts in one pass of the written model."""
+"""Texts in one forward pass."""
 _MOST_DRIFT = 1e-3
-"""For a model that computes and is written in fp32, relative to the largest number; sums in another order are far
-below."""
+"""Relative to the largest value, for a model in fp32. Sums in another order differ far less."""
 NOT_MEASURED = "its drift was not measured: the run's rows are gone or have changed"
 _NO_PROMPT = "its drift was not measured: no evaluation prompt leaves the model room to answer"
 _WORDS: Mapping[str, str] = {
@@ -60,7 +59,7 @@ _WORDS: Mapping[str, str] = {
 
 
 def require_place(target: Path) -> None:
-    """Raise `InputError` unless a new folder can be made at `target`."""
+    """Raise `InputError` unless a new folder can be created at `target`."""
     if is_there(target) or target.is_symlink():
         raise InputError([Problem(str(target), "is there already; name a new folder")])
     if not target.absolute().parent.is_dir():
@@ -70,7 +69,7 @@ def require_place(target: Path) -> None:
 def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
     """Summary, number of training rows and confusion matrix of the finished run in `folder`.
 
-    Raises `InputError` for a run that is not finished or not readable.
+    Raises `InputError` for a run that is not finished or cannot be read.
     """
     summary = read_summary(folder.summary)
     if not summary.finished:
@@ -86,18 +85,18 @@ def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
 
 
 def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: str = "rows") -> tuple[str, ...]:
-    """Write the run's model as a new folder, whole or not at all, and compare it with the run as `check` requires.
+    """Write the run's model atomically to a new folder, and compare it with the run as `check` requires.
 
-    dtype: a key of `DTYPES`; the adapter is added to the base in fp32, weight by weight, and the sums are written in
-    this type, for transformers alone. None: the adapter for peft, with the embedded base inside; for a run of every
-    weight the whole model. check: one of `CHECKS`.
+    dtype: a key of `DTYPES`: merge the adapter into the base in fp32 and write the sums in this type, for transformers
+    alone. None: write the adapter for peft, with the embedded base inside, or the whole model if every weight was
+    trained. check: one of `CHECKS`.
 
-    Returns lines for the user, the first about the drift. Afterwards `run.model` has no weights. Raises `InputError` as
-    `require_place` and `result_of` do, and `RuntimeError` if the folder gives other answers than the run.
+    Returns lines for the user, the first about the drift. Afterwards `run.model` is unusable. Raises `InputError` as
+    `require_place` and `result_of` do, and `RuntimeError` if the folder gives other outputs than the run.
     """
     require_place(target)
     result, config = result_of(run.folder), config_of(run.folder)
-    asked = GenerationSettings.read(run.folder.adapter) if run.config.task == SFT else None
+    generation = GenerationSettings.read(run.folder.adapter) if run.config.task == SFT else None
     compared: tuple[Questions, Answers] | str = "it was not compared with the run (--check none)"
     if check != "none":
         questions = _questions_of(run, check)
@@ -112,13 +111,13 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
         if dtype is not None:
             side = padding_of(run.model, run.device).side
             save_base(run.model, path, run.labels, merged=DTYPES[dtype])
-            write_tokenizer(path, run.tokenizer, config, run.labels, asked, side)
+            write_tokenizer(path, run.tokenizer, config, run.labels, generation, side)
         else:
-            # Where peft looks for the base: a hub id, an absolute path, or the folder of the base beside the adapter.
+            # Where peft looks for the base: a hub id, an absolute path, or a folder next to the adapter.
             reference = config.model.base or "base"
             if config.model.base is not None and Path(config.model.base).expanduser().is_absolute():
                 reference = str(Path(str(base)).expanduser().resolve())
-            write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, asked)
+            write_model_files(path, run.model, config, run.tokenizer, run.labels, reference, generation)
             loaded_on = None if whole else base
             if form is Form.COMPLETE:
                 loaded_on = path / reference
@@ -133,17 +132,17 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 "trained weights and the command in this card are those of the run's result"
             )
         notes = (of_checkpoint, how, own_code)
-        said = write_card(path, run.folder, config, *result, form, target.name, run.tokenizer, asked, notes)
-        require_place(target)  # measuring the drift takes minutes
-        return drift, *said
+        card_lines = write_card(path, run.folder, config, *result, form, target.name, run.tokenizer, generation, notes)
+        require_place(target)  # again, as measuring the drift takes minutes
+        return drift, *card_lines
 
 
 @dataclass(frozen=True)
 class Questions:
-    """Texts that both models predict, or prompts that both answer, out of a run's `total` rows.
+    """Texts to predict, or prompts to answer, by both models, out of `total` evaluation rows.
 
-    pairs: the second texts, if there are any. prompts: the ids of each, and the most tokens of its answer. tokens: the
-    limit of all answers.
+    pairs: the second texts, if any. prompts: token ids of each, and the most tokens of its answer. tokens: the most
+    tokens of all answers.
     """
 
     total: int
@@ -158,15 +157,15 @@ class Questions:
 
 
 Answers = tuple[torch.Tensor, Sequence[object]]
-"""What a model computes, fp32 [n, k], and the decision that follows, one entry for each row."""
+"""Outputs, fp32 [n, k], and decisions: labels, tags, or each answer's tokens; empty for regression."""
 
 
 def _questions_of(run: TrainedRun, check: str) -> Questions | str:
-    """Evaluation rows of the run, or their prompts, evenly spaced; if impossible, a sentence with the reason."""
-    found = rows_of(run)
-    if found is None:
+    """Evenly spaced evaluation rows of the run, or their prompts; a sentence with the reason if none is usable."""
+    run_rows = rows_of(run)
+    if run_rows is None:
         return NOT_MEASURED
-    data: Any = found.evaluated_on
+    data: Any = run_rows.evaluated_on
     (most, prompts, tokens), limit = EXTENTS[check], run.config.model.max_length
     if isinstance(data, ConversationSet):
         vocabulary = int(without_adapter(run.model).get_input_embeddings().weight.shape[0])  # type: ignore[operator]
@@ -179,9 +178,9 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
     answerable, text = [], data.form == "text"
     for row in rows:
         try:
-            # A prompt is all before the last answer; of a row of text it is the first half.
+            # A prompt is everything before the last answer, or the first half of a plain text.
             ids = encode_prompt(run.tokenizer, data.form, row.messages if text else row.messages[:-1])
-        except InputError:  # a template that writes no conversation without its answer
+        except InputError:  # the chat template renders no conversation without an answer
             continue
         ids = ids[: -(-len(ids) // 2)] if text else ids
         if ids and len(ids) < limit:
@@ -201,9 +200,9 @@ def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
 def _answers_of_written(
     run: TrainedRun, folder: Path, questions: Questions, before: Any, base: Path | str | None
 ) -> Answers:
-    """The answers of the model in `folder`, by transformers alone, or with peft for an adapter on `base`.
+    """Outputs of the model in `folder`, loaded by transformers alone, or by peft as an adapter on `base`.
 
-    before: the run's own answers to prompts; the logits are those along them.
+    before: the run's own answers to prompts; logits are computed along them.
     """
     import transformers
 
@@ -233,9 +232,9 @@ def _answers_of_written(
         if task == SFT:
             answers = []
             for ids, most in questions.prompts:
-                given = torch.tensor([ids], device=model.device)
-                found = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=most)
-                answers.append(tuple(found[0, len(ids) :].tolist()))
+                prompt = torch.tensor([ids], device=model.device)
+                output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=most)
+                answers.append(tuple(output[0, len(ids) :].tolist()))
             return _logits_along(model, questions, before), answers
         logits = []
         for batch in questions.batches():
@@ -246,13 +245,13 @@ def _answers_of_written(
 
 
 def _logits_along(model: Any, questions: Questions, answers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """fp32 [tokens of all answers, vocabulary]: the logits by which each of these tokens is chosen, or is not."""
-    found = []
+    """fp32 [tokens of all answers, vocabulary]: logits at each answer token, given the tokens before it."""
+    logits = []
     with torch.no_grad():
         for (ids, _), answer in zip(questions.prompts, answers, strict=True):
-            given = torch.tensor([[*ids, *answer[:-1]]], device=model.device)
-            found.append(model(input_ids=given, use_cache=False).logits[0, len(ids) - 1 :].float().cpu())
-    return torch.cat(found)
+            tokens = torch.tensor([[*ids, *answer[:-1]]], device=model.device)
+            logits.append(model(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1 :].float().cpu())
+    return torch.cat(logits)
 
 
 def _decided(run: TrainedRun, questions: Questions, logits: Sequence[torch.Tensor]) -> Answers:
@@ -261,27 +260,27 @@ def _decided(run: TrainedRun, questions: Questions, logits: Sequence[torch.Tenso
     if task == REGRESSION:
         return torch.stack([*logits]), ()
     if task == MULTI_LABEL:
-        found = torch.stack([*logits]).sigmoid()
-        return found, (found > 0.5).tolist()
+        probabilities = torch.stack([*logits]).sigmoid()
+        return probabilities, (probabilities > 0.5).tolist()
     if task == TOKEN_CLASSIFICATION:
         firsts = run.tokenizer.encode(questions.texts, run.config.model.max_length, words=True).firsts
         logits = [row[place] for row, places in zip(logits, firsts, strict=True) for place in places if place >= 0]
-    found = torch.stack([*logits]).softmax(dim=1)
-    return found, found.argmax(dim=1).tolist()
+    probabilities = torch.stack([*logits]).softmax(dim=1)
+    return probabilities, probabilities.argmax(dim=1).tolist()
 
 
 def _drift(
     run: TrainedRun, path: Path, questions: Questions, before: Answers, base: Path | str | None, *, exact: bool
 ) -> str:
-    """A sentence on the difference between the run and the folder at `path`, loaded by stock libraries.
+    """Describe in a sentence how outputs of the folder at `path`, loaded by stock libraries, differ from the run's.
 
-    base: of an adapter, where its base is. exact: whether both compute the same products, in fp32. Frees the weights of
-    the run's model, to make room for the other. Raises `RuntimeError` if they then differ by more than rounding, or the
-    folder gives no finite number.
+    base: the base of an adapter. exact: both compute in fp32, so that only rounding may differ. Frees the weights of
+    the run's model to make room. Raises `RuntimeError` if `exact` and they differ by more than rounding, or if an
+    output is not finite.
     """
     run.model.to("meta")
-    (numbers, decided), (found, after) = before, _answers_of_written(run, path, questions, before[1], base)
-    largest, size = float((numbers - found).abs().max()), float(numbers.abs().max())
+    (numbers, decided), (written, after) = before, _answers_of_written(run, path, questions, before[1], base)
+    largest, size = float((numbers - written).abs().max()), float(numbers.abs().max())
     count, task = len(questions.texts) + len(questions.prompts), run.config.task or CLASSIFICATION
     of = f"{questions.total}" if count == questions.total else f"{count} of {questions.total}"
     rows = f"prompts, answered with {questions.tokens} tokens at most," if task == SFT else "rows"

@@ -1,4 +1,4 @@
-"""A finished run's model, for evaluation and prediction."""
+"""Loads a finished run's model, to evaluate, predict and answer."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from andon.training.trainer import evaluate
 from andon_contracts.digest import hex64
 
 _WINDOW, _PROMPTS = 2048, 256
-"""Texts, and prompts, that are sorted by length together: what is held of a file at a time."""
+"""Texts, and prompts, in memory at a time; they are sorted by length together."""
 _TOKENS = 1 << 14
-"""Tokens of one forward pass over texts, with their padding."""
+"""Tokens of one forward pass over texts, padding included."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run left: its model with the trained weights, in eval mode on `device`, its tokenizer and labels.
+    """A run's model with the trained weights, in eval mode on `device`, its tokenizer and labels.
 
-    step: of the checkpoint that the weights were read from; None: they are the run's result.
+    step: of the checkpoint with these weights; None: the run's result.
     """
 
     folder: RunFolder
@@ -73,7 +73,7 @@ class TrainedRun:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The likeliest label of a text, with its probability; `probabilities` are those of all labels, in their order."""
+    """The likeliest label of a text, with its probability; `probabilities`: of all labels, in order."""
 
     text: str
     label: str
@@ -90,7 +90,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PredictedNumber:
-    """The number that a model gives a text."""
+    """The number predicted for a text."""
 
     text: str
     value: float
@@ -101,21 +101,21 @@ class PredictedNumber:
 
 @dataclass(frozen=True)
 class PredictedLabels:
-    """The labels of a text whose probability is above 0.5; `probabilities` are those of all labels, by name."""
+    """The labels of a text with a probability above 0.5; `probabilities`: of all labels, by name."""
 
     text: str
     labels: tuple[str, ...]
     probabilities: Mapping[str, float]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        told = self.labels if labels is None else labels
-        scores = {name: rounded(self.probabilities[name]) for name in told}
+        names = self.labels if labels is None else labels
+        scores = {name: rounded(self.probabilities[name]) for name in names}
         return {"text": self.text, "labels": list(self.labels), "scores": scores}
 
 
 @dataclass(frozen=True)
 class PredictedTags:
-    """The likeliest tag of each word of a text; None of a word that was cut off."""
+    """The likeliest tag of each word of a text; None for a word that was cut off."""
 
     text: str
     tags: tuple[str | None, ...]
@@ -128,9 +128,9 @@ Predicted = Prediction | PredictedNumber | PredictedLabels | PredictedTags
 
 
 def device_named(name: str) -> torch.device:
-    """`auto` (the first GPU if torch can use one, else the CPU), `cpu`, `cuda` or `cuda:N`.
+    """Parse `auto` (the first GPU if torch can use one, else the CPU), `cpu`, `cuda` or `cuda:N`.
 
-    Raises `InputError` for any other name, and for a GPU that is not there.
+    Raises `InputError` for any other name, and for a missing GPU.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -144,28 +144,28 @@ def device_named(name: str) -> torch.device:
 def load_run(
     folder: RunFolder, base: str | None = None, *, checkpoint: str | None = None, device: str = "cpu"
 ) -> TrainedRun:
-    """Build the run's base again, check its weights, load what was trained, and move the model to `device`.
+    """Rebuild the run's base, check its digest, load the trained weights, and move the model to `device`.
 
-    base: the path of the base now; None: as the run names it. checkpoint: `best`, `last` or a step; None: the run's
-    result, from its adapter folder. device: see `device_named`. Raises `InputError` for a base with other weights than
-    the adapter was trained on, for a `base` of a run that needs none, and for a checkpoint that does not exist.
+    base: current path of the base; None: as configured. checkpoint: `best`, `last` or a step; None: the run's result,
+    from its adapter folder. device: see `device_named`. Raises `InputError` if the base is not the one that
+    was trained on, if the run needs no `base`, and for a missing checkpoint.
     """
     place, step = device_named(device), None
     if checkpoint is not None:
         saved = saved_steps(folder.checkpoints)
-        there = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
+        available = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
         if checkpoint in ("best", "last"):
             summary = read_summary(folder.summary)
             step = summary.best_step if checkpoint == "best" else summary.steps
             if step is None:
                 what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
-                raise InputError([Problem("--checkpoint", f"{what}: {there}")])
+                raise InputError([Problem("--checkpoint", f"{what}: {available}")])
         elif checkpoint.isascii() and checkpoint.isdecimal():
             step = int(checkpoint)
         else:
-            raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {there}")])
+            raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")])
         if step not in saved:
-            raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {there}")
+            raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {available}")
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):
@@ -182,9 +182,9 @@ def load_run(
         model = build_base(config.model.model_copy(update=own), interface, config.seed)
     else:
         model = build_model(config, interface)
-        wanted, found = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
-        if found != wanted:
-            what = f"the base model has digest {found}, the adapter was trained on {wanted}"
+        recorded, digest = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
+        if digest != recorded:
+            what = f"the base model has digest {digest}, the adapter was trained on {recorded}"
             raise InputError([Problem(str(folder.path), what)])
         load_adapter(model, folder.adapter)
     if step is not None:
@@ -209,26 +209,26 @@ def load_run(
 def read_labelled(
     folder: RunFolder, data: Path, *, text_column: str | None = None, label_column: str | None = None
 ) -> Examples:
-    """The rows in the file `data`, whose labels must be among the run's. Raises `InputError` with all that is wrong.
+    """Read the rows in `data`, whose labels must be among the run's. Raises `InputError` with every problem.
 
-    text_column, label_column: in this file; None: as the run's configuration names them.
+    text_column, label_column: of this file; None: as configured for the run.
     """
     config = config_of(folder)
     named = {"text_column": text_column, "label_column": label_column}
     columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    found = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
-    for note in skip_notes(found.origins.skipped if found.origins is not None else ()):
+    rows = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
+    for note in skip_notes(rows.origins.skipped if rows.origins is not None else ()):
         say(note)
-    return found
+    return rows
 
 
 def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
-    """Scores of the rows in `data` (`read_labelled`), as the run's own summary has them.
+    """Score the rows in `data` (`read_labelled`), as for the run's own summary.
 
-    The loss is weighted as in training. Weights by frequency need the training rows: without these the loss is left
-    out, and a line says so.
+    The loss has the weights of training. Weights by frequency need the training rows: without them the loss is omitted,
+    with a note.
     """
     kind, weights = run.config.data.class_weights, (1.0,) * len(run.labels)
     if kind != "uniform":
@@ -248,7 +248,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
 
 
 def rows_of(run: TrainedRun) -> Rows | None:
-    """The rows that the run was trained and scored on; None if they are gone or have changed."""
+    """The rows on which the run was trained and scored; None if they are missing or have changed."""
     try:
         rows = read_rows(run.config)
     except InputError:
@@ -259,9 +259,9 @@ def rows_of(run: TrainedRun) -> Rows | None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a run's model writes to a prompt; `finished`: whether it came to the end of its answer.
+    """What a run's model answers to a prompt. finished: whether it ended with a stop token.
 
-    prompt: the text, or of a conversation its messages, each with `role` and `content`.
+    prompt: the text, or the messages of a conversation, each with `role` and `content`.
     """
 
     prompt: str | list[dict[str, str]]
@@ -271,39 +271,39 @@ class Answer:
 
 
 def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_tokens: int) -> Iterator[Answer]:
-    """The model's answer to each prompt, in order: the likeliest token at each place (greedy).
+    """Answer each prompt, in order, by greedy decoding.
 
-    A prompt is messages, or a text that becomes one message of a user, in the format of the training conversations. In
-    fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in half precision a
-    merge would lose part of it. Raises `InputError` for a prompt that leaves the model no room.
+    A prompt is a list of messages, or a text that becomes a user message, in the format of the training conversations.
+    In fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in half precision
+    a merge would lose part of it. Raises `InputError` for a prompt that leaves no position for an answer.
     """
     merged = any(getattr(each, "merged", False) for each in run.model.modules())
     if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
     base = run.tokenizer.base
-    asked, limit = GenerationSettings.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize
+    setup, limit = GenerationSettings.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize
     waiting, first = iter(prompts), 0
     while window := list(islice(waiting, _PROMPTS)):
         messages = [(Message("user", each),) if isinstance(each, str) else tuple(each) for each in window]
-        ids = [encode_prompt(run.tokenizer, asked.form, each) for each in messages]
-        for number, given in enumerate(ids, start=first + 1):
-            if len(given) >= limit:
-                what = f"has {len(given)} tokens, and the model has {limit} positions; shorten it"
+        ids = [encode_prompt(run.tokenizer, setup.form, each) for each in messages]
+        for number, tokens in enumerate(ids, start=first + 1):
+            if len(tokens) >= limit:
+                what = f"has {len(tokens)} tokens, and the model has {limit} positions; shorten it"
                 raise InputError([Problem(f"prompt {number}", what)])
         first += len(ids)
-        most = [min(max_new_tokens, limit - len(given)) for given in ids]
-        for prompt, found in zip(messages, generate(run.model, ids, asked.stops, most), strict=True):
-            finished = bool(found) and found[-1] in asked.stops
-            text = str(base.decode(found[:-1] if finished else found))
+        most = [min(max_new_tokens, limit - len(tokens)) for tokens in ids]
+        for prompt, output in zip(messages, generate(run.model, ids, setup.stops, most), strict=True):
+            finished = bool(output) and output[-1] in setup.stops
+            text = str(base.decode(output[:-1] if finished else output))
             alone = len(prompt) == 1 and prompt[0].role == "user"
-            told = prompt[0].content if alone else [{"role": each.role, "content": each.content} for each in prompt]
-            yield Answer(told, text, len(found), finished)
+            shown = prompt[0].content if alone else [{"role": each.role, "content": each.content} for each in prompt]
+            yield Answer(shown, text, len(output), finished)
 
 
 def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | None = None) -> Iterator[Predicted]:
-    """The prediction of each text, in order, in bounded memory. pairs: the second text of each.
+    """Predict each text, in order, in bounded memory. pairs: the second text of each.
 
-    Raises `InputError` for texts alone where the run has learned from pairs, and the other way round.
+    Raises `InputError` if the run was trained on pairs but gets single texts, or the reverse.
     """
     named = run.config.data.text_pair_column
     if (named is None) != (pairs is None):
@@ -326,20 +326,20 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
                 best = row.argmax(dim=1).tolist()
                 yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
         else:
-            for text, found in zip(window, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
-                likeliest = max(range(len(found)), key=found.__getitem__)
-                yield Prediction(text, labels[likeliest], found[likeliest], tuple(found))
+            for text, probabilities in zip(window, torch.stack([*logits]).softmax(dim=1).tolist(), strict=True):
+                likeliest = max(range(len(probabilities)), key=probabilities.__getitem__)
+                yield Prediction(text, labels[likeliest], probabilities[likeliest], tuple(probabilities))
 
 
 def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
-    """The logits of each text, fp32 on the CPU: [outputs], or [length, tags] of a run that tags words.
+    """Logits of each text, fp32 on the CPU: [outputs], or [length, tags] for token classification.
 
-    Texts of like lengths are computed together, as `EvaluationBatching` says.
+    `EvaluationBatching` groups texts of similar length.
     """
     own, limit = run.tokenizer, run.config.model.max_length
-    found = own.encode(texts, limit, pairs)
+    encoded = own.encode(texts, limit, pairs)
     rows = EncodedRows(
-        found.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=found.columns
+        encoded.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=encoded.columns
     )
     logits: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(rows.lengths.tolist()):

@@ -1,4 +1,4 @@
-"""What a run works on, read and checked before any rank starts: rows, labels, tokens, the plan of batches."""
+"""Prepares what a run trains on: rows, labels, tokens and the plan of batches. Every rank gets the same."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from andon.training.token_cache import TokenisedConversations, encoded_texts, to
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that training needs besides a backend; a function of the configuration and the files it names.
+    """Everything that training needs except a backend, determined by the configuration and the files it names.
 
-    config: with every choice. task: trained on, by the ids of `plan`. validation_task: has the rows by their own ids.
-    validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
+    config: with all values chosen. task: the training examples, by the ids of `plan`. validation_task: the rows by
+    their own ids. validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
     """
 
     config: Config
@@ -67,15 +67,15 @@ class Material:
 
     @property
     def unusable(self) -> tuple[Problem, ...]:
-        """Rows that were read and are skipped, since they cannot be encoded, and why."""
+        """Problems of rows that are skipped because they cannot be encoded."""
         tasks = dict.fromkeys((self.validation_task, self.evaluation_task))
         return tuple(problem for task in tasks for problem in skipped_of(task).values())
 
 
 def prepare(config: Config, cache: Path | None = None) -> Material:
-    """Read, split, encode, choose unset values, and plan. Raises `InputError` for anything that the user got wrong.
+    """Read, split and encode rows, choose unset values, plan batches. Raises `InputError` for a mistake of the user.
 
-    cache: a folder that keeps tokens of conversations, if the configuration names none; None: they are made each time.
+    cache: folder of the token cache, unless the configuration names one; None: tokenize every time.
     """
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
     if own.new_tokens and name != SFT:
@@ -95,9 +95,9 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
     base = None
     if name == SFT:
-        # Conversations are tokenised as they are read, so the longest length must be known before.
+        # Conversations are tokenized while they are read, which needs max_length.
         if own.base is not None:
-            require_decoder(own.base, own.revision)  # before the tokenizer asks for a chat template
+            require_decoder(own.base, own.revision)  # before an error about a missing chat template
         base = base_with(())
         config = capped(config, SFT, base)
 
@@ -110,13 +110,13 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if name != SFT:
         labels = rows.train.labels
         if own.base is not None and name != REGRESSION:
-            # In the order in which the base names the same classes, so that a head it brings stays meaningful.
+            # In the order of the base, if it has the same classes, so that its head stays valid.
             labels = labels_in_own_order(own.base, HEADS[name], labels, own.revision)
         rows = rows.numbered_by(labels)
         base = base_with(rows.train.labels)
         config = capped(config, name, base)
 
-    # Rows become tokens; unset values are chosen from their lengths.
+    # Tokenize; choose unset values from the lengths.
     weights: tuple[float, ...] = ()
     if name == CLASSIFICATION:
         weights = loss_weights(config, rows)
@@ -131,7 +131,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     training, padding = config.training, (padding_multiple(config), config.model.max_length)
     whole, scored = whole.padded_to(*padding), scored.padded_to(*padding)
 
-    # Trained on are packs, or copies of rows by weight; scored are the rows themselves, or some of them.
+    # Training uses packs, or copies of rows by weight; scoring uses the rows themselves, or some of them.
     task, train_ids = whole, rows.train_ids
     if training.packing:
         if not isinstance(whole, SftTask):
@@ -155,7 +155,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
             drawn = Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]
             scored_ids[place] = tuple(sorted(drawn))
 
-    # The batches. Packs are shared out to as many updates an epoch as their rows would have unpacked.
+    # The batches. An epoch of packs has as many updates as an epoch of their rows.
     if not train_ids:
         raise InputError("data.validation_fraction: leaves no row to train on")
     batch, updates = training.batch_size, None
@@ -190,21 +190,21 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
-    """Why rows of this task must be left out, by id: those that only encoding shows to be of no use."""
+    """Problems of rows that encoding found unusable, by id."""
     return task.skipped if isinstance(task, SftTask) else {}
 
 
 def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
-    """The rows of a task that is only evaluated on, but for skipped ones. Raises `InputError` if none is left."""
+    """`ids` of an evaluation task without skipped rows. Raises `InputError` if all were skipped."""
     skipped = skipped_of(task)
-    found = tuple(id_ for id_ in ids if id_ not in skipped)
-    if skipped and not found:
+    usable = tuple(id_ for id_ in ids if id_ not in skipped)
+    if skipped and not usable:
         raise InputError([Problem("data.eval", f"no row can be used; {skipped[min(skipped)]}")])
-    return found
+    return usable
 
 
 def eval_rows_note(material: Material) -> str:
-    """How many rows are scored, if `training.eval_rows` leaves some out; else empty."""
+    """A note on how many rows are scored, if `training.eval_rows` limits them; otherwise empty."""
     rows, most = material.rows, material.config.training.eval_rows
     sizes = {"validation": len(rows.validation_ids), "evaluation": len(rows.evaluation or ())}
     counts = [f"{most} of {size} {what} rows" for what, size in sizes.items() if most is not None and size > most]
@@ -212,7 +212,7 @@ def eval_rows_note(material: Material) -> str:
 
 
 def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
-    """The weight of each class in the loss, from the rows that are trained on, each as often as an epoch has it."""
+    """Loss weight of each class, by the class counts of an epoch of training rows, copies included."""
     trained_on = rows.train.subset(map(rows.row_of, rows.train_ids))
     assert isinstance(trained_on, DataSet)
     return class_weights(config.data.class_weights, trained_on.counts(), trained_on.labels)
@@ -221,20 +221,20 @@ def loss_weights(config: Config, rows: Rows) -> tuple[float, ...]:
 def task_of(
     config: Config, data: Any, tokenizer: Tokenizer, weights: Sequence[float] = (), cache: Path | None = None
 ) -> ScoredTask:
-    """The rows of `data` as what a step or an evaluation works on. weights: of each class in the loss.
+    """Encode the rows of `data` as a task to train on or score. weights: loss weight of each class.
 
-    cache: the folder of the token file; None: this process encodes texts and keeps no tokens.
+    cache: folder of the token file; None: encode texts in this process, without a file.
     """
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
     if isinstance(data, Tagged) and config.data.text_pair_column is not None:
         raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
-    found = encoded_texts(cache, data, tokenizer, config.model.max_length)
-    tokens = found.tokens
+    encoded = encoded_texts(cache, data, tokenizer, config.model.max_length)
+    tokens = encoded.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
     shared: RowOptions = {
-        "columns": found.columns,
-        "cut": found.cut,
+        "columns": encoded.columns,
+        "cut": encoded.cut,
         "vocab_size": tokenizer.vocab_size,
         "pad_id": tokenizer.pad_id,
         "padding_multiple": padding_multiple(config),
@@ -248,10 +248,10 @@ def task_of(
         return MultiLabelTask(tokens, labels, num_labels=count, names=names, **shared)
     if not isinstance(data, Tagged):
         return ClassificationTask(tokens, labels, num_labels=count, class_weights=weights, names=names, **shared)
-    # The tag of a word is that of its first token; a word may have none.
+    # A word is tagged at its first token. It may have none, as when it is cut off.
     tags = [[NO_TAG] * len(ids) for ids in tokens]
     unread: dict[int, dict[int, int]] = {}
-    for id_, (row_tags, places) in enumerate(zip(labels, found.firsts, strict=True)):
+    for id_, (row_tags, places) in enumerate(zip(labels, encoded.firsts, strict=True)):
         for word, (tag, place) in enumerate(zip(row_tags, places, strict=True)):
             if place >= 0:
                 tags[id_][place] = tag
@@ -261,7 +261,7 @@ def task_of(
 
 
 def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
-    """Conversations, tokenised already or encoded here, one a row."""
+    """Conversations as a task, one a row; tokenized here unless `data` is tokenized."""
     limit, train_on = config.model.max_length, config.data.train_on
     if isinstance(data, TokenisedConversations):
         tokens, encoding = data.tokens, data.encoding
@@ -293,11 +293,11 @@ HEADS: Mapping[str, str] = {
     TOKEN_CLASSIFICATION: "tokens",
     SFT: "causal",
 }
-"""By the task's name: the head of its model."""
+"""The model's head, by task."""
 
 
 def padding_multiple(config: Config) -> int:
-    """What padded lengths are a multiple of: few lengths if each is compiled, or packs are captured, on GPUs."""
+    """Padded lengths are multiples of this: a large number if passes are compiled, or packs are captured on GPUs."""
     training = config.training
     captured = training.packing and device_kind(config.run) == "cuda"
     if training.compile != "off" or captured:
@@ -306,7 +306,7 @@ def padding_multiple(config: Config) -> int:
 
 
 def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
-    """How many of the rows `ids`, on which a model is scored, are cut, and what that means; empty for none."""
+    """A note on how many of the scored rows `ids` are cut, and what that means; empty for none."""
     cut = task.cut_rows(ids)
     if not cut:
         return ""
@@ -316,13 +316,13 @@ def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
 
 
 def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:
-    """What a model with this head must fit. tokenizer: of the run, with its new tokens."""
+    """The interface of a model with this head. tokenizer: of the run, with its new tokens."""
     new = tokenizer.ids_of(config.model.new_tokens)
     return ModelInterface(head, labels, min(new, default=tokenizer.vocab_size), tokenizer.pad_id, new)
 
 
 def warnings_of(model: nn.Module, tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines about what makes the answers of `model` others than its user may expect."""
+    """Warnings of model and tokenizer properties that may cause unexpected outputs."""
     device = next(model.parameters()).device
     for note in (facts_of(model).own_code, tokenizer.own_code, padding_note(model, device)):
         if note:

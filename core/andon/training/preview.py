@@ -1,4 +1,4 @@
-"""`andon check`: what a run would do, found out by doing everything but training."""
+"""`andon check`: reports what a run would do, by doing everything except training."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_WORKERS = 8
 
 
 def describe(config: Config, row: int | None = None) -> Iterator[str]:
-    """Lines for a reader; row: one of the data to show token by token.
+    """Lines on data, model, settings, plan and notes. row: one of the data to show token by token.
 
-    Raises `InputError` for anything that a run of this configuration would refuse, and for a row that is not there.
+    Raises `InputError` for anything that a run of this configuration would refuse, and for a missing row.
     """
-    given, (config, chosen) = config, placed(config)
+    original, (config, chosen) = config, placed(config)
     run = config.run
     name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
     material = prepare(config)
@@ -60,7 +60,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield from filter(None, (*facts_of(model).notes, *warnings_of(model, material.tokenizer), chosen))
     if config.model.base is not None:
         yield settings_line(config)
-        unset = [f"{key}={value_of(config, key)}" for key in automatic_keys(config) if not is_set(given, key)]
+        unset = [f"{key}={value_of(config, key)}" for key in automatic_keys(config) if not is_set(original, key)]
         yield f"chosen, since not set (docs/usage.md says why): {', '.join(unset) or 'nothing'}"
 
     # The plan and its workers

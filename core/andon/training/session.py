@@ -1,6 +1,6 @@
-"""The parts of one run, put together on this process's backend.
+"""Assembles a run on this process's backend.
 
-With a process group every rank does this; without one this process holds all ranks. Only rank 0 writes files.
+In a process group every rank does so; without one this process holds all ranks. Only rank 0 writes files.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from andon_contracts.policy import suspended
 class Session:
     """A run with its folder, its data and its clock.
 
-    started: when its command began, by `time.monotonic`, which no change of the system's clock moves. began: the same
-    in seconds since the epoch, to compare with times of files. planned_bytes: the plan of each GPU replica; 0 on CPUs.
+    started: start of its command, by `time.monotonic`. began: the same in seconds since the epoch, to compare with file
+    times. planned_bytes: planned memory of each GPU replica; 0 on CPUs.
     """
 
     config: Config
@@ -72,10 +72,10 @@ class Session:
 def assembled(
     config: Config, folder: RunFolder, started: float | None = None, *, writing: bool = True
 ) -> Iterator[Session]:
-    """The parts of a run on this process's backend; rank 0 owns the run folder meanwhile. Nothing is trained yet.
+    """Context manager: a run assembled on this process's backend, not yet trained. Inside, rank 0 owns the run folder.
 
-    writing: False leaves the folder unchanged and unowned.
-    Raises `InputError` for what the user got wrong, a folder that another process owns included.
+    writing: False leaves the folder unchanged and unowned. Raises `InputError` for a mistake of the user, and for a
+    folder that another process owns.
     """
     config = with_task(placed(config)[0])
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def assembled(
             stack.enter_context(suspended())
         if writing and (not is_rank() or RankContext.from_environment().rank == 0):
             stack.enter_context(folder.open_for_writing())
-        # Before ranks wait for each other: tokens take as long as there are rows.
+        # Before the rendezvous, as tokenizing many rows takes long.
         material = prepare(config, folder.tokens if writing else None)
         config, plan, task = material.config, material.plan, material.task
         own, compiling = config.run, config.training.compile
@@ -111,14 +111,14 @@ def assembled(
                 torch.cuda.set_device(device)
             backend = joined = GroupBackend(name, device, clock=clock)
             stack.callback(joined.close)
-        speaks = backend.ranks[0] == 0
+        logs = backend.ranks[0] == 0
 
         # The model and its replicas
         started = time.monotonic() if started is None else started
         memory = agree_on_devices(material, backend)
-        if speaks and compiling != "off" and any(device.type != "cuda" for device in backend.devices):
+        if logs and compiling != "off" and any(device.type != "cuda" for device in backend.devices):
             say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
-        if speaks and backend.name == "mixed":
+        if logs and backend.name == "mixed":
             say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
         captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
@@ -127,7 +127,7 @@ def assembled(
         run = build_run(config, material.interface, backend, task, plan, shapes=shapes, capture=captured)
         model = run.primary.model
         task.require_fit(model, run.primary.device)
-        if speaks:
+        if logs:
             chosen = [settings_line(config)] if config.model.base is not None else []
             of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
             of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
@@ -154,7 +154,7 @@ def assembled(
 
 
 def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
-    """The backend and the device of this rank, its first kernel run; the CPU if no GPU works and `cpu_fallback` is set.
+    """Run a first kernel on this rank's device. Returns backend and device; the CPU if no GPU works and `cpu_fallback`.
 
     Collective if ranks are on GPUs. Raises `InputError` on every rank if only some GPUs work, if those named in
     `run.devices` do not, and for GPUs of different models under `nccl`.
@@ -162,10 +162,10 @@ def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: in
     device = devices[rank]
     if all(each.type != "cuda" for each in devices):
         return name, device
-    found = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
-    fault = "" if config.run.devices else none_works(found)
+    looks = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
+    fault = "" if config.run.devices else none_works(looks)
     if not fault:
-        refuse_unfit(name, found, None)
+        refuse_unfit(name, looks, None)
         return name, device
     if not config.run.cpu_fallback:
         raise InputError([Problem("run.backend", f"{name} needs a GPU that works, and none does ({fault}); {NO_GPU}")])

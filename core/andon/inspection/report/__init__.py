@@ -1,1 +1,1 @@
-"""A run, or two side by side, as one HTML page."""
+"""HTML report on a run, or on two side by side."""

@@ -1,7 +1,7 @@
-"""Numbers by step as a picture and as a table. A long series is thinned so that no spike is hidden.
+"""Line charts of values by step, as SVG coordinates, and their tables. A long series is thinned without hiding spikes.
 
-Successive records share a bucket. Its lowest and highest number are drawn, each at its own step; numbers that are not
-finite are a gap, and counted.
+Consecutive points share a bucket. Its lowest and highest value are drawn, each at its own step. Values that are not
+finite leave a gap, and are counted.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 360, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 24
-MOST_BUCKETS = 250  # of one series: about as many as a picture has pixels to draw two numbers of each
+MOST_BUCKETS = 250  # of one series: about one for each pixel of a chart's width
 _MOST_DOTS = 60
 _TICKS = 4
 
-Point = tuple[int, float]  # a step and its number
+Point = tuple[int, float]  # step, value
 
 
 @dataclass(frozen=True)
 class Series:
-    """Numbers by rising step. run: 0 or 1. dots: 0 for a line, else the kind of rows that was scored, from 1."""
+    """Points in rising order of steps. run: 0 or 1. dots: 0 for a line, from 1 the kind of evaluation."""
 
     name: str
     points: Sequence[Point]
@@ -31,7 +31,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Bucket:
-    """`count` records from step `first` to `last`: the lowest and highest finite number; `lost` are not finite."""
+    """`count` points from step `first` to `last`: the lowest and highest finite value; `lost` are not finite."""
 
     first: int
     last: int
@@ -46,7 +46,7 @@ class Bucket:
 
 
 def bucketed(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
-    """`points` in order in at most `most` buckets of one size, except for the last."""
+    """Split `points` into at most `most` buckets of equal size; the last may be smaller."""
     size = max(1, math.ceil(len(points) / most))
     buckets = []
     for at in range(0, len(points), size):
@@ -60,7 +60,7 @@ def bucketed(points: Sequence[Point], most: int = MOST_BUCKETS) -> list[Bucket]:
 
 @dataclass(frozen=True)
 class Scale:
-    """From a number between `low` and `high` to a place between `start` and `end`, with one decimal."""
+    """Maps a value between `low` and `high` to a coordinate between `start` and `end`, with one decimal."""
 
     low: float
     high: float
@@ -68,17 +68,17 @@ class Scale:
     end: float
 
     def __call__(self, number: float) -> str:
-        # Halves first: the difference of two numbers near the largest float is none.
+        # Halved first: the difference of two values near the largest float overflows.
         wide = self.high / 2 - self.low / 2
-        share = (number / 2 - self.low / 2) / wide if wide else 0.5  # the smallest numbers of all have no halves
+        share = (number / 2 - self.low / 2) / wide if wide else 0.5  # half of the smallest float is 0
         return f"{self.start + share * (self.end - self.start):.1f}"
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A series in the picture: SVG points of each unbroken piece, places of dots, and of what is not finite (`lost`).
+    """SVG coordinates of a series: points of each piece without gaps, dots, and x of non-finite values (`lost`).
 
-    thinned: a bucket holds more than one number. words: the series for readers who do not see it.
+    thinned: a bucket holds more than one point. words: the series as text for screen readers.
     """
 
     series: Series
@@ -92,9 +92,9 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Picture:
-    """Series in a picture of `WIDTH` x `HEIGHT`. ticks, steps: place and label at the left and below.
+    """A chart of `WIDTH` x `HEIGHT`. ticks, steps: coordinate and label of each tick on the y and x axis.
 
-    mark: where across the runs part. words: the picture for readers who do not see it.
+    mark: x of the first step at which two runs differ. words: the chart as text for screen readers.
     """
 
     title: str
@@ -107,16 +107,16 @@ class Picture:
 
 
 def draw(title: str, unit: str, series: Sequence[Series], mark: int | None = None) -> Picture | None:
-    """A picture of `series`; None if none of them has a finite number. mark: a step to draw a line at."""
-    found = [(each, bucketed(each.points)) for each in series if each.points]
-    values = [value for _, buckets in found for bucket in buckets for _, value in bucket.drawn]
+    """A chart of `series`; None without a finite value. mark: step of a vertical line."""
+    split = [(each, bucketed(each.points)) for each in series if each.points]
+    values = [value for _, buckets in split for bucket in buckets for _, value in bucket.drawn]
     if not values:
         return None
     ticks = _ticks(min(values), max(values))
     height = Scale(ticks[0], ticks[-1], HEIGHT - _BOTTOM, _TOP)
-    first, last = min(each.points[0][0] for each, _ in found), max(each.points[-1][0] for each, _ in found)
+    first, last = min(each.points[0][0] for each, _ in split), max(each.points[-1][0] for each, _ in split)
     across = Scale(first, max(last, first + 1), _LEFT, WIDTH - _RIGHT)
-    drawn = [_drawn(each, buckets, across, height) for each, buckets in found]
+    drawn = [_drawn(each, buckets, across, height) for each, buckets in split]
     return Picture(
         title=title,
         unit=unit,
@@ -154,7 +154,7 @@ def _drawn(series: Series, buckets: Sequence[Bucket], across: Scale, height: Sca
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers, at most a few, of which the first is at most `low` and the last at least `high`."""
+    """A few round numbers, the first at most `low` and the last at least `high`."""
     if low == high:
         room = abs(low) / 2 or 0.5
         return [tick for tick in (low - room, low, low + room) if math.isfinite(tick)]
@@ -164,5 +164,5 @@ def _ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(span))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= span)
     ticks = [number * step for number in range(math.floor(low / step), math.ceil(high / step) + 1)]
-    # Numbers at the end of what a float holds, or so close that round ones between them are one.
+    # Round numbers beyond the largest float are infinite, and those between close values coincide.
     return ticks if math.isfinite(ticks[0]) and math.isfinite(ticks[-1]) and ticks[0] < ticks[-1] else [low, high]

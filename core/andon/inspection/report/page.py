@@ -1,8 +1,8 @@
-"""A run, or two side by side, as one HTML page that needs nothing else: no network, no script, no colour to be read.
+"""HTML report on a run, or two side by side: one self-contained page without scripts, legible without colour.
 
-`RunView` is the run's ledger and the other files of its folder; `render` makes the tables and pictures that the
-template shows. A policy in the page lets the browser load nothing and use its one style. The template escapes what it
-is given, so the policy is a second lock. Every curve is a table too.
+`RunView` holds the ledger and the other files of a run folder; `render` makes the tables and charts of the template.
+The template escapes every value. As a second defence, a content security policy allows only the page's own style. Every
+chart is also a table.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _MOST_SCORES, _MOST_EVALUATIONS, _MOST_STORY, _MOST_CLASSES, _MOST_ROWS = 8, 60,
 _MOST_RANKS, _MOST_CHARACTERS, _SHADES = 64, 2000, 9
 
 Value = str | int | float | None
-"""A cell. A float is shown in four digits, with the exact value for machines; None is shown as "not known"."""
+"""A table cell. A float is shown with four digits and its exact value for machines; None as "not known"."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores after some update. what: of which rows (validation, held-out)."""
+    """Scores of an evaluation. what: the kind of rows (validation, held-out)."""
 
     what: str
     record: Evaluation
@@ -62,11 +62,11 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunView:
-    """One run. summary: None if there is none, or if it is of an earlier part of the run (`stale`).
+    """One run. summary: None if missing, or older than the ledger (`stale`).
 
-    environment: versions and machine by name. ends: how the processes of the last launch ended, by rank. seconds: from
-    one step's line to the next, by step. what: the names of evaluations, by (step, rows, scores). unread: the count of
-    lines of metrics that cannot be read.
+    environment: versions and machine by name. ends: reports of the last launch by rank. seconds: between the lines of
+    consecutive steps, by step. what: names of evaluations by (step, rows, scores). unread: number of metrics lines that
+    cannot be read.
     """
 
     side: Side
@@ -89,7 +89,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """The reason of the end, or `unfinished`."""
+        """The reason in the `End` record, or `unfinished`."""
         last = self.recorded.records[-1] if self.recorded.records else None
         return last.reason if isinstance(last, End) else "unfinished"
 
@@ -99,23 +99,23 @@ class RunView:
 
     @cached_property
     def evaluations(self) -> list[Evaluated]:
-        """The last of each step and kind of rows, without those of updates that were taken back."""
+        """The last evaluation of each step and kind of rows, without those of retracted steps."""
         names = {key: list(each) for key, each in self.what.items()}
-        kept: dict[tuple[int, str, int], Evaluated] = {}
+        latest: dict[tuple[int, str, int], Evaluated] = {}
         for record in self.recorded.records:
             if isinstance(record, Retraction):
-                kept = {key: each for key, each in kept.items() if key[0] <= record.step}
+                latest = {key: each for key, each in latest.items() if key[0] <= record.step}
             elif isinstance(record, Evaluation):
                 scores = {name: real.value for name, real in record.scores.items()}
                 left = names.get(_key(record.step, record.rows, scores), [])
-                # The same rows may be scored again under another name; a step that is done again has its name again.
+                # Equal scores may have several names, used in order; a repeated step has the last one again.
                 what = (left.pop(0) if len(left) > 1 else left[0]) if left else "evaluation"
-                kept[record.step, what, record.rows] = Evaluated(what, record, scores)
-        return list(kept.values())
+                latest[record.step, what, record.rows] = Evaluated(what, record, scores)
+        return list(latest.values())
 
     @cached_property
     def matrix(self) -> tuple[Evaluated, Confusion] | None:
-        """The last evaluation that has a confusion matrix, and that. Raises `InputError` if it cannot be read."""
+        """The last evaluation with a confusion matrix, and the matrix. Raises `InputError` if it cannot be read."""
         folder = self.recorded.folder
         last = next((each for each in reversed(self.evaluations) if each.record.confusion is not None), None)
         if folder is None or last is None:
@@ -124,7 +124,7 @@ class RunView:
 
     @cached_property
     def story(self) -> list[tuple[str, str]]:
-        """What happened to the run beside its steps: starts, violations, retractions, resumes and ends."""
+        """(kind, text) of each event other than steps, evaluations and checkpoints, in order."""
         lines = [("ledger", f"{self.recorded.ledger}, {self.recorded.head[0]} lines")]
         done, under_way = 0, False
         ours = self.recorded.start is None or self.recorded.start.writer is None
@@ -148,7 +148,7 @@ class RunView:
 
 
 def load_run_view(side: Side) -> RunView:
-    """The run or ledger of `side`.
+    """Load what the page shows of the run or ledger `side`.
 
     Raises `InputError` for a configuration, and if a file of the folder is damaged or cannot be read.
     """
@@ -183,19 +183,19 @@ def load_run_view(side: Side) -> RunView:
     except ValueError as error:
         raise InputError([Problem("", str(error))]) from error
     ends = {rank: report for rank, report in reports.items() if report is not None}
-    kept = None if stale else summary
-    return RunView(side, side.recorded, kept, stale, _environment(folder), ends, seconds, what, unread)
+    current = None if stale else summary
+    return RunView(side, side.recorded, current, stale, _environment(folder), ends, seconds, what, unread)
 
 
 def _key(step: int, rows: int, scores: Mapping[str, float]) -> tuple[Any, ...]:
-    # NaN is equal to nothing, itself included; its hex is.
+    # As hex, since NaN does not equal itself.
     return step, rows, tuple(sorted((name, value.hex()) for name, value in scores.items()))
 
 
 def _environment(folder: RunFolder) -> dict[str, str]:
-    found = _object(folder.environment)
-    packages = found.pop("packages", {})
-    every = {"commit": _object(folder.provenance).get("commit") or None, **found}
+    content = _object(folder.environment)
+    packages = content.pop("packages", {})
+    every = {"commit": _object(folder.provenance).get("commit") or None, **content}
     every |= packages if isinstance(packages, dict) else {}
     return {name: _flat(value) for name, value in every.items() if value not in (None, [], {})}
 
@@ -211,18 +211,18 @@ def _object(path: Path) -> dict[str, Any]:
         return {}
     try:
         with storage(path, "read"):
-            found = read_json(path)
+            content = read_json(path)
     except InputError:
         raise
     except ValueError as error:
         raise InputError([Problem(str(path), f"is no JSON: {error}")]) from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise InputError([Problem(str(path), "holds no object")])
-    return found
+    return content
 
 
 class Verdict(NamedTuple):
-    """The exit code and the lines of `andon verify`; the last line sums up."""
+    """Exit code and lines of `andon verify`; the last line is the summary."""
 
     code: int
     lines: Sequence[str]
@@ -239,7 +239,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose rows begin with their names. apart: the rows in which two runs differ. more: text below it."""
+    """Each row begins with its name. apart: indices of rows in which two runs differ. more: text below the table."""
 
     caption: str
     head: Sequence[str]
@@ -255,14 +255,14 @@ class Table:
 
 
 def write_page(page: Page, path: Path) -> None:
-    """Write `page` to `path`, whole or not at all. Raises `InputError` if that cannot be written."""
+    """Write `page` to `path` atomically. Raises `InputError` if that fails."""
     write_whole(path, render(page).encode())
 
 
 def render(page: Page) -> str:
-    """The whole page. A text longer than 2000 characters is cut, and says how many are left out.
+    """The page as HTML. A text longer than 2000 characters is cut, with a count of the rest.
 
-    Two runs of one name are called by their paths.
+    Two runs with the same name are shown by path.
     """
     parts = resources.files(__package__)
     style, template = (parts.joinpath(name).read_text(encoding="utf-8") for name in ("style.css", "page.html.j2"))
@@ -299,7 +299,7 @@ def render(page: Page) -> str:
 
 
 def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
-    """What the page shows of each run by itself."""
+    """Template values of one run."""
     ends = [(f"rank {rank}", end.exit, end.cause, end.message) for rank, end in run.ends.items()]
     scored = list(dict.fromkeys(chain(*(each.scores for each in run.evaluations))))[:_MOST_SCORES]
     evaluations = [
@@ -337,7 +337,7 @@ def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
 
 
 def _pictures(runs: Sequence[RunView], prefixes: Sequence[str], parting: int | None) -> list[Picture]:
-    """The curves, with evaluations as points, and pictures of the scores that no curve has."""
+    """Charts of the curves, with evaluations as dots, and of the scores without a curve."""
     scores = dict.fromkeys(chain(*(each.scores for run in runs for each in run.evaluations)))
     others = [name for name in scores if name not in {name for name, _, _ in _CURVES}][:_MOST_SCORES]
     pictures = []
@@ -359,8 +359,8 @@ def _pictures(runs: Sequence[RunView], prefixes: Sequence[str], parting: int | N
     return [picture for picture in pictures if picture is not None]
 
 
-def _beside(caption: str, heads: Sequence[str], found: Iterable[Mapping[str, Value]]) -> Table:
-    columns = list(found)
+def _beside(caption: str, heads: Sequence[str], maps: Iterable[Mapping[str, Value]]) -> Table:
+    columns = list(maps)
     names = [name for name in dict.fromkeys(chain(*columns)) if any(each.get(name) is not None for each in columns)]
     rows = [[name, *(each.get(name) for each in columns)] for name in names]
     exact = [[value.hex() if isinstance(value, float) else value for value in row[1:]] for row in rows]
@@ -374,16 +374,16 @@ def _cut(caption: str, head: Sequence[str], rows: Sequence[Sequence[Value]], mos
 
 
 def _settings(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
-    """The settings that each run read, with their defaults. What differs, or else what was changed, comes first."""
-    found = []
+    """Settings that each run uses, with defaults. Rows that differ between runs (or from the default) come first."""
+    settings = []
     for run in runs:
         config = run.side.config
         unused = UNUSED_WITH_BASE if config.get("model.base") is not None else frozenset[str]()
-        found.append({key: _plain(_nearer(value)) for key, value in config.items() if key not in unused})
-    if not any(found):
+        settings.append({key: _plain(_nearer(value)) for key, value in config.items() if key not in unused})
+    if not any(settings):
         return None
     usual = by_dotted_key(Config())
-    table = _beside("Settings", heads, found)
+    table = _beside("Settings", heads, settings)
     rows = [[*row, _plain(usual.get(str(row[0])))] for row in table.rows]
     marked = [row for row in rows if len(set(row[1:-1] if len(runs) > 1 else row[1:])) > 1]
     rest = [row for row in rows if row not in marked]
@@ -391,7 +391,7 @@ def _settings(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
 
 
 def _nearer(value: object) -> object:
-    """A path below the current folder, relative to it."""
+    """Make paths below the current folder relative to it."""
     if isinstance(value, list):
         return [_nearer(each) for each in value]
     if isinstance(value, dict):
@@ -401,7 +401,7 @@ def _nearer(value: object) -> object:
 
 def _facts(run: RunView) -> dict[str, Value]:
     start, steps, summary, settings = run.recorded.start, run.steps, run.summary, run.side.settings
-    memory, kept = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
+    memory, step = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
     number = max(steps, default=0)
     last = steps[number] if steps else None
     workers = steps.ran_on.replace(" workers", "").replace(" then ", ", then ")
@@ -426,7 +426,7 @@ def _facts(run: RunView) -> dict[str, Value]:
         "workers": workers or (f"{start.world} {start.backend}" if start is not None else None),
         "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
-        "weights that were kept": f"{summary.weights_digest}, of step {kept}" if summary is not None and kept else None,
+        "weights that were kept": f"{summary.weights_digest}, of step {step}" if summary is not None and step else None,
         "checkpoints": f"{len(saved)}{f', the best {best[-1]}' if best else ''}",
         "seconds, last command": summary.wall_s if summary is not None else None,
         **{f"peak memory of {name}": f"{size / 2**20:,.0f} MiB" if size else None for name, size in peaks.items()},
@@ -456,10 +456,10 @@ def _last_scores(run: RunView) -> dict[str, Value]:
     return {"of": f"{last.what} rows after step {last.record.step}", "rows": last.record.rows, **last.scores}
 
 
-def _named_values(found: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Single values by name, those of objects by dotted name, without lists and the parts of `_parted`."""
+def _named_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
+    """Scalars by dotted name, without lists and the scores of parts (`_parted`)."""
     values: dict[str, Value] = {}
-    for name, value in found.items():
+    for name, value in content.items():
         if _parted(value):
             continue
         if isinstance(value, dict):
@@ -470,13 +470,13 @@ def _named_values(found: Mapping[str, Any], prefix: str = "") -> dict[str, Value
 
 
 def _parts(run: RunView, of: str) -> list[Table]:
-    """Scores of parts, as of each class: a table for each list or object of objects."""
+    """Scores of parts, such as classes: a table for each list or mapping of objects."""
     tables = []
-    for name, found in (run.summary.eval if run.summary is not None else {}).items():
-        parts = _parted(found)
+    for name, content in (run.summary.eval if run.summary is not None else {}).items():
+        parts = _parted(content)
         if not parts:
             continue
-        labels = list(found) if isinstance(found, dict) else _labels(run, len(parts))
+        labels = list(content) if isinstance(content, dict) else _labels(run, len(parts))
         values = [_named_values({key: each for key, each in part.items() if key != "label"}) for part in parts]
         columns = list(dict.fromkeys(chain(*values)))
         rows = [[label, *(each.get(column) for column in columns)] for label, each in zip(labels, values, strict=True)]
@@ -485,7 +485,7 @@ def _parts(run: RunView, of: str) -> list[Table]:
 
 
 def _parted(value: object) -> list[dict[str, Any]]:
-    """The objects of a list or an object that holds only objects; else none."""
+    """The elements of a list or mapping that holds only objects; otherwise empty."""
     each = list(value.values()) if isinstance(value, dict) else value
     return each if isinstance(each, list) and all(isinstance(part, dict) for part in each) else []
 
