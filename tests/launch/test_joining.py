@@ -29,4 +29,4 @@ def test_ranks_meet_whatever_else_stands_in_their_store(garbage: bytes, capfd: p
         first, second = ranks.map(meet, range(2))
     first.set("met", "here")
     assert second.get("met") == b"here"
-    assert "andon: rank 1 dropped " in capfd.readouterr().err
+    assert "andon: rank 1 ignored " in capfd.readouterr().err
