@@ -106,9 +106,9 @@ def ran(names: tuple[str, ...], folder: Path) -> None:
 
 @pytest.mark.parametrize("names", TOGETHER, ids=lambda names: names[0])
 def test_an_example_is_watched_from_its_first_update_to_its_last(names: tuple[str, ...], tmp_path: Path) -> None:
-    """The ledger has every update and an end, the watch finds nothing that is not there, and the checkers hold it.
+    """The ledger has every update and an end, the watch finds nothing that is not there, and no claim is falsified.
 
-    A bit flipped on one rank is found at the next update; shards without a replica cannot be compared.
+    Without a plan nobody knows the epochs. A bit flipped on one rank is found at the next update, but not in shards.
     """
     if missing := ", ".join(filter(None, map(absent, names))):
         pytest.skip(f"needs {missing}")
@@ -125,7 +125,7 @@ def test_an_example_is_watched_from_its_first_update_to_its_last(names: tuple[st
         assert all(step.gradient_at is None for step in steps), "clipping was not seen"
         verdicts = {verdict.claim: verdict.outcome for verdict in verify([read_run(tmp_path / f"{name}.jsonl")])}
         assert verdicts["replicas-agree"] is (Outcome.NOT_APPLICABLE if name == "fsdp2" else Outcome.HOLDS)
-        assert verdicts["samples-once"] is (Outcome.HOLDS if name in TELLS_ROWS else Outcome.NOT_APPLICABLE)
+        assert verdicts["samples-once"] is (Outcome.UNKNOWN if name in TELLS_ROWS else Outcome.NOT_APPLICABLE)
         assert Outcome.FALSIFIED not in verdicts.values()
         broken = [each for each in read_ledger(tmp_path / f"{name}-flipped.jsonl") if isinstance(each, Broken)]
         found = [(each.clause, each.step) for each in broken if each.clause != "gradient-scale"]  # as without the bit

@@ -534,7 +534,7 @@ def test_a_factor_is_named_with_causes_of_its_direction(factor: float, named: st
     found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], (scale, scale)))
     assert found is not None
     said = message("gradient-scale", found, Scene(2))
-    assert f"times the gradient of a mean = {named}\n  likely   {likely} " in said
+    assert all(part in said for part in (f"mean loss (= {named}): on each", f"\n  likely   {likely} ")), said
 
 
 def test_a_window_without_a_number_says_nothing() -> None:
