@@ -63,7 +63,7 @@ _DATE = dict(
 )
 """The fixed date that templates get as today, so that a repeated or resumed run has the same rows."""
 _THINKING = re.compile(r"</?think>")
-_ROWS_PER_CALL = 256
+_AT_ONCE = 256
 """Rows per tokenizer call."""
 
 
@@ -149,10 +149,10 @@ def encode_each(
     cut = cut_tokens = cut_trained = 0
     rows = iter(conversations)
 
-    def encode(conversations: list[Conversation]) -> _Batch:
-        return encoder.batch(conversations, max_length, positions, skip_bad)
+    def encode(group: list[Conversation]) -> _Batch:
+        return encoder.batch(group, max_length, positions, skip_bad)
 
-    for batch in map_batches(encode, iter(lambda: list(islice(rows, _ROWS_PER_CALL)), [])):
+    for batch in map_batches(encode, iter(lambda: list(islice(rows, _AT_ONCE)), [])):
         all_.stops |= batch.stops
         all_.spelling += batch.spelling
         all_.extended |= batch.extended

@@ -55,7 +55,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row. id: its position among all rows, from 0. where: its file and line. source: may be empty.
+    """One row. id: its position among all usable rows, from 0. where: its file and line. source: may be empty.
 
     A row of the form `text` is a single message of the assistant.
     """
@@ -133,7 +133,7 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     `text` is trained as a whole. The chat template receives the list in `tools`. ShareGPT's `conversations` and
     Alpaca's `instruction`, `input` and `output` are converted to messages, with their `system`. `source` and `id` are
     read, `chat_template_kwargs` and Alpaca's `history` are faults, and other columns are ignored. A row's id is its
-    position among all rows, from 0. With several files, rows of a file without any source get the file's name.
+    position among the usable rows, from 0. With several files, rows of a file without any source get its name.
 
     Raises `InputError` with every fault found, each as file:line with the offending value.
     """
