@@ -371,7 +371,7 @@ class _Encoder:
         for place, message in enumerate(messages):
             answer = message.role == ANSWERS
             usual = message.weight == 1.0 if self._all else not answer or message.weight == 0.0
-            closing = self._all and answer and place == len(messages) - 1  # the stop token must be known here too
+            closing = self._all and answer and place == len(messages) - 1  # its turn records the stop token
             if usual and not closing and (self._template is not None or not answer):
                 continue
             if answer and place == 0 and self._template is not None and not self._all:

@@ -135,7 +135,7 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     read, `chat_template_kwargs` and Alpaca's `history` are faults, and other columns are ignored. A row's id is its
     position among the usable rows, from 0. With several files, rows of a file without any source get its name.
 
-    Raises `InputError` with every fault found, each as file:line with the offending value.
+    Raises `InputError` with every fault, each as file:line with the offending value.
     """
     reading = Reading(selection)
     rows = list(reading.rows(list(map(Path, paths))))

@@ -46,7 +46,7 @@ def read(
     is in `label_column` (default `label`). Its form depends on `kind`:
     `DataSet`: a class, an integer from 0 or a string; all of one type, at least two classes.
     `Targets`: a finite number in the range of fp32.
-    `LabelSets`: a list of strings, or a string with `label_separator` between labels; the default is also `labels`.
+    `LabelSets`: a list of strings, or a string with `label_separator` between labels; default column also `labels`.
     `Tagged`: `text_column` (default `tokens`) has a list of words, `label_column` (default `tags`) one tag per word.
 
     labels: the known labels, for an evaluation file; None: the labels of the rows, sorted (integers by value). A row's
@@ -118,7 +118,7 @@ def read(
         if not names:
             problems.add(origins.source, "no row has a label")
 
-    # Refuse rows with unknown labels, and number the others' labels.
+    # Refuse rows with unknown labels, then map the labels to numbers.
     if kind is not Targets:
         numbers = {name: number for number, name in enumerate(names)}
         hint = cache(lambda name: did_you_mean(name, names))

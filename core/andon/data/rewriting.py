@@ -31,7 +31,7 @@ def generate(seed: int, count: int) -> ConversationSet:
     """`count` rows with distinct prompts, and with rules and word lengths as balanced as `count` allows.
 
     The same `seed` gives the same rows on any machine and in any version of Python. Distinct prompts limit `count` to
-    some hundred thousand.
+    a few hundred thousand.
     """
     draw = Draw(f"andon rewriting {seed}")
     lengths = [3 + place % (_LONGEST - 2) for place in range(count)]

@@ -32,7 +32,7 @@ class Row(Generic[Label]):
 
 
 class Examples:
-    """Rows of any task. The methods work on in-memory `rows`; `TokenisedConversations` overrides them."""
+    """Rows of any task. The methods use in-memory `rows`; `TokenisedConversations` has none and overrides most."""
 
     rows: tuple[Any, ...]
     labels: tuple[str, ...]
