@@ -85,7 +85,7 @@ class Tokenizer:
         """Encode each text, or each text with its pair, as 1 to `max_length` ids.
 
         Truncation is the tokenizer's and keeps special tokens. A pair loses tokens of its longer text first.
-        words: also compute the first token of each word (words are separated by white space): the first one that covers
+        words: also compute the first token of each word (words are separated by white space): the first covering
         a character of the word, by the tokenizer's offsets.
 
         Raises `InputError` if `max_length` leaves no room for a token of the text, for a text that the tokenizer cannot
