@@ -1,1 +1,1 @@
-"""Rows of text in: files, labels, splits, tokens and the embedded generator. Imports no torch."""
+"""Data files, labels, splits, tokenizers and the embedded data sets. Imports no torch."""

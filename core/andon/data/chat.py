@@ -1,12 +1,12 @@
-"""Conversations to token ids, each with a weight in the loss, by the chat template of a tokenizer.
+"""Encodes conversations as token ids with loss weights, by the chat template of a tokenizer.
 
-The tokens of an answer are never guessed. They are what the template marks as written by the model, or what follows
-the text at which the model would begin to answer. Both are checked on token ids: the ids of the text before an answer
-must be the first ids of the whole row, as they are when the model answers.
+The tokens of an answer are never guessed. They are the spans that the template marks as generated, or the text after
+the generation prompt. Both are verified on token ids: the ids of the text before an answer must be a prefix of the ids
+of the whole row, as they are at inference.
 
 A template is a program by the model's author (SECURITY.md). transformers renders it in jinja2's immutable sandbox,
-which reaches no file, module or Python internals. Here the lengths of the template and of its output are bounded, and
-what it raises becomes a fault of the row.
+without access to files, modules or Python internals. This module bounds the lengths of the template and of its output,
+and reports exceptions of the template as faults of the row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from andon_contracts.legible import legible_line
 TrainOn = Literal["assistant", "all"]
 
 MOST_CHARACTERS = 1 << 20
-"""The longest template source; the longest in use have about ten thousand characters."""
+"""Length limit of a template's source; the longest in use have about ten thousand characters."""
 MOST_WRITTEN = 1 << 26
-"""The longest output for one conversation, in characters."""
+"""Length limit of the rendered text of one conversation, in characters."""
 _LONGEST_REASON = 300
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CLOCK = "strftime_now"
@@ -61,18 +61,18 @@ _DATE = dict(
         "%S=00",
     ]
 )
-"""The date that a template gets as today, so that a run that is repeated or resumed later has the same rows."""
+"""The fixed date that templates get as today, so that a repeated or resumed run has the same rows."""
 _THINKING = re.compile(r"</?think>")
 _AT_ONCE = 256
-"""Rows whose texts are tokenised by one call."""
+"""Rows per tokenizer call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """`weights[i]`: the weight of predicting `ids[i]` in the loss; 0.0 for an untrained token, as for the first.
+    """weights[i]: loss weight of predicting ids[i]; 0.0 for untrained tokens and for the first token.
 
-    `cut`: tokens that were dropped at the end, `cut_trained`: how many of them would have been trained.
-    A token takes eight bytes here, "i" and "f"; lists would take about forty.
+    cut: number of tokens that were truncated. cut_trained: number of those with a loss weight. Arrays of types "i" and
+    "f" take eight bytes per token; lists would take about forty.
     """
 
     id: int
@@ -86,9 +86,9 @@ class EncodedRow:
 class Encoding:
     """How rows were encoded.
 
-    `mask_source`: what determines the trained tokens. `stops`: the ids that close an answer, ascending; generation ends
-    at them. `notes`: lines for the user. `skipped`: the id, place and fault of each unusable row, whose tokens are
-    replaced by one untrained token.
+    mask_source: how the trained tokens were determined. stops: the ids that end an answer, ascending; generation stops
+    at them. notes: lines for the user. skipped: (id, place, fault) of each unusable row, which is encoded as one
+    untrained token.
     """
 
     mask_source: str
@@ -99,10 +99,10 @@ class Encoding:
 
 @dataclass(slots=True)
 class _Batch:
-    """Rows that were encoded together, each as its tokens or as (id, place, fault).
+    """Encoded rows of one call; an unusable row is (id, place, fault).
 
-    stops: the ids that close answers. extended: an answer got a stop token that the template does not mark. spelling:
-    the rows of text that contain special tokens.
+    stops: the ids that end answers. extended: a stop token outside the template's marked span was added to an answer.
+    spelling: the places of text rows that contain special tokens.
     """
 
     rows: list[EncodedRow | tuple[int, str, str]] = field(default_factory=list)
@@ -112,7 +112,7 @@ class _Batch:
 
 
 MapBatches = Callable[[Callable[[list[Conversation]], _Batch], Iterator[list[Conversation]]], Iterable[_Batch]]
-"""Calls a function with each batch, like `map`; may do so in other processes."""
+"""Like `map`, possibly in worker processes."""
 
 
 def encode_each(
@@ -127,17 +127,17 @@ def encode_each(
     positions: int | None = None,
     map_batches: MapBatches = map,
 ) -> Encoding:
-    """Encode every row of one form in order, cut at its end to `max_length`, and pass it to `keep`.
+    """Encode rows of one form in order, truncate each to `max_length` tokens, and pass it to `keep`.
 
-    skip_bad: skip a row with a fault. positions: the most tokens that the model can read; None: unknown.
+    skip_bad: skip rows with faults. positions: the model's position limit; None: unknown.
 
-    Messages are written by the tokenizer's chat template. Without one, a prompt and its completion follow each other
-    between begin and end token. So do messages, each after its role, if the tokenizer reads no special token out of a
-    text; other tokenizers are refused. A row of text stays as it is, and all of it is trained.
+    The chat template renders messages. Without a template, a prompt and its completion are concatenated between the
+    begin and end tokens. Messages are too, each after its role, but only if the tokenizer splits special tokens in
+    texts (`split_special_tokens`). Rows of text are encoded unchanged and trained as a whole.
 
-    Raises `InputError` with every fault, by file and line: a template that raises, answers that cannot be separated
-    from what precedes them or that end in no special token, special tokens in the text of a message, a row without a
-    trained token.
+    Raises `InputError` with every fault, by file and line: a template that raises, an answer whose tokens merge with
+    the text before it or that does not end in a special token, special tokens in the text of a message, a row without
+    trained tokens, a tokenizer without a chat template that `messages` need.
     """
     if max_length < 2:
         raise InputError(
@@ -149,8 +149,8 @@ def encode_each(
     cut = cut_tokens = cut_trained = 0
     rows = iter(conversations)
 
-    def encode(together: list[Conversation]) -> _Batch:
-        return encoder.batch(together, max_length, positions, skip_bad)
+    def encode(group: list[Conversation]) -> _Batch:
+        return encoder.batch(group, max_length, positions, skip_bad)
 
     for batch in map_batches(encode, iter(lambda: list(islice(rows, _AT_ONCE)), [])):
         all_.stops |= batch.stops
@@ -179,9 +179,9 @@ def encode_each(
 
 
 def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message]) -> list[int]:
-    """The ids at which a model trained on rows of this `form` begins to answer `messages`.
+    """The prompt ids, up to the generation prompt, for a model trained on rows of this `form`.
 
-    Raises `InputError` for faults that `encode_each` would refuse.
+    Raises `InputError` for the faults that `encode_each` reports.
     """
     encoder = _Encoder(tokenizer, form, "assistant")
     prompt = Conversation(0, tuple(messages), "the prompt")
@@ -195,10 +195,10 @@ def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message])
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """How to prompt the model with transformers alone.
+    """How to prompt the model with transformers only.
 
-    example: the text for a prompt; None: messages, which the tokenizer's own chat template writes. note: in which case
-    the model sees another prompt than it would here; empty if it never does.
+    example: a prompt as text; None: pass messages to the tokenizer's chat template. note: when the ids differ from
+    those of `encode_prompt`; empty if they never do.
     """
 
     example: str | None
@@ -206,7 +206,7 @@ class PromptFormat:
 
 
 def prompt_format(tokenizer: Tokenizer, form: Form) -> PromptFormat:
-    """How to prompt a model that was trained on rows of this `form`. Raises `InputError` as `encode_each` does."""
+    """The prompt format for a model trained on rows of this `form`. Raises `InputError` as `encode_each` does."""
     encoder = _Encoder(tokenizer, form, "assistant")
     if encoder.templated:
         dated = "its chat template writes the date, which was one day always in training: answers may change with it"
@@ -218,7 +218,7 @@ def prompt_format(tokenizer: Tokenizer, form: Form) -> PromptFormat:
 
 
 def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:
-    """A line for each token of a row: its position, its id, its weight (a dot for 0) and its text."""
+    """Yield a line per token of a row: position, id, loss weight (a dot for 0) and text."""
     trained = sum(weight > 0 for weight in row.weights)
     yield f"row {row.id}: {len(row.ids)} tokens, {trained} of them trained"
     for place, (id_, weight) in enumerate(zip(row.ids, row.weights, strict=True)):
@@ -229,7 +229,7 @@ def show_row(tokenizer: Tokenizer, row: EncodedRow) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A message in its row. `before`: the row's text up to the message, `after`: up to its end."""
+    """The span of a message: `before` is the rendered text up to the message, `after` the text up to its end."""
 
     place: int
     before: str
@@ -239,14 +239,14 @@ class _Turn:
 
 
 class _Encoder:
-    """Writes rows of one form for one tokenizer, and determines the weights of their tokens."""
+    """Renders rows of one form, tokenises them, and determines the loss weights of their tokens."""
 
     def __init__(self, tokenizer: Tokenizer, form: Form, train_on: TrainOn) -> None:
         base = tokenizer.base
         self._tokenizer = tokenizer
         self._form = form
         self._all = train_on == "all" or form == "text"
-        # A tokenizer that splits special tokens reads those that a template writes as letters.
+        # A tokenizer that splits special tokens would also split those of a chat template.
         self._literal = bool(getattr(base, "split_special_tokens", False))
         self.templated = form != "text" and not self._literal and base.chat_template is not None
         self._template = ChatTemplate(tokenizer) if self.templated else None
@@ -258,7 +258,7 @@ class _Encoder:
         added = base.added_tokens_decoder
         self._special = {id_ for id_, token in added.items() if token.special} | {*base.all_special_ids}
         self._spelled = _any_of(() if self._literal else base.convert_ids_to_tokens(sorted(self._special)))
-        # Between added tokens that are found to the letter, the library tokenises each part of a text by itself.
+        # tokenizers encodes the parts between exactly matched added tokens independently.
         exact = self.templated and base.is_fast and added
         exact = exact and not any(token.lstrip or token.rstrip or token.normalized for token in added.values())
         self._splits: bool | None = None if exact and not any(token.single_word for token in added.values()) else False
@@ -288,14 +288,14 @@ class _Encoder:
         return "the template's generation marks" + (", and the stop token after each" if extended else "")
 
     def require_plain(self, row: Conversation) -> None:
-        """Raise `TemplateFault` for a message that spells a special token. In a row of text, whose author writes the
-        turns too, they are only noted."""
+        """Raise `TemplateFault` for a message that contains a special token. In rows of text, where special tokens may
+        mark the turns, they are only noted."""
         for place, message in enumerate(row.messages):
-            found = next(filter(None, map(self._spelled.search, (message.content, message.extra, message.tools))), None)
-            if found is not None and self._form == "text":
+            match = next(filter(None, map(self._spelled.search, (message.content, message.extra, message.tools))), None)
+            if match is not None and self._form == "text":
                 self._batch.spelling.append(row.where)
-            elif found is not None:
-                what = f"{self._name(place)} spells the special token {shown(found[0])} at character {found.start()}"
+            elif match is not None:
+                what = f"{self._name(place)} spells the special token {shown(match[0])} at character {match.start()}"
                 remedy = "which would be read as one of the template's own; take it out, or write it otherwise"
                 raise TemplateFault(f"{what}, {remedy}")
 
@@ -303,7 +303,7 @@ class _Encoder:
         return ("prompt", "completion")[place] if self._form == "prompt and completion" else f"message {place}"
 
     def text(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        """Messages as one text; with `asks` up to the point at which the model begins to answer."""
+        """Render messages as one text; with `asks`, append the generation prompt."""
         if self._template is not None:
             return self._template.render(messages, asks=asks).text
         if any(each.extra or each.tools for each in messages):
@@ -314,7 +314,7 @@ class _Encoder:
         return "".join(turns) + (f"{ANSWERS}: " if asks else "")
 
     def batch(self, rows: Iterable[Conversation], most: int, positions: int | None, skips: bool) -> _Batch:
-        """Encode `rows`. most, positions, skips: as for `encode_each`."""
+        """Encode `rows`. most, positions, skips: `max_length`, `positions` and `skip_bad` of `encode_each`."""
         self._batch = _Batch()
         drafts: list[tuple[Conversation, str, list[_Turn], TemplateFault | None]] = []
         for row in rows:
@@ -342,24 +342,24 @@ class _Encoder:
         return self._batch
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        """`plain_ids` of texts that begin each other. Each part between added tokens is tokenised once, unless the ids
-        of the first texts, which are also tokenised whole, show that the tokenizer treats a first part otherwise."""
+        """`plain_ids` of texts with shared prefixes. Each part between added tokens is tokenised only once. The first
+        texts are also tokenised whole; if the ids differ, splitting is disabled."""
         if self._splits is False:
             return self._tokenizer.plain_ids(texts)
         split = [self._added.split(text) for text in texts]
         parts = [*{part: None for each in split for part in each[::2] if part}]
         ids_of = dict(zip(parts, self._tokenizer.plain_ids(parts), strict=True))
         ids_of |= {token: [id_] for token, id_ in self._id_of_added.items()}
-        found = [[id_ for part in each if part for id_ in ids_of[part]] for each in split]
+        joined = [[id_ for part in each if part for id_ in ids_of[part]] for each in split]
         if self._splits is None:
             whole = self._tokenizer.plain_ids(texts)
-            several = any(len(each) > 3 for each in split)  # tokens with text before, between and after them
-            self._splits = False if found != whole else True if several else None
+            several = any(len(each) > 3 for each in split)  # at least two added tokens: conclusive
+            self._splits = False if joined != whole else True if several else None
             return whole
-        return found
+        return joined
 
     def _draft(self, row: Conversation) -> tuple[str, list[_Turn]]:
-        """A row's text, and the messages in it whose tokens have another weight than the rest of it."""
+        """A row's text, and its messages whose tokens need a weight other than the row's default, or a stop token."""
         messages = row.messages
         if self._form == "text":
             return messages[0].content, []
@@ -371,12 +371,12 @@ class _Encoder:
         for place, message in enumerate(messages):
             answer = message.role == ANSWERS
             usual = message.weight == 1.0 if self._all else not answer or message.weight == 0.0
-            closing = self._all and answer and place == len(messages) - 1  # what follows it is where a model stops
+            closing = self._all and answer and place == len(messages) - 1  # its turn records the stop token
             if usual and not closing and (self._template is not None or not answer):
                 continue
             if answer and place == 0 and self._template is not None and not self._all:
                 raise TemplateFault('begins with an answer, to which nothing leads; give that message "train": false')
-            # Templates cannot write no messages at all.
+            # Templates cannot render an empty list of messages.
             before = self.text(messages[:place], asks=answer) if place or self._template is None else ""
             after = whole if place == len(messages) - 1 else self.text(messages[: place + 1])
             if not whole.startswith(before) or not after.startswith(before):
@@ -384,7 +384,7 @@ class _Encoder:
                 remedy = "take a template with generation marks, or make a row of each answer"
                 why = "does not begin the whole row, so that nothing says which tokens are the answer"
                 raise TemplateFault(f"{what} {why}; {remedy}")
-            if not all(said in after[len(before) :] for said in _required_texts(message)):
+            if not all(text in after[len(before) :] for text in _required_texts(message)):
                 raise TemplateFault(f"the chat template leaves out {self._name(place)}")
             if message.weight:
                 self._require_thinking(place, message, after[len(before) :])
@@ -392,18 +392,18 @@ class _Encoder:
         return whole, turns
 
     def _all_there(self, messages: Sequence[Message], whole: str) -> None:
-        """Raise `TemplateFault` for a message that the template leaves out, as templates for images do with texts."""
+        """Raise `TemplateFault` if the template omits a message or a tool, as image templates omit texts."""
         for place, message in enumerate(messages):
-            for said in _required_texts(message):
-                if said not in whole:
-                    raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(said)})")
+            for text in _required_texts(message):
+                if text not in whole:
+                    raise TemplateFault(f"the chat template leaves out {self._name(place)} ({shown(text)})")
             for tool in json.loads(message.tools or "[]"):
                 name = tool.get("function", tool).get("name")
                 if str(name) not in whole:
                     raise TemplateFault(f"the chat template leaves out the tool {shown(name)}")
 
     def _require_thinking(self, place: int, message: Message, written: str) -> None:
-        """Raise `TemplateFault` unless the template's text of a trained answer, `written`, has its reasoning."""
+        """Raise `TemplateFault` if the rendered answer `written` lacks the reasoning of `message`."""
         parts = _THINKING.split(message.content)[:-1] if message.role == ANSWERS else []
         missing = next((part.strip() for part in parts if part.strip() not in written), None)
         if missing is not None:
@@ -412,36 +412,36 @@ class _Encoder:
             raise TemplateFault(f"{what}, so that it would not be trained; {remedy}")
 
     def _marked(self, messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[_Turn]]:
-        """A row's text, and the spans that the template marks as written by the model: the answers in order, and other
-        spans, such as an end token after the whole, which get the weight that all answers must have then."""
+        """A row's text, and the spans that the template marks as generated: the answers in order, and other spans, such
+        as a final end token. Other spans get the weight of the answers, which must then be equal."""
         rendered = template.render(messages)
         self._all_there(messages, rendered.text)
         answers = [(place, message) for place, message in enumerate(messages) if message.role == ANSWERS]
         weights = {message.weight for _, message in answers}
-        found = 0
+        matched = 0
         turns = []
         for start, end in rendered.marks:
             here = rendered.text[:start], rendered.text[:end]
             marked = rendered.text[start:end]
-            if found < len(answers) and all(said in marked for said in _required_texts(answers[found][1])):
-                place, message = answers[found]
+            if matched < len(answers) and all(text in marked for text in _required_texts(answers[matched][1])):
+                place, message = answers[matched]
                 if message.weight:
                     self._require_thinking(place, message, marked)
                 turns.append(_Turn(place, *here, message.weight, answer=True))
-                found += 1
+                matched += 1
             elif len(weights) > 1:
                 what = f"the chat template marks more than its answers ({shown(marked)})"
                 raise TemplateFault(f"{what}, and these have different weights")
             elif answers and end > start:
-                place, message = answers[max(0, found - 1)]
+                place, message = answers[max(0, matched - 1)]
                 turns.append(_Turn(place, *here, message.weight, answer=False))
-        if found < len(answers):
-            name = self._name(answers[found][0])
+        if matched < len(answers):
+            name = self._name(answers[matched][0])
             raise TemplateFault(f"{name} is in none of the {len(rendered.marks)} places that the chat template marks")
         return rendered.text, [turn for turn in turns if turn.weight > 0]
 
     def opening_of(self, ids: Sequence[int]) -> list[int]:
-        """The begin token, unless a row of text begins with it already."""
+        """The begin token to prepend, unless a row of text already begins with it."""
         written = self._form == "text" and list(ids[: len(self.opening)]) == self.opening
         return [] if written else self.opening
 
@@ -478,8 +478,8 @@ class _Encoder:
         return ids, weights
 
     def _span(self, whole: list[int], before: list[int], after: list[int], turn: _Turn) -> tuple[int, int]:
-        """The span of one message's tokens in `whole`, up to and with the token that closes it. The tokens before it
-        must be the first of the row, and its own tokens the same as if it were the last message."""
+        """The span of one message in `whole`, including its stop token. The tokens before it must be a prefix of the
+        row, and its own tokens must be the same as if it were the last message."""
         start = len(before)
         if whole[:start] != before or after[:start] != before:
             what = f"the last token before {self._name(turn.place)} and its first one merge into another"
@@ -496,7 +496,7 @@ class _Encoder:
         return start, start + len(own)
 
     def _closed(self, own: list[int], following: list[int], turn: _Turn) -> list[int]:
-        """An answer's tokens up to its stop token: the first of the special tokens at its end."""
+        """An answer's tokens up to its stop token, the first of the trailing special tokens."""
         stop = None
         for place in range(len(own) - 1, -1, -1):
             if own[place] in self._special:
@@ -514,8 +514,8 @@ class _Encoder:
 
 
 def _required_texts(message: Message) -> tuple[str, ...]:
-    """The parts of a message that every template must write. Many trim the text, and drop or move the reasoning before
-    an answer. Tool calls are written in many ways, but with the tool's name."""
+    """The parts of a message that every rendered text must contain. Many templates trim the text, and drop or move the
+    reasoning before an answer. Formats of tool calls differ, but all contain the tool's name."""
     content = message.content.rpartition("</think>")[2] if message.role == ANSWERS else message.content
     calls = json.loads(message.extra or "{}").get("tool_calls", ())
     return content.strip(), *(call["function"]["name"] for call in calls)
@@ -539,21 +539,20 @@ def _untrained(weights: list[float], most: int, positions: int | None, skips: bo
 
 
 class TemplateFault(ValueError):
-    """Why this template cannot write a conversation, or why the result cannot be trained on."""
+    """The template cannot render a conversation, or the result is unusable for training."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text, and the character spans [start, end) that the template marks as written by the model, in
-    order."""
+    """A conversation as text. marks: character spans [start, end) that the template marks as generated, in order."""
 
     text: str
     marks: tuple[tuple[int, int], ...]
 
 
 class ChatTemplate:
-    """The template of a tokenizer. `marked`: it marks with `{% generation %}` what the model writes. `dated`: it writes
-    today's date, for which it always gets the same day."""
+    """The chat template of a tokenizer. marked: it marks generated text with `{% generation %}`. dated: it writes
+    today's date, which is replaced by a fixed one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._base = tokenizer.base
@@ -570,20 +569,20 @@ class ChatTemplate:
         self._source = _without_clock(source) if self.dated else source
 
     def render(self, messages: Sequence[Message], *, asks: bool = False) -> Rendered:
-        """`messages` as the model reads them; with `asks` up to the point at which it begins to answer.
+        """Render `messages`; with `asks`, append the generation prompt.
 
         Raises `TemplateFault` with the template's own message, and `InputError` for a malformed template.
         """
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        given = [{"role": each.role, "content": each.content, **json.loads(each.extra or "{}")} for each in messages]
+        dialog = [{"role": each.role, "content": each.content, **json.loads(each.extra or "{}")} for each in messages]
         tools = json.loads(messages[0].tools or "null")
         settings: dict[str, Any] = {**self._base.special_tokens_map, "return_assistant_tokens_mask": self.marked}
         rendered: Any
         try:
             rendered = render_jinja_template(
-                [given], tools, chat_template=self._source, add_generation_prompt=asks, **settings
+                [dialog], tools, chat_template=self._source, add_generation_prompt=asks, **settings
             )
         except TemplateSyntaxError as error:
             raise _refused(f"is no template: {_words(error)}") from error
@@ -596,7 +595,7 @@ class ChatTemplate:
 
 
 def _without_clock(source: str) -> str:
-    """The template after a macro that replaces the clock. The macro itself writes nothing, because transformers sets
+    """Prepend a macro that replaces the clock. Its definition renders as nothing, because transformers configures
     jinja2 to drop the line break after a block."""
     written = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
     refusal = f"{{%- if '%' in text -%}}{{{{ raise_exception({_UNKNOWN_CODE!r} ~ format) }}}}{{%- endif -%}}"
@@ -605,8 +604,8 @@ def _without_clock(source: str) -> str:
 
 
 def _words(error: Exception) -> str:
-    said = legible_line(" ".join(str(error).split())) or type(error).__name__
-    return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
+    text = legible_line(" ".join(str(error).split())) or type(error).__name__
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}..."
 
 
 def _refused(what: str) -> InputError:

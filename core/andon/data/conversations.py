@@ -1,4 +1,4 @@
-"""Files of conversations to rows of messages. All faults of a file are raised at once."""
+"""Reads files of conversations as rows of messages. All faults of the files are raised at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import Examples
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
-"""How the rows of a file are written; all rows of a data set have one form."""
+"""The format of a data set's rows; all of them have the same one."""
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERS = "assistant"
 """The role whose messages are trained."""
 SOURCE_COLUMN = "source"
-"""The column with a row's source, for scores by source; training does not use it."""
+"""The column with a row's source, for scores per source; training does not use it."""
 
 _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -40,10 +40,10 @@ _SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "function": "tool", "observa
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`weight`: of its tokens in the loss, in single precision, if they are trained; 0: they are not trained.
+    """weight: loss weight of its tokens in fp32, if they are trained at all; 0: untrained.
 
-    `extra`: a JSON object with more fields for the chat template (tool calls, the name of a tool), or empty.
-    `tools`: in the first message, a JSON list of the tools that the conversation may call, or empty.
+    extra: a JSON object with more fields for the chat template (tool calls, the name of a tool), or empty.
+    tools: in the first message, a JSON list of the tools that the conversation may call, or empty.
     """
 
     role: str
@@ -55,9 +55,9 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """One row. `id` is its position among all rows, from 0; `where` is its file and line; `source` may be empty.
+    """One row. id: its position among all usable rows, from 0. where: its file and line. source: may be empty.
 
-    A row of the form `text` is one message of the assistant.
+    A row of the form `text` is a single message of the assistant.
     """
 
     id: int
@@ -68,7 +68,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ConversationSet(Examples):
-    """Conversations, all written in one form, held in memory."""
+    """Conversations of one form, in memory."""
 
     rows: tuple[Conversation, ...]
     source: str
@@ -98,25 +98,25 @@ class ConversationSet(Examples):
 
 
 def input_text(form: Form, row: Conversation) -> str:
-    """The input text of a row: the messages before the last answer, each after its role; of a row of text, the text."""
+    """The input text of a row: its messages except the last, each after its role; for `text` rows, the whole text."""
     if form == "text":
         return row.messages[0].content
     return "\n".join(f"{each.role}: {each.content}{each.extra}" for each in row.messages[:-1])
 
 
 def add_form(sha: hashlib._Hash, form: Form) -> None:
-    """Begin the digest of rows that have this form."""
+    """Update the digest of a data set with its form, before its rows."""
     _add(sha, form.encode())
 
 
 def add_row(sha: hashlib._Hash, row: Conversation) -> None:
-    """Continue the digest of rows: every message in order, each part preceded by its length."""
+    """Update the digest of a data set with a row: every message in order, each part preceded by its length."""
     sha.update(len(row.messages).to_bytes(8, "little"))
     for message in row.messages:
         _add(sha, message.role.encode())
         _add(sha, message.content.encode())
         _add(sha, struct.pack("<d", message.weight))
-        for part in filter(None, (message.extra, message.tools)):  # JSON, and no role begins like JSON
+        for part in filter(None, (message.extra, message.tools)):  # unambiguous: JSON begins unlike any role
             _add(sha, part.encode())
 
 
@@ -126,17 +126,16 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
 
 
 def read_conversations(*paths: str | PathLike[str], selection: RowSelection = ALL_ROWS) -> ConversationSet:
-    """Read .jsonl, .json (one object a line, or an array), .parquet, .csv or .tsv files whose rows all have one form.
+    """Read .jsonl, .json (one object per line, or an array), .parquet, .csv or .tsv files whose rows have one form.
 
     `messages` is a list of objects with a `role`, a `content` and optionally a `weight` (0 or more) or `train` (true or
     false). `prompt` and `completion` are two strings, or two lists of such messages; only the completion is trained.
-    `text` is trained as a whole. The chat template gets the list in `tools`. ShareGPT's `conversations` and Alpaca's
-    `instruction`, `input` and `output` are read as messages, with their `system`. Other columns but `source` and `id`
-    are ignored.
-    A row's id is its position among all rows, from 0. With several files, the source of a row is its file
-    (`Origins.names`) if no row of that file names one.
+    `text` is trained as a whole. The chat template receives the list in `tools`. ShareGPT's `conversations` and
+    Alpaca's `instruction`, `input` and `output` are converted to messages, with their `system`. `source` and `id` are
+    read, `chat_template_kwargs` and Alpaca's `history` are faults, and other columns are ignored. A row's id is its
+    position among the usable rows, from 0. With several files, rows of a file without any source get its name.
 
-    Raises `InputError` with every fault found, each as file:line with the offending value.
+    Raises `InputError` with every fault, each as file:line with the offending value.
     """
     reading = Reading(selection)
     rows = list(reading.rows(list(map(Path, paths))))
@@ -148,14 +147,14 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
 
 
 class Reading:
-    """One pass over files: the form and place of the first row, and the places of all rows."""
+    """One pass over files. form, first: the form and the place of the first usable row. origins: of all rows."""
 
     def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
         self.form: Form | None = None
         self.first, self.origins = "", Origins(selection)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
-        """The usable rows of the files in turn. Raises `InputError` at the end, with all faults."""
+        """Yield the usable rows of the files in order. Raises `InputError` with all faults at the end."""
         yield from self.origins.read(paths, self._parsed)
         self.origins.problems.raise_if_any()
 
@@ -177,47 +176,48 @@ class Reading:
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
-    """The prompt in each row of a file: in `column`, else in `prompt`, else in `messages`.
+    """The prompt of each row of a file: from `column`, else from `prompt`, else from `messages`.
 
-    A string is one message of a user. An answer at the end of a list of messages is dropped. Raises `InputError` with
-    every fault found, each as file:line.
+    A string becomes one user message. A final answer in a list of messages is dropped. Raises `InputError` with every
+    fault, each as file:line.
     """
-    problems, found = ProblemList(), list[tuple[Message, ...]]()
+    problems, prompts = ProblemList(), list[tuple[Message, ...]]()
     names = ("prompt", "messages") if column is None else (column,)
     with closing(open_table(path, problems)) as table:
         for record in table.records:
             faults, messages = list[str](), list[Message]()
             fields = record.fields if column is not None else _as_messages(record.fields, faults)
             name = next((name for name in names if fields.get(name) is not None), None)
-            given = None if name is None else fields[name]
+            value = None if name is None else fields[name]
             if name is None:
                 hint = next(
                     filter(None, (did_you_mean(each, fields) for each in names)), "; name it with --prompt-column"
                 )
-                wanted, there = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
-                faults.append(f"has no column {wanted}; there are {there}{hint}")
-            elif isinstance(given, str):
-                faults += filter(None, [column_fault(name, given)])
-                messages = [Message("user", given)]
-            elif isinstance(given, list):
-                messages = _listed(name, given, faults)
+                wanted, columns = " or ".join(map(repr, names)), ", ".join(map(shown, fields)) or "none"
+                faults.append(f"has no column {wanted}; there are {columns}{hint}")
+            elif isinstance(value, str):
+                faults += filter(None, [column_fault(name, value)])
+                messages = [Message("user", value)]
+            elif isinstance(value, list):
+                messages = _listed(name, value, faults)
                 if messages and messages[-1].role == ANSWERS:
                     messages.pop()
                 if not messages and not faults:
                     faults.append(f"{name} asks nothing: all that it holds is an answer")
             else:
-                faults.append(f"{name} {must_be('a string or a list of messages', given)}")
-            found.append(_with_tools(tuple(messages), fields, faults))
+                faults.append(f"{name} {must_be('a string or a list of messages', value)}")
+            prompts.append(_with_tools(tuple(messages), fields, faults))
             for fault in faults:
                 problems.add(table.place(record.line), fault)
-    if not found and not problems:
+    if not prompts and not problems:
         problems.add(str(path), "has no rows")
     problems.raise_if_any()
-    return tuple(found)
+    return tuple(prompts)
 
 
 def conversations_in(fields: Mapping[str, object]) -> str:
-    """What identifies a row as a conversation; empty if nothing does. `text` does not: rows of classes have it too."""
+    """The format that identifies a row as a conversation, for messages, or an empty string. A column `text` does not
+    identify one: rows of other tasks have it too."""
     for form, columns in _COLUMNS.items():
         if form != "text" and all(fields.get(name) is not None for name in columns):
             return "conversations"
@@ -230,27 +230,27 @@ def conversations_in(fields: Mapping[str, object]) -> str:
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
     source = conversations_in(fields)
     if "ShareGPT" in source:
-        given: list[Any] = []
+        messages: list[Any] = []
         for each in fields["conversations"]:  # type: ignore[attr-defined]
             if isinstance(each, dict) and "from" in each:
                 role = _SHAREGPT_ROLES.get(str(each["from"]), each["from"])
                 more = {key: value for key, value in each.items() if key not in ("from", "value")}
-                given.append(more | {"role": role, "content": each.get("value")})
+                messages.append(more | {"role": role, "content": each.get("value")})
             else:
-                given.append(each)
+                messages.append(each)
     elif "Alpaca" in source:
         texts = {name: fields.get(name) or "" for name in ("instruction", "input", "output")}
         faults += filter(None, (column_fault(name, text) for name, text in texts.items() if text or name != "input"))
         if fields.get("history"):
             faults.append("column 'history' is there, and is not read: write such rows as messages")
         question = "\n\n".join(str(texts[name]) for name in ("instruction", "input") if texts[name])
-        given = [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
+        messages = [{"role": "user", "content": question}, {"role": ANSWERS, "content": texts["output"]}]
     else:
         return fields
     system = fields.get("system")
-    if system and not any(isinstance(each, dict) and each.get("role") == "system" for each in given):
-        given.insert(0, {"role": "system", "content": system})
-    return {name: value for name, value in fields.items() if name != "text"} | {"messages": given}
+    if system and not any(isinstance(each, dict) and each.get("role") == "system" for each in messages):
+        messages.insert(0, {"role": "system", "content": system})
+    return {name: value for name, value in fields.items() if name != "text"} | {"messages": messages}
 
 
 def _with_tools(messages: tuple[Message, ...], fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
@@ -270,7 +270,7 @@ def _function(value: Any) -> dict[str, Any] | None:
 
 
 def _decoded(value: object) -> object:
-    """A string parsed as JSON if possible, since many files write tools and arguments so; other values unchanged."""
+    """A string parsed as JSON if possible, as many files encode tools and arguments; else `value`."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
@@ -278,13 +278,13 @@ def _decoded(value: object) -> object:
 
 
 def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)  # `str` for the dates of Parquet
+    return json.dumps(value, ensure_ascii=False, default=str)  # `str` for dates in Parquet
 
 
-def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
-    """The fields of a message besides its content that a chat template reads; faults go to `faults`."""
-    found: dict[str, Any] = {}
-    calls: Any = _decoded(given.get("tool_calls")) or []
+def _extra(message: Mapping[str, object], role: object, faults: list[str]) -> str:
+    """`Message.extra` from the fields of a message; adds to `faults`."""
+    fields: dict[str, Any] = {}
+    calls: Any = _decoded(message.get("tool_calls")) or []
     if calls and role != ANSWERS:
         faults.append(f"is from {shown(role)} and has tool_calls, which only {ANSWERS!r} makes")
     for call in calls if isinstance(calls, list) else [calls]:
@@ -294,17 +294,17 @@ def _extra(given: Mapping[str, object], role: object, faults: list[str]) -> str:
             continue
         called = {"name": function["name"], "arguments": _decoded(function.get("arguments", {}))}
         id_ = {"id": call["id"]} if call.get("id") is not None else {}
-        found.setdefault("tool_calls", []).append({**id_, "type": "function", "function": called})
+        fields.setdefault("tool_calls", []).append({**id_, "type": "function", "function": called})
     for key in ("tool_call_id", "name"):
-        if given.get(key) is not None:
-            found[key] = given[key]
-            faults += filter(None, [column_fault(key, given[key])])
-    faults += filter(None, [column_fault("tool_calls", _json(found))])
-    return _json(found) if found else ""
+        if message.get(key) is not None:
+            fields[key] = message[key]
+            faults += filter(None, [column_fault(key, message[key])])
+    faults += filter(None, [column_fault("tool_calls", _json(fields))])
+    return _json(fields) if fields else ""
 
 
 def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
-    if fields.get("chat_template_kwargs"):  # they change what a template writes
+    if fields.get("chat_template_kwargs"):  # they would change the rendered text
         what = "column 'chat_template_kwargs' is there, and is not read"
         faults.append(f"{what}: render such rows yourself and give them as text")
     complete = [form for form, columns in _COLUMNS.items() if all(name in fields for name in columns)]
@@ -336,14 +336,14 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
     if form == "messages":
         messages = _listed("messages", fields["messages"], faults)
     elif form == "prompt and completion as messages":
-        asked = _listed("prompt", fields["prompt"], faults)
-        answered = _listed("completion", fields["completion"], faults)
+        prompt = _listed("prompt", fields["prompt"], faults)
+        completion = _listed("completion", fields["completion"], faults)
         faults += [
             f"completion[{place}] is from {each.role!r}: a completion is what the model writes and tools say to it"
-            for place, each in enumerate(answered)
+            for place, each in enumerate(completion)
             if each.role not in (ANSWERS, "tool")
         ]
-        messages = [*(replace(each, weight=0.0) if each.role == ANSWERS else each for each in asked), *answered]
+        messages = [*(replace(each, weight=0.0) if each.role == ANSWERS else each for each in prompt), *completion]
     else:
         texts = {name: fields[name] for name in _COLUMNS[form]}
         faults += filter(None, (column_fault(name, text) for name, text in texts.items()))
@@ -359,26 +359,26 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
 
 
 def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
-    """The usable messages of one list; the faults of the others are noted with their position."""
+    """The usable messages of a list; adds the faults of the others, with their positions, to `faults`."""
     if not isinstance(value, list):
         faults.append(f"{name} {must_be('a list of messages', value)}")
         return []
     if not value:
         faults.append(f"{name} is an empty list")
     messages = []
-    for place, given in enumerate(value):
-        message, found = _message(given)
-        faults += [f"{name}[{place}] {fault}" for fault in found]
+    for place, item in enumerate(value):
+        message, item_faults = _message(item)
+        faults += [f"{name}[{place}] {fault}" for fault in item_faults]
         if message is not None:
             messages.append(message)
     return messages
 
 
-def _message(given: object) -> tuple[Message | None, list[str]]:
-    if not isinstance(given, dict):
-        return None, [must_be("an object with a role and a content", given)]
+def _message(item: object) -> tuple[Message | None, list[str]]:
+    if not isinstance(item, dict):
+        return None, [must_be("an object with a role and a content", item)]
     faults: list[str] = []
-    role, content = given.get("role"), given.get("content")
+    role, content = item.get("role"), item.get("content")
     if isinstance(content, list) and content:
         texts = [each.get("text") if isinstance(each, dict) else each for each in content]
         for place, (part, text) in enumerate(zip(content, texts, strict=True)):
@@ -386,7 +386,7 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
             if kind != "text" or not isinstance(text, str):
                 faults.append(f"content[{place}] is of the type {shown(kind)}; only text is read ({shown(part)})")
         content = "".join(map(str, texts))
-    extra = _extra(given, role, faults)
+    extra = _extra(item, role, faults)
     content = "" if content is None and "tool_calls" in extra else content
     if role is None:
         faults.append(f"has no role; known are {', '.join(ROLES)}")
@@ -397,12 +397,11 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
         faults.append("has no content")
     elif not isinstance(content, str) or content.strip() or (role == ANSWERS and "tool_calls" not in extra):
         faults += filter(None, [column_fault("content", content)])
-    for key, value in given.items():
+    for key, value in item.items():
         if key not in _KEYS and value is not None and value != []:
             hint = did_you_mean(str(key), _KEYS)
             faults.append(f"has {shown(key)}, which is not read; known are {', '.join(_KEYS)}{hint}")
-    # Its weight: by `weight` or `train`, else 1.
-    weight, train, number = given.get("weight"), given.get("train"), 1.0
+    weight, train, number = item.get("weight"), item.get("train"), 1.0
     if train is not None and not isinstance(train, bool):
         faults.append(f"train {must_be('true or false', train)}")
     elif weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
@@ -410,7 +409,7 @@ def _message(given: object) -> tuple[Message | None, list[str]]:
     else:
         try:
             (number,) = struct.unpack("<f", struct.pack("<f", (train is not False) if weight is None else weight))
-        except (OverflowError, struct.error):  # struct.error: an integer too large for a double
+        except (OverflowError, struct.error):  # struct.error: an integer beyond fp64
             number = math.inf
         if not 0.0 <= number < math.inf:
             faults.append(f"weight must be a number from 0 to 3.4e38, is {shown(weight)}")

@@ -1,6 +1,6 @@
-"""JSON Lines, CSV, TSV and Parquet: read record by record, each with its line and its fields by name; and written.
+"""JSON Lines, JSON, CSV, TSV and Parquet files: reading records with their lines and named fields, and writing.
 
-The meaning of the fields is the concern of the readers.
+`readers` and `conversations` interpret the fields.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from andon.config.source import require_file
 from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
 
 LONGEST_LINE = 64 * 2**20
-"""The longest line that is read, in bytes."""
+"""The line length limit in bytes."""
 _RECORDS_AT_ONCE = 1024
 _LINES = (".jsonl", ".json")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 Note = Callable[[str, str], None]
-"""Called with a place and the fault there, like `ProblemList.add` and `ProblemList.add_row`."""
+"""Receives a place and its fault, like `ProblemList.add` and `ProblemList.add_row`."""
 Cells = Iterator[tuple[int, list[str]]]
-"""The line on which a record of a table starts, and its cells."""
+"""(line on which the record starts, cells) of each record of a table."""
 _WIDE = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """`line`: where it starts, from 1 (in Parquet and JSON arrays: the row number). `fields`: values by column."""
+    """line: its first line, from 1; in Parquet and JSON arrays, the row number. fields: values by column."""
 
     line: int
     fields: Mapping[str, object]
@@ -45,10 +45,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Table:
-    """The records of a file. `columns`: None if each record has its own (JSON).
+    """The records of a file. columns: None if each record has its own (JSON).
 
-    `typed`: numbers and strings differ (JSON, Parquet). `unit`: what stands between the path and a record's `line`.
-    `note`: what the user should know about how the file is read. `file`: open; the reader closes it.
+    typed: the format distinguishes numbers from strings (JSON, Parquet). unit: separator of path and line in messages.
+    note: for the user, about how the file is parsed. file: the open file, closed by `close`.
     """
 
     path: Path
@@ -67,26 +67,26 @@ class Table:
         return f"{self.path}{self.unit}{line}"
 
 
-_held: list[Table] = []
-"""At most one entry: the file whose first record was read last. The reader that follows need not open it again."""
+_open_file: list[Table] = []
+"""At most one table: the last one of `first_record`. `open_table` reuses its open file."""
 
 
 def first_record(path: Path) -> Mapping[str, object] | None:
-    """The fields of the first record of a file; None if it has no record. The file stays open for `open_table`.
+    """The fields of the first record of a file; None without records. The file stays open for `open_table`.
 
-    Raises `InputError` for a file that cannot be opened, or that has no header and needs one.
+    Raises `InputError` if the file cannot be opened or lacks a required header.
     """
     table = open_table(path, ProblemList())
     first = next(table.records, None)
-    _held.append(table)
+    _open_file.append(table)
     return None if first is None else first.fields
 
 
 def open_table(path: Path, problems: ProblemList) -> Table:
-    """Open a .jsonl, .json (one object a line, or an array), .csv, .tsv or .parquet file; faults go to `problems`.
+    """Open a .jsonl, .json (one object per line, or an array), .csv, .tsv or .parquet file; faults go to `problems`.
 
-    The caller closes the table (`contextlib.closing`). Raises `InputError` for another kind of file, and if `path` is
-    not a file with content.
+    The caller closes the table (`contextlib.closing`). Raises `InputError` for other file suffixes, and if `path` is
+    missing, a folder or empty.
     """
     kind = KINDS.get(path.suffix.lower())
     if kind is None and not path.is_dir():
@@ -95,8 +95,8 @@ def open_table(path: Path, problems: ProblemList) -> Table:
     require_file(path)
     assert kind is not None
     with _readable(path):
-        before = _held.pop() if _held else None
-        file = None if before is None else before.file
+        cached = _open_file.pop() if _open_file else None
+        file = None if cached is None else cached.file
         if file is not None and identity_of(os.fstat(file.fileno())) != identity_of(path.stat()):
             file.close()
             file = None
@@ -108,9 +108,9 @@ def open_table(path: Path, problems: ProblemList) -> Table:
         raise
 
 
-def identity_of(found: os.stat_result) -> tuple[int, ...]:
-    """What changes if the file is another one or is written."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
+    """Device, inode, size, mtime and ctime: a changed or replaced file has another identity."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @contextmanager
@@ -122,11 +122,10 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int, str]]:
-    """(number from 1, text with its line end) of each line of a UTF-8 file from its start, in bounded memory.
+    """Yield (number from 1, text with its line end) of each line of a UTF-8 file, from its start, in bounded memory.
 
-    A byte order mark at the start is dropped. A line that is not UTF-8 (the message has the offset of its first bad
-    byte) or that has a NUL byte is noted and left out. Raises `InputError` if reading cannot continue, for example
-    after a line longer than `LONGEST_LINE`.
+    Drops a leading byte order mark. A line that is not UTF-8 or has a NUL byte is reported to `note`, with the offset
+    of the bad byte, and skipped. Raises `InputError` for UTF-16, read errors and lines longer than `LONGEST_LINE`.
     """
     with _readable(path):
         file.seek(0)
@@ -155,7 +154,7 @@ def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int
 
 
 def _first_line(path: Path, file: BinaryIO) -> str:
-    """The first line that is not blank, or an empty string."""
+    """The first nonblank line, or an empty string."""
     return next((text for _, text in numbered_lines(path, file, lambda *_: None) if text.strip()), "")
 
 
@@ -163,7 +162,7 @@ def _first_line(path: Path, file: BinaryIO) -> str:
 
 
 def json_records(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
-    """One JSON object a line, blank lines aside, or one array of objects, which is held whole."""
+    """One JSON object per line (blank lines are skipped), or one array of objects, which is loaded into memory."""
 
     def of_lines() -> Iterator[Record]:
         for number, line in numbered_lines(path, file, problems.add_row):
@@ -189,7 +188,7 @@ def json_records(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
 
 
 def _values(text: str, where: str, note: Note) -> list[Any]:
-    """The value of `text` as JSON; empty, with a note, if it is malformed."""
+    """[the JSON value of `text`], or [] and a note if it is malformed."""
     try:
         return [json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)]
     except json.JSONDecodeError as error:
@@ -225,9 +224,9 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def comma_separated(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
-    """CSV with a header row; quoted fields may hold delimiters, doubled quotes and line ends.
+    """CSV with a header row; quoted fields may contain delimiters, doubled quotes and line ends.
 
-    The delimiter is a semicolon if the header has semicolons and no comma, as in spreadsheets of many countries.
+    The delimiter is a semicolon if the header has semicolons and no comma, as spreadsheets write in many locales.
     """
     plain = re.sub(r'"[^"]*"', "", _first_line(path, file))
     delimiter = ";" if ";" in plain and "," not in plain else ","
@@ -238,10 +237,10 @@ def comma_separated(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
 def tabbed(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
     """TSV with a header row.
 
-    Most TSV files quote nothing, and a quotation may open in one row and close in another. So if every line has the
-    header's number of fields and the header is not quoted, each line is a record, and only a field that is wholly in
-    quotes loses them. Other files are read like CSV. There, unless the header is quoted, a record that spans several
-    lines is refused if each of these lines looks like a record.
+    Most TSV files do not use quoting, so a stray quote in one row may pair with one in another. If every line has as
+    many fields as an unquoted header, each line is a record, and only fields that are quoted as a whole are unquoted.
+    Other files are parsed like CSV. Then, unless the header is quoted, a record of several lines is a fault if each of
+    these lines has as many fields as the header.
     """
 
     def unquoted() -> Cells:
@@ -267,7 +266,7 @@ def _unquoted(cell: str) -> str:
 def _with_header(path: Path, rows: Cells, problems: ProblemList) -> Table:
     skipped = len(problems.skipped)
     header = next(rows, None)
-    for problem in problems.skipped[skipped:]:  # the next line must not become the header
+    for problem in problems.skipped[skipped:]:  # a skipped header must not be replaced by the next line
         problems.add(problem.where, problem.what)
     if header is None:
         problems.raise_if_any()
@@ -290,8 +289,8 @@ def _with_header(path: Path, rows: Cells, problems: ProblemList) -> Table:
 
 
 def _delimited_records(path: Path, file: BinaryIO, delimiter: str, problems: ProblemList, fields: int = 0) -> Cells:
-    """The records that are not blank. fields: refuse a record of several lines if each line has so many fields by
-    itself; 0: never."""
+    """Yield the nonblank records. fields: report a multi-line record if each of its lines has this many fields; 0:
+    never."""
     last = whole = 0
 
     def lines() -> Iterator[str]:
@@ -326,9 +325,9 @@ def _delimited_records(path: Path, file: BinaryIO, delimiter: str, problems: Pro
 
 
 def parquet(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
-    """A Parquet file, in batches. Raises `InputError` without pyarrow, and if the file is not Parquet.
+    """A Parquet file, read in batches. Raises `InputError` without pyarrow, and if the file is not Parquet.
 
-    Pages are decoded while records are read, so damage before the footer raises `InputError` only then.
+    Pages are decoded lazily, so damaged pages raise `InputError` while records are read.
     """
     arrow, arrow_parquet = _arrow(path, "reading")
     try:
@@ -375,12 +374,12 @@ KINDS: dict[str, Callable[[Path, BinaryIO, ProblemList], Table]] = {
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file of this ending has columns (CSV, TSV, Parquet), not an object for each row (JSON)."""
+    """Whether the file suffix means a table with columns (CSV, TSV, Parquet) instead of JSON objects."""
     return path.suffix.lower() not in _LINES
 
 
 def require_kind(path: Path) -> None:
-    """Raise `InputError` unless a file with the ending of `path` can be written here."""
+    """Raise `InputError` for an unknown file suffix, or for Parquet without pyarrow."""
     known = (*_LINES, *_DELIMITERS, ".parquet")
     if path.suffix.lower() not in known:
         raise InputError([Problem(str(path), f"unknown kind of file {path.suffix!r}; written are {', '.join(known)}")])
@@ -389,33 +388,33 @@ def require_kind(path: Path) -> None:
 
 
 def encoded(path: Path, records: Iterable[Mapping[str, object]]) -> Iterator[bytes]:
-    """The parts of a file of the kind that the ending of `path` names, from `records` that all have the same keys.
+    """Encode `records`, which all have the same keys, in the format of `path`'s suffix. Yields chunks of bytes.
 
-    A mapping among the values is an object in JSON; a table has a column `KEY_NAME` for each of its values. Parquet is
-    built in memory, the other kinds in bounded memory. Raises `InputError` for another ending, for Parquet without
-    pyarrow, and for values that Parquet cannot hold.
+    A mapping as a value becomes an object in JSON, and columns `KEY_NAME` in a table. Parquet is built in memory, the
+    other formats use bounded memory. Raises `InputError` for an unknown suffix, for Parquet without pyarrow, and for
+    values that Parquet cannot represent.
     """
     require_kind(path)
-    waiting = iter(records)
+    remaining = iter(records)
     if path.suffix.lower() == ".parquet":
         arrow, arrow_parquet = _arrow(path, "writing")
         try:
             sink = arrow.BufferOutputStream()
-            arrow_parquet.write_table(arrow.Table.from_pylist([_flat(record) for record in waiting]), sink)
+            arrow_parquet.write_table(arrow.Table.from_pylist([_flat(record) for record in remaining]), sink)
         except arrow.ArrowException as error:
             raise InputError([Problem(str(path), f"Parquet cannot hold this: {error}")]) from error
         yield bytes(sink.getvalue())
         return
     header = is_table(path)
-    while part := list(islice(waiting, _RECORDS_AT_ONCE)):
+    while part := list(islice(remaining, _RECORDS_AT_ONCE)):
         if not is_table(path):
             yield "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in part).encode()
             continue
         rows = [_flat(record) for record in part]
-        held = io.StringIO()
-        # All texts in quotes: by default the writer does not quote a carriage return, at which readers break a line.
+        buffer = io.StringIO()
+        # Quote all texts: by default the writer does not quote carriage returns, which readers treat as line ends.
         delimiter = _DELIMITERS[path.suffix.lower()]
-        table = csv.writer(held, delimiter=delimiter, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+        table = csv.writer(buffer, delimiter=delimiter, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
         if header:
             table.writerow(rows[0])
         table.writerows(
@@ -423,7 +422,7 @@ def encoded(path: Path, records: Iterable[Mapping[str, object]]) -> Iterator[byt
             for row in rows
         )
         header = False
-        yield held.getvalue().encode()
+        yield buffer.getvalue().encode()
 
 
 def _flat(record: Mapping[str, object]) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Model names that are not local folders: looked up on the hub once, before a library retries again and again."""
+"""Model names that are not local folders: checked on the hub once, before a library starts its retries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _ANSWER_S = 10.0
 
 
 def at_hand(base: str, revision: str | None = None) -> str:
-    """The folder of the model `base` on this machine: itself, or its folder in the hub's cache at `revision`.
+    """The local folder of the model `base`: `base` itself, or its snapshot at `revision` in the hub's cache.
 
-    For a name from a run folder, which may be from anybody: nothing is downloaded for it. Raises `InputError` if the
-    model is not on this machine.
+    Downloads nothing: `base` may be from an untrusted run folder. Raises `InputError` if the model is not on this
+    machine.
     """
     from huggingface_hub import snapshot_download
 
@@ -22,7 +22,7 @@ def at_hand(base: str, revision: str | None = None) -> str:
         return base
     try:
         return snapshot_download(base, revision=revision, local_files_only=True)
-    except Exception as error:  # a name that can be none, or a cache without it
+    except Exception as error:  # an invalid name, or not in the cache
         what = f"the base {base!r} is no folder here"
         if Path(base).is_absolute():
             what += "; if it has moved, name its place: --model PATH, in eval, predict, generate and export"
@@ -33,7 +33,7 @@ def at_hand(base: str, revision: str | None = None) -> str:
 
 
 def require_on_hub(name: str, revision: str | None = None) -> None:
-    """Raise `InputError` if `name` is not a valid hub id, is unknown there at `revision`, or the hub is unreachable.
+    """Raise `InputError` if `name` is not a valid hub id, does not exist at `revision`, or if the hub is unreachable.
 
     A model whose configuration is in the hub's cache passes without a request.
     """
@@ -51,13 +51,13 @@ def require_on_hub(name: str, revision: str | None = None) -> None:
     except errors.OfflineModeIsEnabled:
         why = f"no model of that name{at} in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
     except errors.GatedRepoError:
-        return  # it is there; loading it says what access it needs
+        return  # it exists; loading it reports the access that it needs
     except errors.RepositoryNotFoundError:
         why = "the hub has no model of that name that you may see"
     except errors.RevisionNotFoundError:
         why = f"the hub has the model of that name, but not{at}"
     except errors.HfHubHTTPError:
-        return  # the hub answers otherwise; loading tries again where that may help
-    except Exception as error:  # noqa: BLE001 - of whichever HTTP library the hub's client uses
+        return  # other HTTP errors: loading retries those that may be transient
+    except Exception as error:  # noqa: BLE001 - the hub client's HTTP library varies
         why = f"the hub could not be reached ({type(error).__name__}: {error})"
     raise InputError([Problem("model.base", f"there is no folder {name!r} here, and {why}")])

@@ -1,4 +1,4 @@
-"""Labels of files: what they mean, and what is wrong with them; and class weights."""
+"""Parsing and validation of labels, and class weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|infinity|nan)"
 _AS_SETS = "; to learn several labels a row: --task multi-label"
 _AS_NUMBERS = "; to learn the numbers themselves: --task regression"
 LARGEST_TARGET = 3e38
-"""The largest target; a model's fp32 numbers end a little above it."""
+"""The largest absolute target; the fp32 maximum is 3.4e38."""
 
 
 def text_fault(text: str) -> str | None:
-    """Why `text` cannot be a text or a class name; None: it can."""
+    """The reason `text` is unusable as a text or class name, or None."""
     if not text.strip():
         return "is empty" if not text else f"is only white space ({shown(text)})"
     if "\0" in text:
@@ -34,7 +34,7 @@ def text_fault(text: str) -> str | None:
 
 
 def column_fault(name: str, value: object) -> str | None:
-    """Why `value` in column `name` cannot be a text; None: it can."""
+    """The reason `value` in column `name` is unusable as a text, or None."""
     fault = text_fault(value) if isinstance(value, str) else must_be("a string", value)
     return f"{name} {fault}" if fault else None
 
@@ -44,7 +44,7 @@ def must_be(wanted: str, value: object) -> str:
 
 
 def class_of(label: object, typed: bool) -> tuple[object, str | None]:
-    """The label of a class, and why it is unusable, or None. `typed`: numbers and strings differ; else all is text."""
+    """(label, its fault or None) for classification. typed: as in `Table`; untyped labels are strings."""
     fault = None
     negative = f"label {label} is negative; labels are integers from 0, or strings"
     if label is None:
@@ -66,7 +66,7 @@ def class_of(label: object, typed: bool) -> tuple[object, str | None]:
 
 
 def target_of(label: object, typed: bool) -> tuple[float, str | None]:
-    """The target number, and why it is unusable, or None. `typed`: numbers and strings differ; else all is text."""
+    """(number, its fault or None) for regression. typed: as in `Table`; untyped labels are strings."""
     if label is None:
         return 0.0, "label is null"
     if isinstance(label, bool) or not isinstance(label, int | float if typed else str):
@@ -75,7 +75,7 @@ def target_of(label: object, typed: bool) -> tuple[float, str | None]:
         return 0.0, f"label {shown(label)} is no number"
     try:
         number = float(label)
-    except OverflowError:  # an integer of JSON has any number of digits
+    except OverflowError:  # JSON integers are unbounded
         number = math.inf
     if math.isnan(number):
         return 0.0, f"label {shown(label)} is not finite"
@@ -85,9 +85,9 @@ def target_of(label: object, typed: bool) -> tuple[float, str | None]:
 
 
 def label_set_of(separator: str | None, label: object, typed: bool) -> tuple[tuple[str, ...], str | None]:
-    """The labels of a row, and why they are unusable, or None.
+    """(labels of a row, their fault or None) for multi-label classification.
 
-    A list of strings, or a string with `separator` between labels; an empty string has no label.
+    label: a list of strings, or a string of labels joined by `separator`; an empty string means no labels.
     """
     if isinstance(label, str) and separator is not None:
         label = [part.strip() for part in label.split(separator)] if label.strip() else []
@@ -100,12 +100,12 @@ def label_set_of(separator: str | None, label: object, typed: bool) -> tuple[tup
         fault = text_fault(name) if isinstance(name, str) else f"is a {type(name).__name__}, and labels are strings"
         if fault is not None:
             return (), f"label {shown(name)} {fault}"
-    twice = next((name for name in label if label.count(name) > 1), None)
-    return tuple(label), None if twice is None else f"label {shown(twice)} is there twice"
+    repeated = next((name for name in label if label.count(name) > 1), None)
+    return tuple(label), None if repeated is None else f"label {shown(repeated)} is there twice"
 
 
 def likely_separator(labels: Sequence[str]) -> str:
-    """The separator that splits more than half of the labels into several; empty if there is none."""
+    """The separator that splits more than half of the labels into several parts, or an empty string."""
     for separator in (";", "|", ","):
         joined = sum(len([part for part in label.split(separator) if part.strip()]) > 1 for label in labels)
         if 2 * joined > len(labels):
@@ -114,11 +114,11 @@ def likely_separator(labels: Sequence[str]) -> str:
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:
-    """The labels as integers or strings, and (position, fault) for each label whose type differs from the majority.
+    """(labels as integers or strings, (position, fault) of each label whose type is not the majority's).
 
-    Text from a table counts as integers if every label is one and none has leading zeros.
+    Untyped labels become integers if all are integers without leading zeros.
     """
-    # A label of a table with more than 18 digits is a name.
+    # An untyped label of more than 18 digits is a name.
     number = re.compile(r"[0-9]{1,18}")
     integer = [isinstance(label, int) if typed else number.fullmatch(str(label)) is not None for label in labels]
     integers = sum(integer)
@@ -138,7 +138,7 @@ def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | 
 
 
 def alike(names: Sequence[str]) -> list[list[str]]:
-    """Groups of names that differ only in case, white space or Unicode form, in their order."""
+    """Groups of names that differ only in case, white space or Unicode form, in the order of `names`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(" ".join(unicodedata.normalize("NFKC", name).casefold().split()), []).append(name)
@@ -146,9 +146,9 @@ def alike(names: Sequence[str]) -> list[list[str]]:
 
 
 def class_weights(kind: ClassWeights, counts: Sequence[int], names: Sequence[str] = ()) -> tuple[float, ...]:
-    """One weight a class, with sum K, for `counts` rows of each of K classes (F-TUNE-005 of the seed).
+    """One weight per class, with sum K, from the `counts` of rows in each of K classes (F-TUNE-005 of the seed).
 
-    uniform: 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root. names: of the classes, for
+    uniform: all 1; inverse: proportional to n / (K * n_c); sqrt_inverse: to its square root. names: of the classes, for
     messages. Raises `InputError` without classes, and for a class without rows unless `kind` is uniform.
     """
     if not counts:

@@ -1,4 +1,4 @@
-"""Where rows come from: the file and line of each row, and short names for the files."""
+"""The file and line of each row, and short names of the files."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Parsed = TypeVar("Parsed")
 
 @dataclass(frozen=True)
 class RowSelection:
-    """Which rows of files are read. skip_bad: skip unusable rows instead of refusing them. limit: stop after this many
-    rows; None: read to the end of the files."""
+    """Which rows of files to read. skip_bad: skip unusable rows instead of raising. limit: stop after this many usable
+    rows; None: no limit."""
 
     skip_bad: bool = False
     limit: int | None = None
@@ -30,11 +30,11 @@ class RowSelection:
 
 ALL_ROWS = RowSelection()
 ID_COLUMN = "id"
-"""A column of this name must not repeat a value in a file. The rows' own ids are their positions all the same."""
+"""The values of this column must be unique within a file. Row ids are positions and do not depend on it."""
 
 
 def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """Each path, shortened to as few of its last parts as keep the names distinct."""
+    """The paths, shortened to the smallest number of trailing parts that keeps them distinct."""
     parts = [Path(path).absolute().parts for path in paths]
     for depth in range(1, max(map(len, parts), default=1)):
         short = ["/".join(each[-depth:]) for each in parts]
@@ -47,25 +47,25 @@ Stamp = list[str | int]
 
 
 def stamps(paths: Sequence[Path]) -> list[Stamp]:
-    """The path, size and times of each file, equal only for equal content. Raises `InputError` for a missing file."""
-    found: list[Stamp] = []
+    """[path, *`identity_of`] of each file, which changes with its content. Raises `InputError` for a missing file."""
+    result: list[Stamp] = []
     for path in paths:
         require_file(path)
-        found.append([str(path.absolute()), *identity_of(path.stat())])
-    return found
+        result.append([str(path.absolute()), *identity_of(path.stat())])
+    return result
 
 
 def require_unchanged(paths: Sequence[Path], *before: Sequence[Stamp]) -> None:
-    """Raise `InputError` if the stamp of a file differs from any of those `before`."""
+    """Raise `InputError` if the current stamps of `paths` differ from any list of stamps in `before`."""
     if any(stamps(paths) != each for each in before):
         raise InputError([Problem(", ".join(map(str, paths)), "has changed while it was read; start again")])
 
 
 class Origins:
-    """The file and line of each row. Rows are added in order, one file after another; a row is known by its position.
+    """The file and line of each row, by its position. Rows are added in order, one file after another.
 
-    stamps: of the files when their reading began. problems: what is wrong in them; skipped: the rows that were left
-    out, and why. notes: lines for the user about how the files were read.
+    stamps: of the files when reading began. problems: their faults. skipped: the faults of skipped rows. notes: lines
+    for the user about how the files were read.
     """
 
     def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
@@ -80,17 +80,17 @@ class Origins:
         self._ids: dict[str, int] = {}
 
     @classmethod
-    def of(cls, paths: Sequence[Path], said: Mapping[str, Any], lines: array[int]) -> Self:
-        """The origins that were `described`. lines: of each row."""
-        found = cls()
-        found._files = list(zip(paths, said["units"], strict=True))
-        found._starts = [0, *accumulate(said["sizes"])][: len(paths)]
-        found.lines, found.notes = lines, list(said["notes"])
-        found.skipped = [Problem(where, what) for where, what in said["skipped"]]
-        return found
+    def of(cls, paths: Sequence[Path], description: Mapping[str, Any], lines: array[int]) -> Self:
+        """Restore origins from `described()` and the line of each row."""
+        origins = cls()
+        origins._files = list(zip(paths, description["units"], strict=True))
+        origins._starts = [0, *accumulate(description["sizes"])][: len(paths)]
+        origins.lines, origins.notes = lines, list(description["notes"])
+        origins.skipped = [Problem(where, what) for where, what in description["skipped"]]
+        return origins
 
     def described(self) -> dict[str, object]:
-        """All but the lines, for JSON."""
+        """Everything except `lines`, as JSON values."""
         return {
             "units": [unit for _, unit in self._files],
             "sizes": list(self.sizes),
@@ -104,10 +104,10 @@ class Origins:
         parse: Callable[[Table, Record], tuple[Parsed, list[str]]],
         begin: Callable[[Table], None] = lambda table: None,
     ) -> Iterator[Parsed]:
-        """The usable rows of files in order, up to the limit of rows. A file without usable rows is a problem.
+        """Yield the usable rows of files in order, up to the limit. A file without usable rows is a problem.
 
-        parse: a record as a row, and its faults; a row without faults is added. begin: called with each open file.
-        Raises `InputError` for a file that is named twice.
+        parse: returns a record's row and its faults. begin: called with each file once it is open. Raises `InputError`
+        for a file that is named twice.
         """
         problems = self.problems
         for path in paths:
@@ -141,15 +141,15 @@ class Origins:
         return len(self.lines)
 
     def repeated(self, table: Table, record: Record) -> list[str]:
-        """A fault if an earlier record of the file has the same value in the column `id`."""
-        given = record.fields.get(ID_COLUMN)
-        if given is None or given == "":
+        """[fault] if an earlier record of the file has the same value in the column `id`, else []."""
+        value = record.fields.get(ID_COLUMN)
+        if value is None or value == "":
             return []
-        first = self._ids.setdefault(str(given), record.line)
-        return [] if first == record.line else [f"id {shown(given)} is there already, at {table.place(first)}"]
+        first = self._ids.setdefault(str(value), record.line)
+        return [] if first == record.line else [f"id {shown(value)} is there already, at {table.place(first)}"]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, ascending, and number those from 0."""
+        """Keep only the rows at these ascending positions and renumber them from 0."""
         self._starts = [bisect_left(rows, start) for start in self._starts]
         self.lines = array("q", (self.lines[row] for row in rows))
 
@@ -169,18 +169,17 @@ class Origins:
         return f"{path}{unit}{self.lines[row]}"
 
     def file_of(self, row: int) -> int:
-        """The position of a row's file among the files."""
+        """The index of a row's file."""
         return bisect_right(self._starts, row) - 1
 
     def names(self) -> tuple[str, ...]:
         return short_names([path for path, _ in self._files])
 
     def with_files(self, sources: Sequence[str]) -> list[str]:
-        """The source of each row. The rows of a file get its name if there are several files and none of its rows
-        names a source."""
-        found, start = [*sources], 0
+        """`sources`, one per row. With several files, the rows of a file without any source get the file's name."""
+        result, start = [*sources], 0
         for name, size in zip(self.names(), self.sizes, strict=True):
             if len(self.sizes) > 1 and not any(sources[start : start + size]):
-                found[start : start + size] = [name] * size
+                result[start : start + size] = [name] * size
             start += size
-        return found
+        return result

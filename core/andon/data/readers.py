@@ -1,4 +1,4 @@
-"""Files of labelled texts or tagged words, and files of texts to predict. All faults of a file are raised at once."""
+"""Readers of labelled texts, tagged words and texts to predict. All faults of the files are raised at once."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Kind = TypeVar("Kind", bound=TextRows[Any])
 
 TEXT_COLUMNS = ("input", "text")
 LABEL_COLUMNS = ("label",)
-"""The columns of texts and labels if the user names none."""
+"""The default columns of texts and labels."""
 TOKENS, TAGS = "tokens", "tags"
-"""The columns of words and tags if the user names none."""
+"""The default columns of words and tags."""
 Columns = Mapping[str, tuple[str, ...]]
-"""The names that the column of each part may have: `text`, `label` and, for pairs, `text_pair`, in this order."""
+"""Candidate column names of each part: `text`, `label` and, for pairs, `text_pair`, in this order."""
 Parsed = tuple[tuple[tuple[str, ...], Any], list[str]]
-"""A row's texts and its label before it has a number, and what is wrong with it."""
+"""((texts, label as written), faults) of a row."""
 
 
 def read(
@@ -40,21 +40,21 @@ def read(
     labels: Sequence[str] | None = None,
     selection: RowSelection = ALL_ROWS,
 ) -> Kind:
-    """Read .jsonl, .json (one object a line, or an array), .csv, .tsv or .parquet files, one after another.
+    """Read .jsonl, .json (one object per line, or an array), .csv, .tsv or .parquet files, one after another.
 
     The text is in `text_column` (default `input` or `text`), the second text of a pair in `text_pair_column`. The label
     is in `label_column` (default `label`). Its form depends on `kind`:
     `DataSet`: a class, an integer from 0 or a string; all of one type, at least two classes.
     `Targets`: a finite number in the range of fp32.
-    `LabelSets`: a list of strings, or a string with `label_separator` between labels; the column may be `labels`.
-    `Tagged`: `text_column` (default `tokens`) has a list of words, `label_column` (default `tags`) one tag a word.
+    `LabelSets`: a list of strings, or a string with `label_separator` between labels; default column also `labels`.
+    `Tagged`: `text_column` (default `tokens`) has a list of words, `label_column` (default `tags`) one tag per word.
 
-    labels: the known labels, for an evaluation file; None: the labels are those found, sorted (integers by value).
-    A row's id is its position among all rows, from 0. Rows that `selection` skips have no id (`Origins.skipped`).
+    labels: the known labels, for an evaluation file; None: the labels of the rows, sorted (integers by value). A row's
+    id is its position among the usable rows, from 0. `Origins.skipped` has the rows that `selection` skips.
 
-    Raises `InputError` with every fault found, each as file:line with the offending value: a file that is missing,
-    named twice, empty, a folder or not UTF-8; NUL bytes; malformed records; missing columns; empty texts; labels that
-    are unusable or unknown; ids that a file repeats; too few classes; no rows.
+    Raises `InputError` with every fault, each as file:line with the offending value: a file that is missing, named
+    twice, empty, a folder or not UTF-8; NUL bytes; malformed records; missing columns; empty texts; unusable or unknown
+    labels; ids that repeat within a file; fewer than two classes; no rows.
     """
     origins, typed = Origins(selection), True
     problems = origins.problems
@@ -77,28 +77,28 @@ def read(
         _require_columns(columns, table, problems)
         typed = typed and table.typed
 
-    found = list(origins.read(map(Path, paths), parse, begin))
+    parsed = list(origins.read(map(Path, paths), parse, begin))
 
     def refuse(faults: Iterable[tuple[int, str]]) -> None:
-        """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or no row is left."""
+        """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or if no row remains."""
         places: set[int] = set()
         for place, fault in faults:
             problems.add_row(origins.where(place), fault)
             places.add(place)
         problems.raise_if_any()
         if places:
-            kept = [place for place in range(len(found)) if place not in places]
-            if not kept:
+            remaining = [place for place in range(len(parsed)) if place not in places]
+            if not remaining:
                 problems.add(origins.source, f"no row can be used; {problems.skipped[-1]}")
                 problems.raise_if_any()
-            found[:] = [found[place] for place in kept]
-            origins.keep(kept)
+            parsed[:] = [parsed[place] for place in remaining]
+            origins.keep(remaining)
 
-    # The names of the labels, and each row's labels by name.
-    named: Sequence[Any] = [label for _, label in found]
+    # Collect the label names, and the names of each row's labels.
+    named: Sequence[Any] = [label for _, label in parsed]
     names: tuple[str, ...] = ("value",)
     if kind is DataSet:
-        if not typed:  # a table has only text, so the labels of the files beside it are text too
+        if not typed:  # CSV and TSV have only text, so other files' labels become text too
             named = [str(label) for label in named]
         named, odd = same_kind(named, typed)
         refuse(odd)
@@ -118,7 +118,7 @@ def read(
         if not names:
             problems.add(origins.source, "no row has a label")
 
-    # Their numbers, after rows with unknown labels are refused.
+    # Refuse rows with unknown labels, then map the labels to numbers.
     if kind is not Targets:
         numbers = {name: number for number, name in enumerate(names)}
         hint = cache(lambda name: did_you_mean(name, names))
@@ -135,7 +135,7 @@ def read(
         named = [tuple(sorted(each) if kind is LabelSets else each) for each in named]
     rows = (
         Row(place, texts[0], label, texts[1] if len(texts) > 1 else None)
-        for place, ((texts, _), label) in enumerate(zip(found, named, strict=True))
+        for place, ((texts, _), label) in enumerate(zip(parsed, named, strict=True))
     )
     return kind(tuple(rows), names, origins.source, origins)
 
@@ -200,7 +200,7 @@ def _tagged_words(
 
 @dataclass(frozen=True, slots=True)
 class TextRow:
-    """A text to predict, and the second text of a pair.
+    """A text to predict. pair: the second text of a pair.
 
     fields: the row's values by column, in order; empty for standard input. named: the columns of the texts.
     """
@@ -213,7 +213,7 @@ class TextRow:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a file; each call of `rows` reads the file again. columns: the columns of all its rows."""
+    """The texts of a file. columns: the union of its rows' columns. rows: each call reads the file again."""
 
     columns: tuple[str, ...]
     rows: Callable[[], Iterator[TextRow]]
@@ -224,10 +224,10 @@ def read_texts(
 ) -> Texts:
     """The texts of a file in `text_column` (default `input` or `text`), and the second texts of pairs.
 
-    words: a list of words (default column `tokens`) is also a text, joined by spaces.
+    words: also accept lists of words, joined by spaces, and the default column `tokens`.
 
-    Checks the whole file now, in bounded memory. Other columns may hold anything. Raises `InputError` with every fault
-    found, each as file:line.
+    Validates the whole file in bounded memory before returning; other columns are not checked. Raises `InputError` with
+    every fault, each as file:line.
     """
     wanted = {"text": _candidates(text_column, (TOKENS, *TEXT_COLUMNS) if words else TEXT_COLUMNS)}
     wanted |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
@@ -266,9 +266,9 @@ def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
     return usual if named is None else (named,)
 
 
-def _chosen(columns: Columns, there: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The column of each part among the names `there`, or no column and what is unclear."""
-    names, chosen, faults = tuple(there), list[str](), list[str]()
+def _chosen(columns: Columns, present: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
+    """(column of each part among those present, faults); no columns if there are faults."""
+    names, chosen, faults = tuple(present), list[str](), list[str]()
     for part, candidates in columns.items():
         matching = [name for name in candidates if name in names]
         if len(matching) == 1:
@@ -286,6 +286,6 @@ def _chosen(columns: Columns, there: Iterable[str]) -> tuple[tuple[str, ...], li
 
 
 def shown_names(names: Sequence[str], most: int = 12) -> str:
-    """The first `most` names in quotes, and how many more there are."""
+    """The first `most` names in quotes, and the number of the others."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return (", ".join(map(shown, names[:most])) or "none") + rest

@@ -1,8 +1,8 @@
-"""The embedded instructions: a word of distinct letters, to be rewritten by a rule.
+"""The embedded data set for SFT: rewrite a word of distinct letters by a rule.
 
-Answers have 3 to 11 letters, so rows have different lengths. Words are padded to one width, so a letter is equally far
-from its copy in every row: a randomly initialized model of two layers learns that in two hundred updates. Without the
-padding it had not begun to learn after five hundred.
+Answers have 3 to 11 letters, so rows have different lengths. Words are padded to one width, so the distance of a letter
+from its copy is the same in every row. A randomly initialized model of two layers learns this in two hundred updates;
+without padding it had not begun to learn after five hundred.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from andon.data.draw import Draw
 
 TRAIN_ROWS = 3200
 EVAL_ROWS = 400
-"""Rows for evaluation only."""
+"""Evaluation rows, separate from the training rows."""
 
 RULES: Mapping[str, Callable[[str], str]] = {
     "copy": lambda word: word,
     "caps": str.upper,
     "next": lambda word: "".join(_LETTERS[(_LETTERS.index(letter) + 1) % len(_LETTERS)] for letter in word),
 }
-"""The name of each rule in a prompt, and the function from the word to the answer."""
+"""By name in the prompt: the function from the word to the answer."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _LONGEST = 11
@@ -30,8 +30,8 @@ _LONGEST = 11
 def generate(seed: int, count: int) -> ConversationSet:
     """`count` rows with distinct prompts, and with rules and word lengths as balanced as `count` allows.
 
-    The same `seed` gives the same rows on any machine and in any version of Python. `count` is at most some hundred
-    thousand, because words must be distinct.
+    The same `seed` gives the same rows on any machine and in any version of Python. Distinct prompts limit `count` to
+    a few hundred thousand.
     """
     draw = Draw(f"andon rewriting {seed}")
     lengths = [3 + place % (_LONGEST - 2) for place in range(count)]
@@ -51,7 +51,7 @@ def generate(seed: int, count: int) -> ConversationSet:
 
 
 def embedded(seed: int) -> tuple[ConversationSet, ConversationSet]:
-    """The rows of a run without data files: for training and for evaluation, with no prompt in both."""
+    """(training rows, evaluation rows) for a run without data files. Their prompts are disjoint."""
     everything = generate(seed, TRAIN_ROWS + EVAL_ROWS)
     train = everything.subset(range(TRAIN_ROWS))
     held_out = tuple(

@@ -1,4 +1,4 @@
-"""Data sets of texts with a class, a number, a set of labels or tags."""
+"""Data sets of texts labelled with a class, a number, a set of labels, or tags."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Label = TypeVar("Label", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Row(Generic[Label]):
-    """A text or a pair of texts with its label: a class number, several of them, or a target number.
+    """A text or a pair of texts. label: a class number, several label numbers, or a target number.
 
-    `id` is the row's position among all rows that were read, from 0.
+    id: the row's position among all usable rows, from 0.
     """
 
     id: int
@@ -32,18 +32,18 @@ class Row(Generic[Label]):
 
 
 class Examples:
-    """Rows of any task. This class works on `rows` held in memory; tokenised conversations override its methods."""
+    """Rows of any task. The methods use in-memory `rows`; `TokenisedConversations` has none and overrides most."""
 
     rows: tuple[Any, ...]
     labels: tuple[str, ...]
     """The names of a model's outputs; empty for conversations."""
     source: str
     origins: Origins | None
-    """File and line of each row, by its id; None for generated rows."""
+    """File and line of each row, by id; None for generated rows."""
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of all that is learned from."""
+        """SHA-256 (hex) of all content that training depends on."""
         raise NotImplementedError
 
     def texts(self) -> tuple[str, ...]:
@@ -51,11 +51,11 @@ class Examples:
         raise NotImplementedError
 
     def about(self) -> str:
-        """The content in a few words, for example `5 classes`."""
+        """A short summary, for example `5 classes`."""
         return "task sft"
 
     def told(self, id_: int) -> tuple[str, str] | None:
-        """What is learned of a row, and its input text; None for an unknown id or a row without its text."""
+        """(target as text, input text) of a row; None for an unknown id. Not available for tokenised rows."""
         raise NotImplementedError
 
     def __len__(self) -> int:
@@ -74,29 +74,29 @@ class Examples:
         return replace(self, rows=tuple(self._by_id[id_] for id_ in ids))  # type: ignore[type-var]
 
     def fingerprints(self) -> tuple[int, ...]:
-        """64 bits of a digest of each row's input text: equal texts have equal fingerprints."""
+        """The `fingerprint` of each row's input text."""
         return tuple(map(fingerprint, self.texts()))
 
 
 def fingerprint(text: str) -> int:
-    """64 bits of a digest of `text`. Among a billion texts two collide with a chance of 1 in 40."""
+    """A 64-bit digest of `text`. The collision probability among a billion texts is about 1 in 40."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 def repeated_texts(rows: Examples) -> int:
-    """How many rows repeat the text of an earlier row."""
+    """The number of rows that repeat the text of an earlier row."""
     return len(rows) - len({*rows.fingerprints()})
 
 
 def shared_texts(rows: Examples, other: Examples) -> int:
-    """How many rows of `other` have a text that occurs in `rows`."""
+    """The number of rows of `other` whose text also occurs in `rows`."""
     texts = {*rows.fingerprints()}
     return sum(text in texts for text in other.fingerprints())
 
 
 @dataclass(frozen=True)
 class TextRows(Examples, Generic[Label]):
-    """Rows of texts. A subclass stands for one kind of label; `kind` enters the digest."""
+    """Labelled texts. Each subclass is one kind of label; its `kind` is part of the digest."""
 
     rows: tuple[Row[Label], ...]
     labels: tuple[str, ...]
@@ -105,15 +105,15 @@ class TextRows(Examples, Generic[Label]):
     kind: ClassVar[str] = ""
 
     def label_names(self, row: Row[Any]) -> tuple[str, ...]:
-        """The names of the row's labels; a target number in its shortest exact form."""
+        """The names of the row's labels, or its target number as `repr`."""
         if isinstance(row.label, float):
             return (repr(row.label),)
         return tuple(self.labels[number] for number in _numbers(row.label))
 
     def counts(self) -> tuple[int, ...]:
-        """How often each of `labels` occurs; empty for numbers."""
-        found = Counter(number for row in self.rows for number in _numbers(row.label))
-        return tuple(found[number] for number in range(len(self.labels)))
+        """The number of occurrences of each of `labels`; empty for regression."""
+        counter = Counter(number for row in self.rows for number in _numbers(row.label))
+        return tuple(counter[number] for number in range(len(self.labels)))
 
     @cached_property
     def digest(self) -> str:
@@ -128,7 +128,7 @@ class TextRows(Examples, Generic[Label]):
         return sha.hexdigest()
 
     def numbered_by(self, labels: Sequence[str]) -> Self:
-        """The same rows with their classes numbered in the order of `labels`, a permutation of the own labels."""
+        """The same rows with classes numbered in the order of `labels`, a permutation of `self.labels`."""
         place = {name: number for number, name in enumerate(labels)}
         new = [place[name] for name in self.labels]
         rows: list[Row[Any]] = []
@@ -138,7 +138,7 @@ class TextRows(Examples, Generic[Label]):
         return replace(self, rows=tuple(rows), labels=tuple(labels))
 
     def texts(self) -> tuple[str, ...]:
-        """The rows' texts, in order; the two of a pair on a line each."""
+        """The rows' texts, in order; the texts of a pair are joined by a line feed."""
         return tuple("\n".join(row.texts) for row in self.rows)
 
     def told(self, id_: int) -> tuple[str, str] | None:
@@ -151,14 +151,14 @@ def _numbers(label: Any) -> tuple[int, ...]:
 
 
 class DataSet(TextRows[int]):
-    """Texts with one class each: `label` is an index into `labels`."""
+    """Single-label classification: `label` is an index into `labels`."""
 
     def about(self) -> str:
         return f"{len(self.labels)} classes"
 
 
 class LabelSets(TextRows[tuple[int, ...]]):
-    """Texts with any number of labels each, also none: ascending indices into `labels`."""
+    """Multi-label classification: `label` has zero or more ascending indices into `labels`."""
 
     kind = "multi-label"
 
@@ -168,7 +168,7 @@ class LabelSets(TextRows[tuple[int, ...]]):
 
 
 class Tagged(TextRows[tuple[int, ...]]):
-    """Rows of words: the text is the words joined by a space, the label is the tag number of each word."""
+    """Token classification: the text is words joined by spaces, `label` has the tag number of each word."""
 
     kind = "token-classification"
 
@@ -177,7 +177,7 @@ class Tagged(TextRows[tuple[int, ...]]):
 
 
 class Targets(TextRows[float]):
-    """Texts with a finite number each. `labels` names the model's one output."""
+    """Regression: `label` is a finite number; `labels` names the single output."""
 
     kind = "regression"
 

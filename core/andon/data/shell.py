@@ -1,8 +1,8 @@
-"""The embedded data set: shell snippets in five classes, generated from a seed.
+"""The embedded data set for classification: shell snippets in five classes, generated from a seed.
 
-A snippet is one to three commands. In every class except `safe`, one of them has the fault that the class is named for.
-The harmless commands use the same words and signs as the faulty ones (a quoted `"$x"` beside an unquoted `$x`, `mkdir
--p` beside `mkdir`), so counting bytes is not enough to classify: order matters.
+A snippet is one to three commands. In every class except `safe`, one command has the fault that names the class. The
+harmless commands use the same words and characters as the faulty ones (quoted `"$x"` and unquoted `$x`, `mkdir -p` and
+`mkdir`), so counting bytes is not enough to classify: order matters.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from andon.data.draw import Draw
 from andon.data.rows import DataSet, Row
 
 SSC_LABELS = ("safe", "needs-quoting", "non-deterministic", "non-idempotent", "unsafe")
-"""The classes in the order of their numbers (seed: `SSC_LABELS`)."""
+"""The classes by number (seed: `SSC_LABELS`)."""
 
 TRAIN_ROWS = 2225
-"""A tenth is held out for validation, so 2003 remain: 62 batches of 32 and a last batch of 19."""
+"""A tenth is used for validation, so 2003 remain: 62 batches of 32 and a last batch of 19."""
 EVAL_ROWS = 500
-"""Rows for evaluation only."""
+"""Evaluation rows, separate from the training rows."""
 
 _LONGEST = 110
 _NAMES = (
@@ -29,7 +29,7 @@ _SUFFIXES = ("", "", ".txt", ".log", ".csv", ".conf", ".sh", ".json", ".tar", ".
 _ROOTS = ("var", "srv", "opt", "home", "etc")
 _JOINS = (" && ", " && ", "; ", " || ")
 _COMPANIONS = (*(0,) * 14, *(1,) * 5, 2)
-"""The number of harmless commands beside the one that decides the class, listed as often as it should occur."""
+"""Numbers of additional harmless commands, each repeated by its relative frequency."""
 
 
 def _file(draw: Draw) -> str:
@@ -98,7 +98,7 @@ _COMMANDS: tuple[Callable[[Draw], str], ...] = (
     _non_idempotent,
     _unsafe,
 )
-"""A command of each class."""
+"""Generates a command of each class."""
 
 
 def _snippet(draw: Draw, label: int) -> str:
@@ -128,7 +128,7 @@ def generate(seed: int, count: int) -> DataSet:
 
 
 def embedded(seed: int) -> tuple[DataSet, DataSet]:
-    """The rows of a run without data files: for training and for evaluation, with no text in both."""
+    """(training rows, evaluation rows) for a run without data files. Their texts are disjoint."""
     everything = generate(seed, TRAIN_ROWS + EVAL_ROWS)
     held_out = (Row(place, row.text, row.label) for place, row in enumerate(everything.rows[TRAIN_ROWS:]))
     return (

@@ -1,4 +1,4 @@
-"""Texts to token ids: the embedded byte-level tokenizer, or a folder's or the hub's own."""
+"""Tokenizers: the embedded byte-level one, or one from a model folder or the hub."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _SPECIALS = ("<pad>", "<s>", "</s>", "<unk>")
 _WHOLE, _WHOLE_OF_A_TOKEN = 1 << 16, 16
-"""A text is tokenised whole up to this many characters, or up to this many for each token that it may have."""
+"""Texts up to max(`_WHOLE`, `_WHOLE_OF_A_TOKEN` * max_length) characters are tokenised whole."""
 _AT_ONCE = 1024
-"""Texts that are tokenised together: uncut, their tokens take a hundred bytes each meanwhile."""
+"""Texts per tokenizer call. Before truncation a token takes about a hundred bytes."""
 _OF_ORIGIN = re.compile("name_or_path|local_files_only|_commit_hash|is_local|transformers_version|tokenizer_file")
 """Keys of tokenizer_config.json that name a tokenizer's origin and do not change its tokens."""
 
@@ -34,9 +34,9 @@ _OF_ORIGIN = re.compile("name_or_path|local_files_only|_commit_hash|is_local|tra
 class EncodedTexts:
     """Texts, or pairs of texts, as token ids.
 
-    types: the token type of each id, such as which text of a pair it is of; empty if all are 0. cut: the positions of
-    the texts whose end was cut off. firsts: of each text, the position of each word's first token, or -1; empty unless
-    words were asked for.
+    types: token type ids, for example which text of a pair a token is from; empty if all are 0. cut: the positions of
+    the texts that were truncated. firsts: per text, the position of each word's first token, or -1; empty unless
+    encoded with `words`.
     """
 
     tokens: Sequence[Sequence[int]]
@@ -46,18 +46,18 @@ class EncodedTexts:
 
     @property
     def columns(self) -> dict[str, tuple[Sequence[Sequence[int]], int]]:
-        """The columns of a batch besides the tokens, each with its padding value."""
+        """Further columns of a batch, each with its padding value."""
         return {"token_type_ids": (self.types, 0)} if self.types else {}
 
 
 class Tokenizer:
-    """A tokenizer of transformers, with its own special tokens around each text.
+    """A transformers tokenizer, which adds its special tokens to each text.
 
-    A decoder classifies at the last token whose id is not the padding id, whatever the attention mask says. So padding
-    ids at the end of an encoding (a text that ends in the literal padding token, an end token that is also the
-    padding token) are dropped, and an encoding that is then empty becomes one unknown or end token.
+    A decoder classifies at the last token other than the padding id, regardless of the attention mask. So `encode`
+    drops trailing padding ids (a text that ends in the literal padding token, or an end token that is also the padding
+    token), and replaces an encoding that is then empty by one unknown or end token.
 
-    truncated: how many texts were cut so far.
+    truncated: the number of texts truncated so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @property
     def own_code(self) -> str:
-        """A sentence saying that the tokenizer's own code was not run, if its files name any; else empty."""
+        """A note that the tokenizer's custom code (`auto_map`) is not run; empty if it has none."""
         if not self.base.init_kwargs.get("auto_map"):
             return ""
         return (
@@ -84,16 +84,16 @@ class Tokenizer:
     ) -> EncodedTexts:
         """Encode each text, or each text with its pair, as 1 to `max_length` ids.
 
-        A text is cut at its end; a closing special token stays. A pair loses tokens of its longer text first.
-        words: also find the first token of each word of a text, words being separated by white space. It is the first
-        token that covers a character of the word, by the tokenizer's offsets.
+        Truncation is the tokenizer's and keeps special tokens. A pair loses tokens of its longer text first.
+        words: also compute the first token of each word (words are separated by white space): the first covering
+        a character of the word, by the tokenizer's offsets.
 
         Raises `InputError` if `max_length` leaves no room for a token of the text, for a text that the tokenizer cannot
         encode, and with `words` for a tokenizer without offsets.
         """
         if words and not self.base.is_fast:
             raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
-        how = {"return_offsets_mapping": True} if words else {}
+        options = {"return_offsets_mapping": True} if words else {}
         least = self.base.num_special_tokens_to_add(pair=pairs is not None) + (pairs is not None)
         if max_length <= least:
             kind = "this tokenizer" if pairs is None else "pairs of texts and this tokenizer"
@@ -103,23 +103,23 @@ class Tokenizer:
         firsts: list[list[int]] = []
         cut_off: list[int] = []
         for first in range(0, len(texts), _AT_ONCE):
-            here = range(first, min(first + _AT_ONCE, len(texts)))
+            block = range(first, min(first + _AT_ONCE, len(texts)))
             if pairs is None:
-                columns = [[self._beginning(texts[place], max_length, place) for place in here]]
+                columns = [[self._beginning(texts[place], max_length, place) for place in block]]
             else:
-                both = [self._beginnings_of_pair((texts[place], pairs[place]), max_length, place) for place in here]
+                both = [self._beginnings_of_pair((texts[place], pairs[place]), max_length, place) for place in block]
                 columns = [[pair[side] for pair in both] for side in (0, 1)]
-            whole = self._called(*columns, first=first, truncation=False, **how)
+            whole = self._call(*columns, first=first, truncation=False, **options)
             ids: list[list[int]] = whole["input_ids"]
-            long = [place for place, each in enumerate(ids) if len(each) > max_length]
-            if long:
+            too_long = [place for place, each in enumerate(ids) if len(each) > max_length]
+            if too_long:
                 side = True if pairs is None else "longest_first"
-                texts_of_long = [[column[place] for place in long] for column in columns]
-                cut = self._called(*texts_of_long, truncation=side, max_length=max_length, **how)
+                texts_of_long = [[column[place] for place in too_long] for column in columns]
+                cut = self._call(*texts_of_long, truncation=side, max_length=max_length, **options)
                 for name in whole.keys() & {"input_ids", "token_type_ids", "offset_mapping"}:
-                    for place, values in zip(long, cut[name], strict=True):
+                    for place, values in zip(too_long, cut[name], strict=True):
                         whole[name][place] = values
-            cut_off += [first + place for place in long]
+            cut_off += [first + place for place in too_long]
             for place, each in enumerate(ids):
                 end = len(each)
                 while end and each[end - 1] == self.pad_id:
@@ -133,25 +133,25 @@ class Tokenizer:
         return EncodedTexts(tokens, types if any(map(any, types)) else (), cut_off, firsts)
 
     def with_tokens(self, tokens: Sequence[str]) -> Tokenizer:
-        """A copy of this tokenizer with `tokens` added after all other ids, in order.
+        """A copy of this tokenizer with `tokens` appended to the vocabulary, in order.
 
-        They match texts to the letter and are not special: a message may contain them, and decoding keeps them. Raises
-        `InputError` for a token that exists already, or that is not encoded and decoded as one id.
+        They match exactly and are not special: messages may contain them, and decoding keeps them. Raises `InputError`
+        for a token that already exists, contains a special token, or does not round-trip as one id.
         """
-        found, known = ProblemList(), self.base.get_vocab()
+        problems, known = ProblemList(), self.base.get_vocab()
         for token in tokens:
             ids = [known[token]] if token in known else self.plain_ids([token])[0]
-            held = [each for each in self.base.all_special_tokens if each in token]
+            contained = [each for each in self.base.all_special_tokens if each in token]
             if len(ids) == 1 and self.base.decode(ids) == token:
                 what = f"is a token of this tokenizer already (id {ids[0]}); leave it out"
             elif token in known:
                 what = f"stands for something else in this tokenizer's vocabulary ({self.shown(ids[0])}, id {ids[0]})"
-            elif held:
-                what = f"holds the special token {held[0]!r}, which no message may spell"
+            elif contained:
+                what = f"holds the special token {contained[0]!r}, which no message may spell"
             else:
                 continue
-            found.add("model.new_tokens", f"{token!r} {what}")
-        found.raise_if_any()
+            problems.add("model.new_tokens", f"{token!r} {what}")
+        problems.raise_if_any()
         from transformers import AddedToken
 
         base = copy.deepcopy(self.base)
@@ -159,12 +159,12 @@ class Tokenizer:
         grown = Tokenizer(base, self.pad_id, self._empty_id)
         for id_, token in enumerate(tokens, start=self.vocab_size):
             if grown.plain_ids([token]) != [[id_]] or base.decode([id_]) != token:
-                found.add("model.new_tokens", f"{token!r} is not read and written as one token by this tokenizer")
-        found.raise_if_any()
+                problems.add("model.new_tokens", f"{token!r} is not read and written as one token by this tokenizer")
+        problems.raise_if_any()
         return grown
 
     def ids_of(self, tokens: Sequence[str]) -> tuple[int, ...]:
-        """The id of each of these tokens. Raises `InputError` for an unknown token."""
+        """The ids of these tokens. Raises `InputError` for an unknown token."""
         known = self.base.get_vocab() if tokens else {}
         unknown = [
             Problem("model.new_tokens", f"{each!r} is no token of this tokenizer")
@@ -176,21 +176,21 @@ class Tokenizer:
         return tuple(known[token] for token in tokens)
 
     def shown(self, id_: int) -> str:
-        """A token's text in quotes, on one line of a terminal; its vocabulary name if it is a part of a character."""
-        said = str(self.base.decode([id_]))
-        return legible_line(repr(str(self.base.convert_ids_to_tokens(id_)) if "\ufffd" in said else said))
+        """A token's text in quotes, on one line; its vocabulary entry if it is a partial UTF-8 character."""
+        text = str(self.base.decode([id_]))
+        return legible_line(repr(str(self.base.convert_ids_to_tokens(id_)) if "\ufffd" in text else text))
 
     def plain_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """One list of ids for each text: uncut, and with no special tokens but those that the text spells."""
+        """The ids of each text, without truncation and without added special tokens."""
         return self._ids(list(texts)) if texts else []
 
     def _beginning(self, text: str, most: int, before: int) -> str:
-        """`text`, or a prefix of it that has the same first `most` tokens. before: earlier texts, for messages.
+        """`text`, or a prefix of it with the same first `most` tokens. before: number of earlier texts, for messages.
 
-        Tokenising takes a hundred bytes a character: a row of 40 MB would take gigabytes to become 128 tokens. A text
-        of up to `_WHOLE` characters is never cut here. A longer text is cut at the first length whose first `most`
-        tokens are also those of twice that length. How far a tokenizer looks ahead is bounded by its vocabulary and
-        its patterns. So tokens that do not change with 65,536 more characters do not change with the rest either.
+        Tokenising takes about a hundred bytes per character: a row of 40 MB would need gigabytes to become 128 tokens.
+        A text of up to `_WHOLE` characters is never cut here. A longer text is cut at the first length whose first
+        `most` tokens equal those at twice the length. A tokenizer's lookahead is bounded by its vocabulary and its
+        patterns, so tokens that 65,536 more characters do not change stay the same for the whole text.
         """
         size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
         while size < len(text) and self.base.truncation_side == "right":
@@ -202,10 +202,10 @@ class Tokenizer:
         return text
 
     def _beginnings_of_pair(self, pair: tuple[str, str], most: int, before: int) -> list[str]:
-        """A pair whose long text is replaced by its `_beginning`. Truncation takes tokens from the text that has more
-        of them, so the beginning must have more tokens than the other text. If both are long, both stay whole."""
+        """The pair, with a long text replaced by its `_beginning`. Truncation removes tokens from the longer text, so
+        the beginning must have more tokens than the other text. If both are long, both stay whole."""
         both = [self._beginning(text, most, before) for text in pair]
-        cut = [len(begun) < len(text) for begun, text in zip(both, pair, strict=True)]
+        cut = [len(beginning) < len(text) for beginning, text in zip(both, pair, strict=True)]
         if all(cut):
             return [*pair]
         if any(cut):
@@ -215,13 +215,13 @@ class Tokenizer:
         return both
 
     def _ids(self, texts: list[str], first: int = 0) -> list[list[int]]:
-        ids: list[list[int]] = self._called(texts, first=first, truncation=False, add_special_tokens=False)["input_ids"]
+        ids: list[list[int]] = self._call(texts, first=first, truncation=False, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _called(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
-        """Call the tokenizer of transformers with a batch. Raises `InputError` for texts that it cannot encode.
+    def _call(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
+        """Call the transformers tokenizer with a batch. Raises `InputError` for texts that it cannot encode.
 
-        first: how many texts came before these, for the message.
+        first: the number of earlier texts, for messages.
         """
         numbered = (pair for column in texts for pair in enumerate(column, start=first + 1))
         try:
@@ -250,10 +250,10 @@ class Tokenizer:
             raise InputError([Problem(where, why)]) from error
 
     def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
-        """Write the tokenizer's files into `folder`, without the truncation that `encode` may have left set.
+        """Write the tokenizer's files into `folder`, without the truncation state that `encode` leaves in it.
 
-        A tokenizer without a padding token gets that of `pad_id`, so that the loaded tokenizer can pad batches.
-        max_length, side: where the loaded tokenizer truncates, and on which side it pads.
+        A tokenizer without a padding token gets the token of `pad_id`, so that it can pad batches once loaded.
+        max_length, side: the saved truncation length and padding side.
         """
         before = (self.base.pad_token, self.base.padding_side, self.base.model_max_length)
         if self.base.pad_token_id is None:
@@ -275,7 +275,7 @@ class Tokenizer:
 
 def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
     """The position of the first token of each word of `text`, or -1."""
-    place_of = [-1] * max((end for _, end in offsets), default=0)  # of each character, the first of its tokens
+    place_of = [-1] * max((end for _, end in offsets), default=0)  # by character: the position of its first token
     for place, (start, end) in reversed([*enumerate(offsets)]):
         place_of[start:end] = [place] * (end - start)
     spans = (place_of[word.start() : word.end()] for word in re.finditer(r"\S+", text))
@@ -283,7 +283,7 @@ def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _of_native_code(error: BaseException) -> bool:
-    """Whether the library tokenizers raised it: a panic, or a bare `Exception`."""
+    """Whether the Rust library tokenizers raised `error`: a panic, or a bare `Exception`."""
     return is_panic(error) or type(error) is Exception
 
 
@@ -303,10 +303,10 @@ def _files_digest(folder: Path) -> str:
 
 
 def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> Tokenizer:
-    """The embedded tokenizer: one id for each byte of UTF-8, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
+    """The embedded tokenizer: one id per UTF-8 byte, after `<pad>` 0, `<s>` 1, `</s>` 2 and `<unk>` 3.
 
-    It is lossless: letters that spell a special token are bytes like any others. pairs: puts `</s>` between two texts.
-    begins: puts `<s>` before a text, as at the beginning of a conversation.
+    It is lossless: a special token in a text is encoded as bytes. pairs: put `</s>` between two texts. begins: put
+    `<s>` before a text, as at the beginning of a conversation.
     """
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, processors
@@ -340,9 +340,9 @@ def byte_tokenizer(*, pairs: bool = False, begins: bool = False) -> Tokenizer:
 
 
 def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model folder or, unless `local_only`, of a hub id at `revision`. Runs no code from there.
+    """Load the tokenizer of a model folder or, unless `local_only`, of a hub id at `revision`. Runs no custom code.
 
-    Without a padding token, the end token pads. Raises `InputError` without a tokenizer, or without either token.
+    Without a padding token, the end, unknown or begin token pads. Raises `InputError` if all are missing.
     """
     if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
         raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])

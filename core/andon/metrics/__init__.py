@@ -1,1 +1,1 @@
-"""Scores from integer counts, hence the same on any number of workers."""
+"""Scores from integer counts and exactly rounded sums: identical for any number of ranks."""

@@ -1,9 +1,8 @@
-"""Confusion matrices, and their files: `confusion/DIGEST.json` in a run folder, of which the ledger quotes DIGEST.
+"""Sparse confusion matrices and their files: `confusion/DIGEST.json` in a run folder. The ledger records DIGEST.
 
-The matrix of K classes has K * K cells, too many for a ledger line or a summary if K is in the thousands. At most as
-many cells as rows differ from zero, and only these are in the file:
-`{"cells":[[actual,predicted,rows],...],"classes":K}`, the cells in rising order, no spaces, a line feed at the end.
-DIGEST is the first 16 hexadecimal digits of SHA-256 of these bytes.
+K classes have K * K cells, too many for a ledger line or a summary if K is in the thousands. At most one cell per
+evaluated row is nonzero, and the file lists only the nonzero cells, ascending, without spaces, with a final line feed:
+`{"cells":[[actual,predicted,rows],...],"classes":K}`. DIGEST is the first 16 hexadecimal digits of its SHA-256.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 MOST_BYTES = MOST_JSON
-"""Bytes of the largest file that is read."""
+"""Size limit in bytes for reading a file."""
 _MOST_CLASSES = 1 << 20
 
 
@@ -32,14 +31,14 @@ _MOST_CLASSES = 1 << 20
 class Confusion:
     """How many rows of each class were predicted as each class.
 
-    classes: the number of classes. cells: (actual, predicted, rows) in rising order, without cells of no rows.
+    classes: the number of classes. cells: the nonzero cells (actual, predicted, rows), ascending.
     """
 
     classes: int
     cells: tuple[tuple[int, int, int], ...]
 
     def table(self) -> list[list[int]]:
-        """All classes * classes counts, [actual][predicted]; only for few classes."""
+        """The dense matrix, [actual][predicted]. It has classes * classes entries, so use it for few classes only."""
         table = [[0] * self.classes for _ in range(self.classes)]
         for actual, predicted, rows in self.cells:
             table[actual][predicted] = rows
@@ -47,16 +46,16 @@ class Confusion:
 
 
 def confusion_of(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int) -> Confusion:
-    """The confusion matrix of rows. predicted, actual: int64 [rows] class ids.
+    """Count a confusion matrix. predicted, actual: int64 [rows] class ids.
 
-    Memory and time grow with the rows and not with the square of the classes.
+    Memory and time are linear in the rows, independent of the number of classes.
     """
     counted = Counter(zip(actual.tolist(), predicted.tolist(), strict=True))
     return Confusion(num_labels, tuple((*cell, rows) for cell, rows in sorted(counted.items())))
 
 
 def digest_of(confusion: Confusion) -> str:
-    """16 hexadecimal digits of SHA-256 of the matrix's file."""
+    """The DIGEST in the name of the matrix's file: 16 hexadecimal digits."""
     return _digest(_encoded(confusion))
 
 
@@ -69,9 +68,9 @@ def write_confusion(folder: Path, confusion: Confusion) -> None:
 
 
 def read_confusion(folder: Path, digest: object) -> Confusion:
-    """The matrix that a ledger or a summary quotes by `digest`.
+    """Load the matrix whose `digest` is in a ledger or a summary.
 
-    Raises `InputError` naming the file if it is missing, too long, malformed or has another digest.
+    Raises `InputError` naming the file if it is missing, larger than `MOST_BYTES`, malformed or has another digest.
     """
     try:
         path = folder / f"{read_field(Hex16, digest, 'confusion')}.json"
@@ -90,7 +89,7 @@ def read_confusion(folder: Path, digest: object) -> Confusion:
 
 
 def most_bytes(classes: int, rows: int) -> int:
-    """The largest size in bytes of the file of a matrix of `classes` classes over `rows` rows."""
+    """Upper bound of the file size in bytes for `classes` classes and `rows` evaluated rows."""
     cell = 2 * len(str(classes)) + len(str(rows)) + len("[,,],")
     return min(classes * classes, rows) * cell + 100
 
@@ -100,18 +99,18 @@ def _digest(data: bytes) -> str:
 
 
 def _encoded(confusion: Confusion) -> bytes:
-    found = {"cells": confusion.cells, "classes": confusion.classes}
-    return (json.dumps(found, separators=(",", ":")) + "\n").encode("ascii")
+    body = {"cells": confusion.cells, "classes": confusion.classes}
+    return (json.dumps(body, separators=(",", ":")) + "\n").encode("ascii")
 
 
 def _decoded(data: bytes) -> Confusion:
-    found = json.loads(data)
-    if not isinstance(found, dict) or found.keys() != {"cells", "classes"} or not isinstance(found["cells"], list):
+    body = json.loads(data)
+    if not isinstance(body, dict) or body.keys() != {"cells", "classes"} or not isinstance(body["cells"], list):
         raise ValueError("it must hold cells and classes, and nothing else")
-    classes, before, cells = found["classes"], (-1, -1), []
+    classes, before, cells = body["classes"], (-1, -1), []
     if type(classes) is not int or not 1 <= classes <= _MOST_CLASSES:
         raise ValueError(f"classes must be a number from 1 to {_MOST_CLASSES}")
-    for place, cell in enumerate(found["cells"]):
+    for place, cell in enumerate(body["cells"]):
         if not isinstance(cell, list) or len(cell) != 3 or not all(type(number) is int for number in cell):
             raise ValueError(f"cells[{place}] must be three integers: actual class, predicted class, rows")
         actual, predicted, rows = cell

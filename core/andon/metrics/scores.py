@@ -1,9 +1,9 @@
-"""Scores from exact counts: the same floats on any number of workers and in any order of rows.
+"""Classification, multi-label and regression scores: identical floats for any number of ranks and any row order.
 
-Counts are integers, and every sum of floats is rounded once (`math.fsum`). If a denominator is zero, the score is 0.0
-(scikit-learn's zero_division=0): precision of a class never predicted, recall of a class without rows, F1 of a class
-with neither, MCC when all rows or all predictions are of one class, accuracy of no rows. AUROC is None without a row of
-each class, and a correlation is None if all predictions or all targets are equal.
+Counts are integers, and every sum of floats is rounded once (`math.fsum`). A score with denominator zero is 0.0
+(scikit-learn's zero_division=0): precision of a class that is never predicted, recall of a class without rows, F1 of a
+class with neither, MCC if all rows or all predictions have one class, accuracy without rows. AUROC is None unless both
+classes have rows. A correlation is None if all predictions or all targets are equal.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Scores:
-    """Scores of an evaluation over `rows` rows, of any task.
+    """Base of every task's evaluation scores over `rows` rows.
 
-    loss: mean over the loss terms; None if unknown. confusion: None for a task that predicts no single class.
+    loss: mean over the loss terms; None if unknown. confusion: None except in single-label classification.
     """
 
     rows: int
@@ -33,13 +33,13 @@ class Scores:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        found: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
-        return found
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return values
 
 
 @dataclass(frozen=True)
 class SourcedScores(Scores):
-    """The scores of all rows, and of the rows of each source."""
+    """Scores over all rows (`whole`) and per data source (`sources`)."""
 
     whole: Scores
     sources: Mapping[str, Scores]
@@ -49,7 +49,7 @@ class SourcedScores(Scores):
             object.__setattr__(self, name, getattr(self.whole, name))
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the scores of all rows, and the numbers among those of each source."""
+        """Plain values for JSON: all scores of `whole`, and the scalar scores of each source."""
         numbers = {
             name: {key: value for key, value in each.as_dict().items() if isinstance(value, int | float)}
             for name, each in self.sources.items()
@@ -59,7 +59,7 @@ class SourcedScores(Scores):
 
 @dataclass(frozen=True)
 class ClassScores:
-    """Scores of one class in [0, 1], and its number of rows (`support`)."""
+    """Scores of one class, in [0, 1]. support: its number of rows."""
 
     precision: float
     recall: float
@@ -68,7 +68,7 @@ class ClassScores:
 
 
 def class_scores(right: int, predicted: int, actual: int) -> ClassScores:
-    """The scores of one class from its counts of right predictions, predictions and rows."""
+    """Scores of one class from its true positives (`right`), predictions and actual rows."""
     return ClassScores(
         _ratio(right, predicted), _ratio(right, actual), _ratio(2 * right, predicted + actual), support=actual
     )
@@ -80,10 +80,10 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class ClassificationScores(Scores):
-    """Scores of classes over `rows` rows.
+    """Scores of single-label classification over `rows` rows.
 
-    macro_f1: plain mean of F1 over all classes, those without rows too. mcc: multi-class Matthews coefficient (Gorodkin
-    2004), in [-1, 1]. auroc: of class 1, two classes only. loss: mean over rows.
+    macro_f1: unweighted mean of F1 over all classes, including classes without rows. mcc: multi-class Matthews
+    correlation (Gorodkin 2004), in [-1, 1]. auroc: for class 1 of two classes, else None. loss: mean over rows.
     """
 
     rows: int
@@ -104,8 +104,8 @@ def scores(
 ) -> ClassificationScores:
     """Scores of a confusion matrix.
 
-    positive_scores and labels (0 or 1), one a row in one order, give the AUROC of class 1 (any score that grows with
-    the class will do); only for two classes. row_losses, one a row, give the loss.
+    positive_scores, labels: the score of class 1 (any monotone score) and the label 0 or 1 per row, in the same order,
+    for AUROC with two classes. row_losses: one per row, for the mean loss.
     """
     actual, predicted, right = ([0] * confusion.classes for _ in range(3))
     for true, guess, count in confusion.cells:
@@ -119,8 +119,8 @@ def scores(
     return ClassificationScores(
         rows=rows,
         accuracy=_ratio(hits, rows),
-        macro_f1=math.fsum(one.f1 for one in classes) / len(classes),
-        # Squared in integers, so that it is rounded once and never leaves [-1, 1].
+        macro_f1=math.fsum(each.f1 for each in classes) / len(classes),
+        # Squared as integers, so the quotient is rounded once and the root stays in [-1, 1].
         mcc=math.copysign(math.sqrt(_ratio(covariance * covariance, spreads[0] * spreads[1])), covariance),
         classes=classes,
         confusion=confusion,
@@ -130,10 +130,10 @@ def scores(
 
 
 def auroc(positive_scores: Sequence[float], labels: Sequence[int]) -> float | None:
-    """The chance that a row of class 1 scores above one of class 0, ties counting half (Mann and Whitney 1947).
+    """Area under the ROC curve: the probability that a row of class 1 scores above a row of class 0, ties counting half
+    (Mann and Whitney 1947). Pairs are counted as integers. None unless both classes have rows.
 
-    Counted in integers over the sorted scores. None without a row of each class. Raises `ValueError` for lists of
-    different lengths, labels other than 0 and 1, and NaN.
+    Raises `ValueError` for lists of different lengths, labels other than 0 and 1, and NaN.
     """
     if any(label not in (0, 1) for label in labels) or any(map(math.isnan, positive_scores)):
         raise ValueError("a label is not 0 or 1, or a score is NaN")
@@ -148,10 +148,10 @@ def auroc(positive_scores: Sequence[float], labels: Sequence[int]) -> float | No
 
 @dataclass(frozen=True)
 class MultiLabelScores(Scores):
-    """Scores of labels over `rows` rows.
+    """Scores of multi-label classification over `rows` rows.
 
-    subset_accuracy: share of rows whose labels are all right. micro_f1: over all labels together, macro_f1: plain mean
-    over the labels, also those without rows. A score with denominator zero is 0.0. loss: mean over rows and labels.
+    subset_accuracy: share of rows whose labels are all right. micro_f1: from the counts of all labels together.
+    macro_f1: unweighted mean over labels, including labels without rows. loss: mean over rows and labels.
     """
 
     rows: int
@@ -163,7 +163,7 @@ class MultiLabelScores(Scores):
 
 
 def multi_label_scores(predicted: torch.Tensor, actual: torch.Tensor, losses: Sequence[float]) -> MultiLabelScores:
-    """Scores of two bool [rows, labels] tables. losses: one for each row and label, in any order."""
+    """Scores of predicted and actual bool [rows, labels]. losses: one per row and label, in any order."""
     right, guessed, wanted = (
         [int(count) for count in table.sum(dim=0)] for table in (predicted & actual, predicted, actual)
     )
@@ -172,7 +172,7 @@ def multi_label_scores(predicted: torch.Tensor, actual: torch.Tensor, losses: Se
         rows=len(predicted),
         subset_accuracy=int((predicted == actual).all(dim=1).sum()) / max(len(predicted), 1),
         micro_f1=class_scores(sum(right), sum(guessed), sum(wanted)).f1,
-        macro_f1=math.fsum(one.f1 for one in classes) / max(len(classes), 1),
+        macro_f1=math.fsum(each.f1 for each in classes) / max(len(classes), 1),
         classes=classes,
         loss=math.fsum(losses) / max(len(losses), 1),
     )
@@ -180,10 +180,10 @@ def multi_label_scores(predicted: torch.Tensor, actual: torch.Tensor, losses: Se
 
 @dataclass(frozen=True)
 class RegressionScores(Scores):
-    """Scores of numbers over `rows` rows.
+    """Scores of regression over `rows` rows.
 
-    mae, rmse: mean absolute error and root mean squared error, in the unit of the targets. pearson: the correlation,
-    spearman: the correlation of the ranks, ties with their mean rank; both in [-1, 1]. loss: the mean squared error.
+    mae, rmse: mean absolute error and root mean squared error, in the unit of the targets. pearson: linear correlation,
+    spearman: rank correlation with mean ranks for ties; both in [-1, 1]. loss: mean squared error.
     """
 
     rows: int
@@ -195,7 +195,7 @@ class RegressionScores(Scores):
 
 
 def regression_scores(predicted: Sequence[float], actual: Sequence[float]) -> RegressionScores:
-    """Scores of one prediction and one target for each row. Errors of no rows are 0.0.
+    """Scores of one prediction and one target per row. Without rows the errors are 0.0.
 
     Raises `ValueError` for lists of different lengths and for numbers that are not finite.
     """
@@ -209,33 +209,33 @@ def regression_scores(predicted: Sequence[float], actual: Sequence[float]) -> Re
 
 
 def pearson(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of two lists of one length, in [-1, 1]; None if a list is constant."""
+    """Pearson correlation of two lists of equal length, in [-1, 1]; None if a list is constant."""
     deviations = []
     for values in (first, second):
         low, high = min(values, default=0.0), max(values, default=0.0)
         if low == high:
             return None
-        scaled = [(value - low) / (high - low) for value in values]  # so that no square underflows
+        scaled = [(value - low) / (high - low) for value in values]  # so squares cannot underflow
         mean = math.fsum(scaled) / len(scaled)
         deviations.append([value - mean for value in scaled])
-    one, other = deviations
-    covariance = math.fsum(a * b for a, b in zip(one, other, strict=True))
-    spread = math.sqrt(math.fsum(a * a for a in one)) * math.sqrt(math.fsum(b * b for b in other))
+    x, y = deviations
+    covariance = math.fsum(a * b for a, b in zip(x, y, strict=True))
+    spread = math.sqrt(math.fsum(a * a for a in x)) * math.sqrt(math.fsum(b * b for b in y))
     return max(-1.0, min(1.0, covariance / spread))
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """The correlation of the ranks of two lists of one length, in integers; None if a list is constant."""
-    # Twice a mean rank is an integer, and twice their mean is one more than their number.
-    one, other = ([rank - len(values) - 1 for rank in _doubled_ranks(values)] for values in (first, second))
-    covariance = sum(a * b for a, b in zip(one, other, strict=True))
-    spread = sum(a * a for a in one) * sum(b * b for b in other)
-    # Squared in integers, so that it is rounded once and never leaves [-1, 1].
+    """Spearman correlation of two lists of equal length, from integer ranks; None if a list is constant."""
+    # Doubled mean ranks are integers, and their mean is the number of values + 1.
+    x, y = ([rank - len(values) - 1 for rank in _doubled_ranks(values)] for values in (first, second))
+    covariance = sum(a * b for a, b in zip(x, y, strict=True))
+    spread = sum(a * a for a in x) * sum(b * b for b in y)
+    # Squared as integers, so the quotient is rounded once and the root stays in [-1, 1].
     return math.copysign(math.sqrt(covariance * covariance / spread), covariance) if spread else None
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the rank of each value, from 1; ties have their mean rank."""
+    """Twice the 1-based rank of each value; ties get their mean rank."""
     ranks, before = [0] * len(values), 0
     for _, group in groupby(sorted(range(len(values)), key=values.__getitem__), key=values.__getitem__):
         places = [*group]

@@ -1,1 +1,1 @@
-"""What is learned of rows: their tensors, the sum of their losses, and their scores."""
+"""Tasks: encoded rows as batches, the sum of their losses, and their scores."""

@@ -1,8 +1,8 @@
-"""Instruction tuning (supervised fine-tuning, SFT): the tokens of the answers in conversations are trained.
+"""Supervised fine-tuning (SFT) on conversations: the loss is over the tokens of the answers.
 
 The loss is the SUM over trained tokens of weight * cross entropy in fp32; the step divides it once by the number of
 trained tokens of the global batch. A mean of means, over micro-batches or ranks, would weight the tokens of short
-answers more. The unit of a batch is a pack: one row, or several rows that together fit into `max_length` tokens.
+answers more. A batch consists of packs. A pack is one row, or several rows with at most `max_length` tokens in total.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 @dataclass(frozen=True)
 class SourceScores:
-    """Scores of the rows of one source. tokens: trained tokens; loss: mean over them."""
+    """Scores of one source's rows. tokens: trained tokens, cut ones too; loss: mean over the tokens that were read."""
 
     rows: int
     tokens: int
@@ -50,11 +50,10 @@ class SourceScores:
 class LanguageScores(Scores):
     """Scores of `rows` conversations with `tokens` trained tokens.
 
-    loss: weight * cross entropy, mean over the trained tokens that were read. perplexity: exp(loss). token_accuracy:
-    share of trained tokens with the largest logit, given the true tokens before them. exact_match: share of rows whose
-    trained tokens all have the largest logit, so that a greedy answer would repeat them. cut: how many of the tokens
-    are beyond `model.max_length`; the model does not read them, and they count as missed. sources: by the data's column
-    `source`.
+    loss: mean of weight * cross entropy over the trained tokens that were read. perplexity: exp(loss). token_accuracy:
+    share of trained tokens whose logit is the largest under teacher forcing. exact_match: share of rows in which all
+    trained tokens have the largest logit, so greedy decoding would reproduce them. cut: trained tokens beyond
+    `model.max_length`, which are not read and count as wrong. sources: scores by the data's column `source`.
     """
 
     rows: int
@@ -69,24 +68,24 @@ class LanguageScores(Scores):
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How to prompt a model that was trained on conversations: the form of rows, and the ids that close an answer."""
+    """How to prompt a model trained on conversations. form: of the training rows. stops: ids that end an answer."""
 
     form: Form
     stops: tuple[int, ...]
 
     def write(self, folder: Path, pad_id: int) -> None:
-        """Write `conversations.json`, and `generation_config.json` for `generate` of transformers."""
+        """Write `conversations.json`, and `generation_config.json` for transformers' `generate`."""
         write_json(folder / CONVERSATIONS, {"form": self.form, "stops": list(self.stops)})
         ends = {"eos_token_id": list(self.stops), "pad_token_id": pad_id, "do_sample": False}
         write_json(folder / "generation_config.json", ends)
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read what `write` wrote. Raises `InputError` naming the file for anything else."""
+        """Read `conversations.json`. Raises `InputError` that names the file if it is missing or malformed."""
         file = folder / CONVERSATIONS
         try:
-            found = json_object(read_json(file), "the file")
-            form, stops = found["form"], found["stops"]
+            fields = json_object(read_json(file), "the file")
+            form, stops = fields["form"], fields["stops"]
             if form not in get_args(Form) or not isinstance(stops, list):
                 raise ValueError(f"it has no form of rows, or no list of stops ({form!r})")
             return cls(form, tuple(read_field(Count, stop, "stops") for stop in stops))
@@ -95,7 +94,7 @@ class GenerationSettings:
 
 
 class SftTask(PaddedRows):
-    """Encoded conversations in packs; a pack's id is its position. The outputs are three sums for each pack."""
+    """Encoded conversations in packs. A pack's id is its position. Outputs: three sums per pack (`outputs`)."""
 
     _limit: int
     output = "losses"
@@ -113,9 +112,9 @@ class SftTask(PaddedRows):
         asked: GenerationSettings = GenerationSettings("text", ()),
         skipped: Mapping[int, Problem] | None = None,
     ) -> None:
-        """Each row is a pack. sources: one a row, or empty. asked: how to prompt a trained model. padding_multiple:
-        batches are padded to a multiple of it, but never beyond max_length. skipped: by position, why a row must be
-        left out; it has one untrained token here.
+        """Each row is a pack. sources: one per row, or empty. asked: how to prompt the trained model. padding_multiple:
+        batches are padded to a multiple of it, but not beyond max_length. skipped: the fault of each unusable row by
+        position; `rows` has one untrained token in its place.
         """
         self.notes, self.asked, self.skipped = tuple(notes), asked, skipped or {}
         self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
@@ -129,7 +128,7 @@ class SftTask(PaddedRows):
         self.lengths = sums_of(self._rows.lengths[places], packs)
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)]: the digests of these packs, computed from the stored rows and not from batches."""
+        """int64 [len(ids)]: the expected digests of these packs, computed from the stored rows."""
         digests, few = [torch.empty(0, dtype=torch.int64)], 64
         for first in range(0, len(ids), few):
             laid, counts = self._rows.laid_out([self._packs[pack] for pack in ids[first : first + few]])
@@ -137,24 +136,24 @@ class SftTask(PaddedRows):
         return torch.cat(digests)
 
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
-        found = copy.copy(self)
-        found._set_packs(self._packs * copies)
-        return found
+        """The N packs repeated `copies` times: copy k of pack r has the id r + k * N (`mixed`)."""
+        task = copy.copy(self)
+        task._set_packs(self._packs * copies)
+        return task
 
     def packed(self, ids: Sequence[int]) -> SftTask:
-        """The rows `ids` of this task of single rows, best-fit packed into packs of `max_length` tokens.
+        """Best-fit pack the rows `ids` into packs of up to `max_length` tokens. Needs a task of one-row packs.
 
-        The packs are a function of the rows' lengths alone. A line of the notes has their number.
+        The packs depend only on `ids` and the rows' lengths. `notes` reports their number and padding.
         """
         lengths, limit = self._rows.lengths[list(ids)].tolist(), self._limit
         packs = best_fit(lengths, limit)
         padding = 1 - sum(lengths) / (len(packs) * limit)
-        found = copy.copy(self)
-        found._set_packs([tuple(ids[place] for place in pack) for pack in packs])
+        task = copy.copy(self)
+        task._set_packs([tuple(ids[place] for place in pack) for pack in packs])
         note = f"{len(ids)} rows in {len(packs)} packs of {limit} tokens ({padding:.1%} padding)"
-        found.notes, found.skipped = (*self.notes, note), {}
-        return found
+        task.notes, task.skipped = (*self.notes, note), {}
+        return task
 
     def cut_rows(self, ids: Sequence[int]) -> int:
         return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
@@ -163,7 +162,7 @@ class SftTask(PaddedRows):
         return self._packs[pack]
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Packs `ids` on `device`, collated by `collate_packs`; all int64, padded on the right."""
+        """Packs `ids` on `device`, collated by `collate_packs`: int64, right-padded."""
         self._require_known(ids)
         packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
         return placed(collate_packs(packs, self._pad_id, self._multiple, self._limit), device)
@@ -178,21 +177,20 @@ class SftTask(PaddedRows):
         return [self._terms[pack] for pack in ids]
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-        """The lines of `show_row`."""
         return show_row(tokenizer, self._rows.row(row))
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
-        """Raise `InputError` for a model that lets rows of a pack attend to each other, or whose attention span is
-        shorter than a row."""
+        """Raise `InputError` if the model lets rows of a pack attend to each other, or if its attention span is shorter
+        than the longest row."""
         rows = [row for pack in self._packs for row in pack]
         check_packing_isolation(model, device, int(self._rows.lengths[rows].max()))
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp64 [packs, 3]: sum of losses, tokens predicted right, trained tokens; in eval mode, without gradients."""
+        """fp64 [packs, 3]: sum of losses, correctly predicted tokens, trained tokens. Eval mode, no gradients."""
         return row_outputs(model, batch)
 
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> LanguageScores:
-        """The scores of these packs of one row each, from their outputs."""
+        """Scores from the outputs of these packs, each of which must be a single row."""
         cut = self._rows.cut_trained[[self._packs[pack][0] for pack in ids]].tolist()
         values: list[list[float]] = [[*each, lost] for each, lost in zip(outputs.tolist(), cut, strict=True)]
         by_source: dict[str, list[list[float]]] = {}
@@ -210,8 +208,8 @@ class SftTask(PaddedRows):
 
 
 def _scored(values: Sequence[Sequence[float]]) -> SourceScores:
-    """values: of each row its loss, tokens predicted right, tokens read, tokens cut off. The sum of losses is exact
-    (`math.fsum`), so it is the same in any order of rows."""
+    """values: per row, loss, correct tokens, trained tokens read, trained tokens cut off. `math.fsum` makes the sum of
+    losses independent of row order."""
     read = sum(int(each[2]) for each in values)
     tokens = read + sum(int(each[3]) for each in values)
     loss = math.fsum(each[0] for each in values) / max(read, 1)

@@ -1,7 +1,7 @@
-"""The tasks over texts: encoded rows with a class, several labels, a number or tags; their batches, losses and scores.
+"""Tasks over texts: classification, multi-label, regression and tagging; their batches, losses and scores.
 
-Rows are encoded once, before training (seed S2, C-PRETOK-001). Each row has a digest from then on, which the content of
-every batch must match.
+Rows are encoded once, before training (seed S2, C-PRETOK-001). Each row's digest is computed then, and the content of
+every batch must match it.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512
 NO_TAG = -100
-"""The tag of a token without loss."""
+"""The tag of tokens without loss (torch's ignore_index)."""
 Columns = Mapping[str, tuple[Sequence[Sequence[int]], int]]
-"""By its name in a batch: a number for each token of each row, and the padding value."""
+"""By name in a batch: one number per token of each row, and the padding value."""
 
 
 class RowOptions(TypedDict, total=False):
     """Options of all tasks over texts.
 
-    Batches are padded with pad_id to a multiple of padding_multiple (8), but never beyond max_length. vocab_size: token
-    ids are below it. places: the origin of each row, for messages. columns: more numbers for each token. cut: the rows
-    whose end was cut off.
+    Batches are padded with pad_id to a multiple of padding_multiple (8), but not beyond max_length. vocab_size: upper
+    bound of token ids. places: file and line of each row, for messages. columns: further values per token. cut: the
+    rows that were truncated.
     """
 
     pad_id: Required[int]
@@ -60,36 +60,36 @@ class RowOptions(TypedDict, total=False):
 
 
 class EncodedRows(PaddedRows):
-    """Encoded rows and what is learned of each; a row's id is its position in `tokens`.
+    """Encoded rows with their labels; a row's id is its position in `tokens`.
 
-    A task over texts subclasses it with the form of its labels (`label_fault`, `label_tensor`), its loss (`loss_sum`),
-    the number of its terms (`planned_terms`) and its scores (`scores_of`).
+    Each task over texts is a subclass that defines its labels (`label_fault`, `label_tensor`), its loss (`loss_sum`),
+    the number of loss terms (`planned_terms`) and its scores (`scores_of`).
     """
 
     width: int
-    """Outputs of a row."""
+    """The number of outputs per row."""
     output = "logits"
 
     def __init__(
         self, tokens: Sequence[Sequence[int]], labels: Sequence[Any] | None, **options: Unpack[RowOptions]
     ) -> None:
-        """labels: one a row, as the subclass defines them; None: rows to predict, which are not checked.
+        """labels: one per row, as the subclass defines them; None for prediction, where rows are not checked.
 
         Raises `InputError` that names every unusable row by its place (`train.csv:17`): no tokens or more than
-        max_length, ids outside of the vocabulary, padding at its end (a decoder would pool an earlier token), or a
-        label with a `label_fault`.
+        max_length, ids outside the vocabulary, a trailing padding token (a decoder would pool an earlier token), or a
+        label that `label_fault` rejects.
         """
         self.pad_id = options["pad_id"]
         self._multiple = options.get("padding_multiple", 8)
         self._limit = options.get("max_length")
-        places, found = options.get("places"), ProblemList()
+        places, problems = options.get("places"), ProblemList()
         if labels is not None and len(tokens) != len(labels):
             raise InputError(f"{len(tokens)} rows of tokens but {len(labels)} labels")
         for index, (row, label) in enumerate(zip(tokens, labels or (), strict=False)):
             token_fault = _token_fault(row, options["vocab_size"], self.pad_id, self._limit)
             for fault in filter(None, (self.label_fault(label), token_fault)):
-                found.add(places[index] if places is not None else f"row {index}", fault)
-        found.raise_if_any()
+                problems.add(places[index] if places is not None else f"row {index}", fault)
+        problems.raise_if_any()
         self.lengths = torch.tensor([len(row) for row in tokens], dtype=torch.int64)
         self._starts = (torch.cumsum(self.lengths, 0) - self.lengths).tolist()
         self._tokens = _flat(tokens)
@@ -110,34 +110,34 @@ class EncodedRows(PaddedRows):
             self._table[first : first + _TABLE_ROWS] = self.content(batch)
 
     def label_fault(self, label: Any) -> str:
-        """Why a label is unusable; empty if it is usable. What readers have refused already is not checked again."""
+        """The reason a label is unusable, or empty. Checks only what the readers of data files do not."""
         return ""
 
     def label_tensor(self, labels: Sequence[Any]) -> torch.Tensor:
-        """int64 [rows] or [rows, numbers]; [rows, 0] if the labels are in a column."""
+        """int64 [rows] or [rows, values]; [rows, 0] if the labels are per token, in a column."""
         return torch.empty((len(labels), 0), dtype=torch.int64)
 
     def in_copies(self, copies: int) -> Self:
-        """Each of the N rows several times, for training: copy k of row r has the id r + k * N (`mixed`)."""
-        found = copy.copy(self)
-        found.lengths, found._starts = self.lengths.repeat(copies), self._starts * copies
-        found._table = self._table.repeat(copies)
-        found._labels = torch.cat([self._labels] * copies)
-        return found
+        """The N rows repeated `copies` times: copy k of row r has the id r + k * N (`mixed`)."""
+        task = copy.copy(self)
+        task.lengths, task._starts = self.lengths.repeat(copies), self._starts * copies
+        task._table = self._table.repeat(copies)
+        task._labels = torch.cat([self._labels] * copies)
+        return task
 
     def by_source(self, sources: Sequence[str]) -> Self:
-        """The same rows, also scored by source. sources: one for each row."""
-        found = copy.copy(self)
-        found._sources = sources
-        return found
+        """The same rows, also scored by source. sources: one per row."""
+        task = copy.copy(self)
+        task._sources = sources
+        return task
 
     def cut_rows(self, ids: Sequence[int]) -> int:
         return sum(id_ in self._cut for id_ in ids)
 
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
-        """Rows `ids` on `device`: input_ids, attention_mask and each column [rows, length], and labels; all int64.
+        """Rows `ids` on `device`, int64: input_ids, attention_mask and each column [rows, length], and labels.
 
-        Padded on the right with pad_id, with mask 0. Raises `ValueError` without ids, `IndexError` for unknown ids.
+        Right-padded with pad_id and mask 0. Raises `ValueError` without ids, `IndexError` for unknown ids.
         """
         self._require_known(ids)
         spans = [slice(self._starts[row], self._starts[row] + int(self.lengths[row])) for row in ids]
@@ -152,8 +152,8 @@ class EncodedRows(PaddedRows):
         return placed(batch, device)
 
     def content(self, batch: Batch) -> torch.Tensor:
-        """int64 [rows]: the digest of each row in the batch: its labels, then for each token 2 * id + mask and the
-        columns, for as many tokens as the mask is 1."""
+        """int64 [rows]: the digest of each row of the batch: of its labels, then of 2 * id + mask and the columns for
+        each unpadded token."""
         mask = batch["attention_mask"]
         values = batch["input_ids"] * 2 + mask
         lengths = mask.sum(dim=1)
@@ -166,11 +166,11 @@ class EncodedRows(PaddedRows):
         return row_digests(torch.cat([labels, values], dim=1), lengths + labels.shape[1])
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        """The loss terms of each row: one, whatever the row's weight."""
+        """The number of loss terms of each row: 1, whatever the weight of its class."""
         return (1,) * len(ids)
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp32 [rows, width], in eval mode and without a graph."""
+        """fp32 [rows, width]. Eval mode, no gradients."""
         return predictions(model, batch)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
@@ -178,11 +178,11 @@ class EncodedRows(PaddedRows):
         raise NotImplementedError
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
-        """The scores of these rows from their outputs, fp64 [rows, width] on the CPU."""
+        """Scores of these rows from their outputs, fp64 [rows, width] on the CPU."""
         raise NotImplementedError
 
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> Scores:
-        """`scores_of` these rows, and of each source's rows among them."""
+        """`scores_of` all these rows and, if sources are set, of each source's rows."""
         whole = self.scores_of(ids, outputs)
         by_source: dict[str, list[int]] = {}
         for place, row in enumerate(ids if self._sources else ()):
@@ -196,18 +196,18 @@ class EncodedRows(PaddedRows):
         return SourcedScores(whole, sources)
 
     def learned(self, row: int) -> str:
-        """The row's label as text, for a person."""
+        """The row's label as readable text."""
         raise NotImplementedError
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-        """A line with the row's label, and for each token its position, its id and its text."""
+        """Yield a line with the row's label, then a line per token: position, id and text."""
         yield f"row {row}: {int(self.lengths[row])} tokens, {self.learned(row)}"
         start = self._starts[row]
         for place, id_ in enumerate(self._tokens[start : start + int(self.lengths[row])].tolist()):
             yield f"{place:6} {id_:7}  {tokenizer.shown(id_)}"
 
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing to check: every model that was built for these rows can read them."""
+        """No check needed: the model was built for these rows."""
 
 
 def _flat(rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -231,11 +231,11 @@ def _token_fault(row: Sequence[int], vocab_size: int, pad_id: int, max_length: i
 
 
 class ClassificationTask(EncodedRows):
-    """Rows with one class each. The outputs are logits [rows, classes].
+    """Single-label classification. The outputs are logits [rows, classes].
 
     The loss is the SUM over rows of w[label] * cross entropy in fp32 (seed S5); the step divides it once by the number
-    of rows of the global batch. torch's weighted mean would divide by the sum of the weights, and a model's own loss
-    guesses its kind from the dtype of the labels, so neither is used.
+    of rows of the global batch. torch's weighted mean would divide by the sum of the weights, and the loss built into a
+    transformers model depends on the dtype of the labels, so neither is used.
     """
 
     def __init__(
@@ -248,9 +248,9 @@ class ClassificationTask(EncodedRows):
         names: Sequence[str] = (),
         **options: Unpack[RowOptions],
     ) -> None:
-        """labels: the class of each row. class_weights: w, one a class (None: all 1). names: of the classes.
+        """labels: the class of each row. class_weights: w, one per class (None: all 1). names: of the classes.
 
-        Raises `InputError` as `EncodedRows` does, also for a label that is no class.
+        Raises `InputError` as `EncodedRows` does, also for a label outside 0 to num_labels - 1.
         """
         self.num_labels = self.width = num_labels
         self._names = tuple(names)
@@ -267,14 +267,14 @@ class ClassificationTask(EncodedRows):
         return torch.tensor(list(labels), dtype=torch.int64)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Sum over the batch's rows of w[label] * cross entropy, in fp32, and the rows whose argmax is the label."""
+        """fp32 sum over the rows of w[label] * cross entropy, and the number of rows whose argmax is the label."""
         logits, labels = logits_of(model, batch), batch["labels"]
         return LeafLoss(self.row_losses(logits, labels).sum(), (logits.detach().argmax(dim=1) == labels).sum())
 
     def row_losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """fp32 [rows]: w[label] * cross entropy. Their exact sum (`math.fsum`) is the same in any order of rows."""
+        """fp32 [rows]: w[label] * cross entropy. Sum them with `math.fsum` for a result independent of row order."""
         device = logits.device
-        # Kept on each device: a copy from the host would wait for the device between a forward and its backward.
+        # Cached per device: a copy from the host would synchronize between the forward and the backward pass.
         if device not in self._weights:
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
         weights = self._weights[device][labels]
@@ -293,11 +293,11 @@ class ClassificationTask(EncodedRows):
 
 
 class MultiLabelTask(EncodedRows):
-    """Rows with any number of labels each, in a batch as 0 and 1. The outputs are logits [rows, labels].
+    """Multi-label classification with multi-hot labels. The outputs are logits [rows, labels].
 
-    Each label is a separate yes or no, predicted if its logit is above 0. The loss is the SUM over rows and labels of
-    the binary cross entropy of a logit, in fp32; it has rows * labels terms, so the step divides by the same count as
-    torch's BCEWithLogitsLoss for its mean.
+    A label is predicted if its logit is above 0. The loss is the SUM over rows and labels of the binary cross entropy,
+    in fp32. It has rows * labels terms, so the step divides by the same count as torch's BCEWithLogitsLoss for its
+    mean.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class MultiLabelTask(EncodedRows):
         return (self.width,) * len(ids)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Sum over rows and labels of the binary cross entropy, in fp32, and how many labels are predicted right."""
+        """fp32 sum over rows and labels of the binary cross entropy, the number of correct labels, and of all."""
         logits, wanted = logits_of(model, batch), batch["labels"]
         right = ((logits.detach() > 0) == (wanted == 1)).sum()
         return LeafLoss(_label_losses(logits, wanted).sum(), right, torch.full_like(right, wanted.numel()))
@@ -340,16 +340,16 @@ class MultiLabelTask(EncodedRows):
 
 
 def _label_losses(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, labels]. Their exact sum (`math.fsum`) is the same in any order of rows."""
+    """fp32 [rows, labels]. Sum them with `math.fsum` for a result independent of row order."""
     logits = logits.float()
     return nn.functional.binary_cross_entropy_with_logits(logits, wanted.to(logits.dtype), reduction="none")
 
 
 class RegressionTask(EncodedRows):
-    """Rows with a target number each, for a model with one output. The loss is the SUM over rows of the squared error.
+    """Regression with one output. The loss is the SUM over rows of the squared error.
 
-    The error is the fp64 difference of the model's fp32 number and the target, so training and scoring use one number.
-    In a batch, `labels` are the bits of the numbers in fp64, so they reach the device and the digest unrounded.
+    The error is the fp64 difference of the model's fp32 output and the target, in training and in scoring. In a batch,
+    `labels` are the fp64 bits of the targets as int64, so they reach the device and the digest unrounded.
     """
 
     output = "number"
@@ -360,7 +360,7 @@ class RegressionTask(EncodedRows):
         return torch.tensor(list(labels), dtype=torch.float64).view(torch.int64)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Sum over the batch's rows of the squared error, in fp64. No number is right or wrong: `correct` is 0."""
+        """fp64 sum over the rows of the squared error. `correct` is 0: a number is not right or wrong."""
         error = logits_of(model, batch)[:, 0].double() - batch["labels"].view(torch.float64)
         return LeafLoss(error.square().sum(), torch.zeros((), dtype=torch.int64, device=error.device))
 
@@ -372,13 +372,12 @@ class RegressionTask(EncodedRows):
 
 
 class TaggingTask(EncodedRows):
-    """Rows with tags of some of their tokens; in a batch they are `labels` [rows, length].
+    """Token classification with one tag per word, at its first token; in a batch, `labels` [rows, length].
 
-    The loss is the SUM over words of the cross entropy of each word's first token, in fp32. The model reads the other
-    tokens of a word and the special tokens, but they have no loss. Terms are words, so a long row counts more than a
-    short one, as in a mean over all words of a global batch.
+    The loss is the SUM over words of the cross entropy of the first token, in fp32. Other tokens of a word and special
+    tokens are model input without loss. Loss terms are words, so the step's mean is over all words of the global batch.
 
-    The outputs of a row are two numbers for each word, in order: the likeliest tag and the word's loss; then zeros.
+    The outputs of a row are two numbers per word, in order: the most likely tag and the word's loss; then zeros.
     """
 
     output = "losses"
@@ -392,14 +391,14 @@ class TaggingTask(EncodedRows):
         unread: Mapping[int, Mapping[int, int]] | None = None,
         **options: Unpack[RowOptions],
     ) -> None:
-        """tags: one for each token, or `NO_TAG`. names: of the tags. unread: by row and by the word's position in it,
-        the tag of each word without a token, for example after a cut; scores count such a word as missed.
+        """tags: one per token, or `NO_TAG`. names: of the tags. unread: by row and word position, the tag of each word
+        without a token, for example after truncation; scores count such a word as wrong.
 
         Raises `InputError` as `EncodedRows` does, also for a row without a tag.
         """
         self.names = tuple(names)
         self._tags = [[tag for tag in row if tag != NO_TAG] for row in tags]
-        self.width = 2 * max(map(len, self._tags), default=0)  # two for each word of the longest row
+        self.width = 2 * max(map(len, self._tags), default=0)
         self._unread = dict(unread or {})
         options["columns"] = {**(options.get("columns") or {}), "labels": (tags, NO_TAG)}
         super().__init__(tokens, tags, **options)
@@ -408,15 +407,15 @@ class TaggingTask(EncodedRows):
         return "" if any(tag != NO_TAG for tag in label) else "no word of it has a token"
 
     def in_copies(self, copies: int) -> Self:
-        found = super().in_copies(copies)
-        found._tags = self._tags * copies
-        return found
+        task = super().in_copies(copies)
+        task._tags = self._tags * copies
+        return task
 
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
         return [len(self._tags[row]) for row in ids]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Sum over the batch's words of the cross entropy, in fp32, their number, and how many are right."""
+        """fp32 sum over the words of the cross entropy, the number of correct words, and of all."""
         logits, tags = logits_of(model, batch), batch["labels"]
         right = (logits.detach().argmax(dim=2) == tags).sum()
         return LeafLoss(_tag_losses(logits, tags).sum(), right, (tags != NO_TAG).sum())
@@ -426,18 +425,18 @@ class TaggingTask(EncodedRows):
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         logits, tags = predictions(model, batch), batch["labels"]
-        there = tags != NO_TAG
-        places = 2 * (there.cumsum(dim=1) - 1)[there]
-        rows = there.nonzero()[:, 0]
+        tagged = tags != NO_TAG
+        places = 2 * (tagged.cumsum(dim=1) - 1)[tagged]
+        rows = tagged.nonzero()[:, 0]
         table = torch.zeros((len(tags), self.width), dtype=torch.float64, device=tags.device)
-        table[rows, places] = logits.argmax(dim=2)[there].double()
-        table[rows, places + 1] = _tag_losses(logits, tags)[there].double()
+        table[rows, places] = logits.argmax(dim=2)[tagged].double()
+        table[rows, places + 1] = _tag_losses(logits, tags)[tagged].double()
         return table
 
     def scores_of(self, ids: Sequence[int], outputs: torch.Tensor) -> SpanScores:
-        found = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
-        losses = [loss for row in found for loss in row[1::2]]
-        predicted = [[self.names[int(tag)] for tag in row[::2]] for row in found]
+        rows = [row[: 2 * len(self._tags[id_])] for id_, row in zip(ids, outputs.tolist(), strict=True)]
+        losses = [loss for row in rows for loss in row[1::2]]
+        predicted = [[self.names[int(tag)] for tag in row[::2]] for row in rows]
         actual = [[self.names[tag] for tag in self._tags[id_]] for id_ in ids]
         for id_, guess, truth in zip(ids, predicted, actual, strict=True):
             for place, tag in sorted(self._unread.get(id_, {}).items()):
@@ -454,6 +453,6 @@ def _tag_losses(logits: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
 ScoredTask = EncodedRows | SftTask
 """A `Task` of the step whose rows the trainer also scores.
 
-`outputs` gives `width` numbers for a row, the same on every rank; `output` is the word for them in messages. `score` is
-a function of the outputs of all rows, computed on every rank, so it is bit-identical on any number of ranks.
+`outputs` gives `width` numbers per row, the same on every rank; `output` names them in messages. `score` is computed on
+every rank from the gathered outputs of all rows, so it is bit-identical for any number of ranks.
 """

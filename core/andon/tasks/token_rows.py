@@ -1,6 +1,6 @@
-"""Encoded rows: columns with the tokens of all rows end to end, packs of rows, and how batches are padded.
+"""Storage of encoded rows as columns of concatenated tokens, best-fit packing, and padding of batches.
 
-Columns may be memory-mapped files: rows that are not used take no memory, and the ranks of a host share the others.
+Columns may be memory-mapped files: unused rows take no memory, and the ranks of a host share the pages of used ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ COLUMNS: Mapping[str, str] = {
     "cut": "i",
     "cut_trained": "i",
 }
-"""The `array` type of each column (of tokens and weights a number for each token); `KINDS` has torch's."""
+"""The `array` type code of each column; `KINDS` maps it to torch. `tokens` and `weights` have one value per token."""
 
 
 class PaddedRows:
-    """What all tasks have in common: rows by id, in batches that are padded to a multiple of `_multiple` tokens, but
-    never beyond `_limit`. `notes`: lines for the user. `counts_right`: loss terms are predicted right or wrong, so
-    `LeafLoss.correct` has a meaning. `lengths`: int64 [rows], tokens. `_table`: int64 [rows], the planned content.
+    """Base of all tasks: rows by id, in batches padded to a multiple of `_multiple` tokens, but not beyond `_limit`.
+
+    notes: lines for the user. counts_right: predictions are right or wrong, so `LeafLoss.correct` has a meaning.
+    lengths: int64 [rows], tokens. _table: int64 [rows], the expected digests.
     """
 
     notes: tuple[str, ...] = ()
@@ -44,15 +45,15 @@ class PaddedRows:
         return self.lengths.numel()
 
     def padded_to(self, multiple: int, max_length: int) -> Self:
-        """The same rows with batches padded to a multiple of `multiple`, but never beyond `max_length`."""
-        found = copy.copy(self)
-        found._multiple, found._limit = multiple, max_length
-        return found
+        """The same rows with batches padded to a multiple of `multiple`, but not beyond `max_length`."""
+        task = copy.copy(self)
+        task._multiple, task._limit = multiple, max_length
+        return task
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
-        """int64 [len(ids)] on the CPU: the `content` that these rows must have, computed from the stored rows."""
-        found: torch.Tensor = self._table[list(ids)]
-        return found
+        """int64 [len(ids)] on the CPU: the expected digests (`content`), computed from the stored rows."""
+        digests: torch.Tensor = self._table[list(ids)]
+        return digests
 
     def _require_known(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -62,7 +63,7 @@ class PaddedRows:
 
 
 class FlatRows(Sequence[Sequence[int]]):
-    """Rows of integers end to end in one tensor, which may be a mapped file. ends: where each row ends in it."""
+    """Ragged rows of integers, concatenated in one tensor, possibly memory-mapped. ends: end offset of each row."""
 
     def __init__(self, flat: torch.Tensor, ends: Sequence[int]) -> None:
         self.flat, self._ends = flat, [0, *ends]
@@ -75,7 +76,7 @@ class FlatRows(Sequence[Sequence[int]]):
 
 
 def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int] | array[float]]:
-    """The columns of some rows. end: the number of tokens of the rows before them."""
+    """The columns of `rows`. end: the number of tokens in all earlier rows."""
     columns: dict[str, Any] = {name: array(kind) for name, kind in COLUMNS.items()}
     for row in rows:
         end += len(row.ids)
@@ -89,7 +90,7 @@ def columns_of(rows: Iterable[EncodedRow], end: int = 0) -> dict[str, array[int]
 
 
 def sums_of(values: torch.Tensor, packs: Sequence[Sequence[int]]) -> torch.Tensor:
-    """int64 [packs]: the sum of the values of each pack's rows. values: one for each row of each pack, in order."""
+    """int64 [packs]: sum of `values` over each pack. values: one per row of each pack, in the order of `packs`."""
     sizes = torch.tensor([len(pack) for pack in packs], dtype=torch.int64)
     ends = sizes.cumsum(0)
     upto = torch.cat([values.new_zeros(1), values.cumsum(0)])
@@ -97,8 +98,8 @@ def sums_of(values: torch.Tensor, packs: Sequence[Sequence[int]]) -> torch.Tenso
 
 
 class TokenRows:
-    """Rows by position, from 0. int64 [rows]: `lengths`: tokens; `trained`: how many of them are trained; `cut`: tokens
-    that were cut off; `cut_trained`: how many of these would have been trained."""
+    """Encoded rows by position, from 0. int64 [rows]: `lengths`, `trained` (trained tokens), `cut` (tokens cut off),
+    `cut_trained` (trained tokens among those)."""
 
     def __init__(self, columns: Mapping[str, torch.Tensor]) -> None:
         self._columns = columns
@@ -115,7 +116,7 @@ class TokenRows:
         return self.lengths.numel()
 
     def tensors(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A row's tokens, int64, and their weights, fp32."""
+        """A row's tokens int64 [length] and weights fp32 [length]."""
         here = slice(int(self._starts[row]), int(self._columns["ends"][row]))
         return self._columns["tokens"][here].long(), self._columns["weights"][here]
 
@@ -126,48 +127,47 @@ class TokenRows:
         return EncodedRow(row, array("i", tokens.tolist()), array("f", weights.tolist()), cut, cut_trained)
 
     def laid_out(self, packs: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [packs, length, 4]: for each token its id, its position in its row, the number of its row in the pack,
-        from 1, and the bits of its weight, 0 for a row's first. And int64 [packs]: tokens of each pack; the numbers
-        after them are padding.
+        """int64 [packs, length, 4]: per token, its id, its position in the row, the 1-based number of its row in the
+        pack, and the bits of its fp32 weight (0 for a row's first token). Zeros are padding. Also int64 [packs]: the
+        number of tokens of each pack.
         """
         rows = torch.tensor([row for pack in packs for row in pack], dtype=torch.int64)
         lengths = self.lengths[rows]
         firsts = lengths.cumsum(0) - lengths
         places = torch.arange(int(lengths.sum())) - firsts.repeat_interleave(lengths)
-        from_here = self._starts[rows].repeat_interleave(lengths) + places
-        weights = self._columns["weights"][from_here]
+        sources = self._starts[rows].repeat_interleave(lengths) + places
+        weights = self._columns["weights"][sources]
         weights[firsts] = 0.0
         numbers = torch.tensor([number for pack in packs for number in range(1, len(pack) + 1)], dtype=torch.int64)
-        laid = [
-            self._columns["tokens"][from_here].long(),
+        fields = [
+            self._columns["tokens"][sources].long(),
             places,
             numbers.repeat_interleave(lengths),
             weights.view(torch.int32).long(),
         ]
         counts = sums_of(lengths, packs)
         real = torch.arange(int(counts.max())) < counts.unsqueeze(1)
-        found = torch.zeros((*real.shape, len(laid)), dtype=torch.int64)
-        found[real] = torch.stack(laid, dim=1)
-        return found, counts
+        table = torch.zeros((*real.shape, len(fields)), dtype=torch.int64)
+        table[real] = torch.stack(fields, dim=1)
+        return table, counts
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs of rows of at most `capacity` tokens; each row (its position in `lengths`) is in exactly one pack.
+    """Bin-pack rows into packs of at most `capacity` tokens. Returns the positions in `lengths` of each pack's rows.
 
-    Best-fit decreasing: the longest row first (of equal rows the first), into the pack with the least room left (of
-    equal packs the oldest). So the packs are a function of the lengths alone. They are in the order of their creation,
-    and a pack's rows in the order of their placement. At most 11/9 of the fewest packs possible, plus a constant
-    (Johnson 1973).
+    Best-fit decreasing: the longest row first (ties: the earliest), into the fullest pack that has room (ties: the
+    oldest). The packs depend only on the lengths. They are in order of creation, and a pack's rows in order of
+    placement. Uses at most 11/9 of the optimal number of packs, plus a constant (Johnson 1973).
 
-    Raises `ValueError` for a length that is not from 1 to `capacity`.
+    Raises `ValueError` for a length outside 1 to `capacity`.
     """
     for place, length in enumerate(lengths):
         if not 0 < length <= capacity:
             msg = f"row {place} has {length} tokens, and a pack has room for 1 to {capacity}"
             raise ValueError(msg)
     packs: list[list[int]] = []
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by the room left: heaps of packs' numbers
-    rooms = 0  # bit r is set where some pack has room for r tokens more
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free tokens: a heap of pack numbers
+    rooms = 0  # bit r is set if a pack has exactly r free tokens
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         length = lengths[place]
         enough = rooms >> length

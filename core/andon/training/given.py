@@ -1,7 +1,7 @@
-"""Rows passed to `andon.train` as values: written as JSON Lines, so that a run reads them like any other file.
+"""In-memory rows passed to `andon.train`: written as JSON Lines, so that a run reads them like any other file.
 
 A row is a mapping of columns to values. Rows come from any iterable of such mappings (a list, a generator, a
-`datasets.Dataset`) or from `to_dict(orient="records")` of a pandas frame. No library is imported for it.
+`datasets.Dataset`) or from `to_dict(orient="records")` of a pandas frame. Neither library is imported.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder
 
 _MISSING = ("NAType", "NaTType")
-"""The types of missing values in pandas, besides NaN."""
+"""Names of the types of pandas' missing values, besides NaN."""
 
 
 @dataclass(frozen=True)
 class RowFiles:
-    """Rows in files of the temporary `folder`; `written`: each file by the argument that the rows came from."""
+    """Rows written to files in the temporary `folder`. written: each file by the name of its argument."""
 
     folder: Path
     written: dict[str, Path] = field(default_factory=dict)
 
     def files_of(self, data: object, name: str) -> object:
-        """The value of `data.train` for `data`: a list of files, each perhaps with a weight like an entry of
-        `data.train`, else one file (`path_of`). A string without the ending of a data file may be a row by mistake."""
+        """The value of `data.train` for `data`: a list of files, each optionally with a weight, else one file
+        (`path_of`). A string counts as a file only if it has the suffix of a data file: it may be a row by mistake."""
 
-        def is_file(given: object) -> bool:
-            if isinstance(given, Mapping):
-                return {"path"} <= given.keys() <= {"path", "weight"} and isinstance(given["path"], str | PathLike)
-            return isinstance(given, PathLike) or (isinstance(given, str) and Path(given).suffix.lower() in KINDS)
+        def is_file(item: object) -> bool:
+            if isinstance(item, Mapping):
+                return {"path"} <= item.keys() <= {"path", "weight"} and isinstance(item["path"], str | PathLike)
+            return isinstance(item, PathLike) or (isinstance(item, str) and Path(item).suffix.lower() in KINDS)
 
         if isinstance(data, list | tuple) and data and all(map(is_file, data)):
             return [
@@ -51,7 +51,7 @@ class RowFiles:
         return self.path_of(data, name)
 
     def path_of(self, data: object, name: str) -> str:
-        """`data` itself if it is a path, else a new file with its rows (`write_rows`)."""
+        """`data` as a string if it is a path, else the path of a new file with its rows (`write_rows`)."""
         if isinstance(data, str | PathLike):
             return os.fspath(data)
         path = self.folder / f"{name}.jsonl"
@@ -60,7 +60,7 @@ class RowFiles:
         return str(path)
 
     def named(self, text: str) -> str:
-        """The message `text` with name[i] for a line of a written file, and the name for the file."""
+        """Replace, in the message `text`, lines of written files by name[i] and their paths by the name."""
         for name, path in self.written.items():
             lines = re.compile(rf"{re.escape(str(path))}:(\d+)")
             numbered = partial(lambda name, line: f"{name}[{int(line[1]) - 1}]", name)
@@ -69,10 +69,10 @@ class RowFiles:
 
 
 def write_rows(data: object, path: Path, name: str) -> None:
-    """Write the rows in `data` to `path`, one JSON object a line, so that `name`[i] is line i + 1.
+    """Write the rows in `data` to `path`, one JSON object per line, so that `name`[i] is line i + 1.
 
     Values that JSON lacks are converted: arrays to lists, dates to ISO 8601, missing values to null. Raises
-    `InputError` with all faults, each at `name`[i]: no rows, a row that is no mapping, values of other types.
+    `InputError` with every fault, each at `name`[i]: no rows, a row that is not a mapping, values of other types.
     """
     problems, count = ProblemList(), 0
     with path.open("x", encoding="utf-8") as file:
@@ -88,10 +88,10 @@ def write_rows(data: object, path: Path, name: str) -> None:
 
 
 def kept(config: Config, folder: RunFolder, given: Mapping[str, Path]) -> Config:
-    """Copy the files `given`, by key of `config.data`, into the run folder for later resumes; returns the new config.
+    """Copy the files `given`, by key of `config.data`, into the run folder for later resumes. Returns the new config.
 
-    Their names contain a digest of their content, so no file replaces another. Raises `InputError` if the folder cannot
-    be written.
+    File names contain a digest of the content, so copies never overwrite each other. Raises `InputError` if the folder
+    cannot be written.
     """
     files = {}
     with folder.open_for_writing():
@@ -113,21 +113,21 @@ def _rows(data: Any, name: str) -> Iterable[object]:
         try:
             return _as_integers([*data.to_dict(orient="records")])
         except TypeError:
-            pass  # another kind of `to_dict`: the rows are those that it yields
+            pass  # a `to_dict` without `orient`: iterate over `data` instead
     if not isinstance(data, Iterable):
         raise InputError([Problem(name, f"must be a path, or rows, each a mapping of columns; is {shown(data)}")])
     return data
 
 
 def _as_integers(records: list[Any]) -> list[Any]:
-    """`records` of a frame, with integers in columns that pandas made floats because a value is missing."""
+    """Restore integers in columns that pandas converted to floats because a value is missing."""
     if not all(isinstance(row, Mapping) for row in records):
         return records
     for column in {column for row in records for column in row}:
         values = [row.get(column) for row in records]
         numbers = [value for value in values if isinstance(value, float)]
-        there = [number for number in numbers if number == number]
-        if len(numbers) == len(values) > len(there) and all(number.is_integer() for number in there):
+        present = [number for number in numbers if number == number]
+        if len(numbers) == len(values) > len(present) and all(number.is_integer() for number in present):
             records = [
                 {**row, column: int(value) if value == value else None}
                 for row, value in zip(records, numbers, strict=True)
@@ -147,10 +147,10 @@ def _line(row: Mapping[Any, object], where: str, problems: ProblemList) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The value converted for JSON. `json.dumps` calls this also for the parts of values that it does not know."""
+    """Convert a value for JSON. `json.dumps` also calls this for nested values of unknown types."""
     if type(value).__name__ in _MISSING:
         return None
-    if hasattr(value, "tolist"):  # of numpy, torch and others: an array, or a number of theirs
+    if hasattr(value, "tolist"):  # arrays and scalars of numpy, torch and others
         value = value.tolist()
     elif hasattr(value, "isoformat"):
         return value.isoformat()

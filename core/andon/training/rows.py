@@ -1,6 +1,6 @@
-"""The rows of a run, read and split, or loaded from the files in which another process of this host keeps them.
+"""The rows of a run: read from data files or loaded from this host's cache, and split.
 
-Works without torch, so that the command line refuses bad data at once.
+Imports no torch, so that the command line rejects bad data at once.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MOST_GROUPS, _MOST_CLASSES = 10, 30
 
 @dataclass(frozen=True)
 class Rows:
-    """The data sets of a run. Row ids of `train` cover training and validation; `evaluation` has its own.
+    """The data sets of a run. `train` holds training and validation rows; `evaluation` has separate row ids.
 
-    task: its name in the configuration. train_ids: the rows of an epoch; further copies of a row have ids of their own
-    (`mixed`). weights: of the files of `train`, in order; empty for one file with each row once.
+    task: its name in the configuration. train_ids: the ids of an epoch; every copy of a row has a distinct id
+    (`mixed`). weights: of the files of `train`, in order; empty for one file with weight 1 and for embedded rows.
     """
 
     task: str
@@ -49,7 +49,7 @@ class Rows:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of both data sets, and of where each of several files begins and its weight."""
+        """SHA-256 of `train` (with `weights`, also of its files' sizes and weights) and that of `evaluation`."""
         train = self.train.digest
         if self.weights:
             assert self.train.origins is not None
@@ -58,23 +58,23 @@ class Rows:
         return train + (self.evaluation.digest if self.evaluation is not None else "")
 
     def numbered_by(self, labels: Sequence[str]) -> Rows:
-        """The same rows with their classes numbered in the order of `labels`; the digest stays."""
+        """The same rows with classes numbered in the order of `labels`; the digest does not change."""
         if not isinstance(self.train, TextRows) or tuple(labels) == self.train.labels:
             return self
         evaluation = self.evaluation.numbered_by(labels) if isinstance(self.evaluation, TextRows) else None
         return replace(self, train=self.train.numbered_by(labels), evaluation=evaluation)
 
     def row_of(self, id_: int) -> int:
-        """The row of `train` that an id of an epoch stands for."""
+        """The row of `train` for an id of `train_ids`."""
         return id_ % len(self.train) if self.weights else id_
 
     @property
     def copies(self) -> int:
-        """The most copies of a row in an epoch."""
+        """The maximum number of copies of a row in an epoch."""
         return max(self.train_ids, default=0) // len(self.train) + 1 if self.weights else 1
 
     def where(self, id_: int) -> str:
-        """The file and line of an id, and the number of its copy from 2 on; empty for a run on one file."""
+        """File and line of an id, and its copy number from 2 on; empty without `weights`."""
         origins, copy = self.train.origins, id_ // len(self.train) + 1
         if not self.weights or origins is None or id_ < 0:
             return ""
@@ -82,7 +82,7 @@ class Rows:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The name of the file of each row of `train`, if there are several files; else empty."""
+        """The short file name of each row of `train`; empty unless there are several files."""
         origins = self.train.origins
         return (
             ()
@@ -92,12 +92,12 @@ class Rows:
 
     @property
     def trained_on(self) -> Examples:
-        """The training rows, each once."""
+        """The training rows without repeated copies."""
         return self.train.subset(dict.fromkeys(map(self.row_of, self.train_ids)))
 
     @property
     def evaluated_on(self) -> Examples:
-        """The rows of the last scores: the evaluation rows, else the validation rows."""
+        """The rows of the final scores: the evaluation rows, else the validation rows."""
         return self.evaluation if self.evaluation is not None else self.train.subset(self.validation_ids)
 
     @property
@@ -107,12 +107,12 @@ class Rows:
 
     @property
     def skipped(self) -> tuple[Problem, ...]:
-        """The rows that could not be read, in order, and why."""
+        """The faults of the rows that were skipped, in order."""
         read = (each.origins for each in (self.train, self.evaluation) if each is not None)
         return tuple(problem for origins in read if origins is not None for problem in origins.skipped)
 
     def without(self, skipped: Mapping[int, Problem]) -> Rows:
-        """All but these rows of `train`. Raises `InputError` if no row is left to train on, or to evaluate on."""
+        """Drop these rows of `train`. Raises `InputError` if no row remains to train on or to evaluate on."""
         train_ids = tuple(id_ for id_ in self.train_ids if self.row_of(id_) not in skipped)
         validation_ids = tuple(id_ for id_ in self.validation_ids if id_ not in skipped)
         if skipped and (not train_ids or not (validation_ids or self.evaluation)):
@@ -122,12 +122,12 @@ class Rows:
         return replace(self, train_ids=train_ids, validation_ids=validation_ids)
 
     def seen_in_training(self) -> int:
-        """How many rows that are evaluated on have a text that is also trained on: their scores flatter."""
+        """The number of evaluated rows whose text is also a training text, which inflates the scores."""
         return shared_texts(self.trained_on, self.evaluated_on)
 
 
 def skip_notes(skipped: Sequence[Problem]) -> Iterator[str]:
-    """A line about unusable rows with the first of them; nothing without such rows."""
+    """Yield a line with the number of skipped rows and the first three faults, if there are any."""
     if skipped:
         more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
         first = "; ".join(map(str, skipped[:3]))
@@ -135,7 +135,7 @@ def skip_notes(skipped: Sequence[Problem]) -> Iterator[str]:
 
 
 def notes(rows: Rows) -> Iterator[str]:
-    """What a user should know about the rows before training on them."""
+    """Yield notes and warnings about the rows, to show before training."""
     train, trained_on, origins = rows.train, rows.trained_on, rows.train.origins
     if origins is not None:
         yield from origins.notes
@@ -166,7 +166,7 @@ def notes(rows: Rows) -> Iterator[str]:
 
 
 def class_counts(rows: Rows) -> str:
-    """A line with the number of training rows of each class; empty without classes."""
+    """A line with the number of training rows per class; empty without classes."""
     train = rows.trained_on
     if not isinstance(train, TextRows) or not train.counts():
         return ""
@@ -188,7 +188,7 @@ TEXT_TASKS: Mapping[str, type[TextRows[Any]]] = {
 def read_files(
     task: str, data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, selection: RowSelection
 ) -> Examples:
-    """The rows of files, for a task. labels: those of the training rows, for an evaluation file, else None."""
+    """Read the rows of files for a task. labels: of the training rows, for an evaluation file; else None."""
     if task == SFT:
         return read_conversations(*paths, selection=selection)
     return read(TEXT_TASKS[task], *paths, **data.model_dump(include=_COLUMNS), labels=labels, selection=selection)
@@ -199,16 +199,16 @@ _EMBEDDED: Mapping[str, Callable[[int], tuple[Examples, Examples]]] = {
     SFT: rewriting.embedded,
 }
 _EXAMPLES = {TOKEN_CLASSIFICATION: "tags.jsonl", MULTI_LABEL: "multi_label.jsonl", REGRESSION: "regression.csv"}
-"""A file in examples/data for each task without embedded rows."""
+"""An example file in examples/data for each task without embedded rows."""
 _INFERRED: dict[str, tuple[str, str]] = {}
-"""The results of `inferred_task` in this process."""
+"""Cache of `inferred_task` in this process."""
 
 
 def inferred_task(config: Config) -> tuple[str, str]:
-    """The task that the first row of the data implies, and the reason; classification without a reason if unclear.
+    """Infer (task, reason) from the first row of the data; (classification, "") if it is unclear.
 
-    Regression is never inferred, because a number may be a class. The file is opened once in a process, and again only
-    if it has changed.
+    Regression is never inferred, because a number may be a class. The file is opened once per process, and again if it
+    changes.
     """
     if not config.data.files:
         return CLASSIFICATION, ""
@@ -218,10 +218,10 @@ def inferred_task(config: Config) -> tuple[str, str]:
     return _INFERRED[key]
 
 
-def set_inferred_task(config: Config, found: tuple[str, str]) -> None:
-    """Store the result of another process, so that this process need not open the file."""
+def set_inferred_task(config: Config, task_and_reason: tuple[str, str]) -> None:
+    """Store the result of another process, so that this process does not open the file."""
     if config.data.files:
-        _INFERRED[_inferred_from(config)] = found
+        _INFERRED[_inferred_from(config)] = task_and_reason
 
 
 def _inferred_from(config: Config) -> str:
@@ -237,44 +237,44 @@ def _implied_by(first: Mapping[str, object], data: Data) -> tuple[str, str]:
     named = ("label", "labels") if data.label_column is None else (data.label_column,)
     if any(isinstance(first.get(name), list) for name in named):
         return MULTI_LABEL, "labels are lists"
-    found = conversations_in(first) if data.text_column is None and data.label_column is None else ""
-    return (SFT, f"rows {'are' if found == 'conversations' else 'have'} {found}") if found else (CLASSIFICATION, "")
+    source = conversations_in(first) if data.text_column is None and data.label_column is None else ""
+    return (SFT, f"rows {'are' if source == 'conversations' else 'have'} {source}") if source else (CLASSIFICATION, "")
 
 
 def task_of_run(config: Config) -> str:
-    """The task of the configuration, else the inferred one. Raises `InputError` for a file that cannot be opened."""
+    """The configured task, else the inferred one. Raises `InputError` if the data file cannot be opened."""
     return config.task or inferred_task(config)[0]
 
 
 def with_task(config: Config) -> Config:
-    """`config` with an inferred task other than classification set, so that the run can be read without its data."""
-    found = task_of_run(config)
-    return config if found == CLASSIFICATION else config.model_copy(update={"task": found})
+    """`config` with the inferred task set (except classification), so that the run can be loaded without its data."""
+    task = task_of_run(config)
+    return config if task == CLASSIFICATION else config.model_copy(update={"task": task})
 
 
 def task_notice(config: Config) -> str:
-    """A line about an inferred task and the reason; empty if the task is set, or is classification."""
+    """A line that reports an inferred task and the reason; empty if the task is configured or is classification."""
     task, why = inferred_task(config) if config.task is None else (config.task, "")
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 
 def selection_of(data: Data, *, train: bool) -> RowSelection:
-    """The rows to read, of training files or of an evaluation file."""
+    """The row selection for the training files or, with train=False, for the evaluation file."""
     return RowSelection(data.bad_rows == "skip", data.limit if train else None)
 
 
 def data_files(config: Config) -> list[Path]:
-    """The files that training and evaluation rows come from."""
+    """The training and evaluation files."""
     return [Path(path) for path in (*(file.path for file in config.data.files), config.data.eval) if path is not None]
 
 
 def is_tokenised_as_read(config: Config) -> bool:
-    """Whether the first process of each host reads and tokenises the data in one pass."""
+    """Whether one process per host reads and tokenises the data in one pass (SFT on files)."""
     return bool(config.data.files) and task_of_run(config) == SFT
 
 
 def cache_of(config: Config, own: Path | None) -> Path | None:
-    """The folder for rows and tokens: `data.cache`, else `own`; None for embedded rows."""
+    """The cache folder for rows and tokens: `data.cache`, else `own`; None for embedded rows."""
     if not config.data.files:
         return None
     return own if config.data.cache is None else Path(config.data.cache)
@@ -286,10 +286,10 @@ def read_rows(
     folder: Path | None = None,
     known: Rows | None = None,
 ) -> Rows:
-    """The rows that `config` names, split once and for all. Raises `InputError` with all that is wrong with them.
+    """Read and split the rows that `config` names. Raises `InputError` with every fault of the data.
 
-    conversations: reads and tokenises files of conversations; None: they are read and held in memory. folder: keeps the
-    rows of other files, so that the next process need not open these. known: rows that this process has read already.
+    conversations: function that reads and tokenises files of conversations; None: hold them in memory. folder: cache
+    for the rows of other tasks' files. known: rows that this process has already read.
     """
     train: Examples
     evaluation: Examples | None
@@ -301,12 +301,12 @@ def read_rows(
             return conversations(paths, selection)
 
         def read_once() -> Examples:
-            found = None if known is None else known.train if labels is None else known.evaluation
-            return read_files(task, data, paths, labels, selection) if found is None else found
+            rows = None if known is None else known.train if labels is None else known.evaluation
+            return read_files(task, data, paths, labels, selection) if rows is None else rows
 
         if folder is None or task == SFT:
             return read_once()
-        return _kept_rows(folder, task, data, paths, labels, selection, read_once)
+        return _cached_rows(folder, task, data, paths, labels, selection, read_once)
 
     if data.files:
         train = rows_of([Path(file.path) for file in data.files], None)
@@ -333,7 +333,7 @@ def read_rows(
 _CODE = Path(andon.data.__file__).parent
 
 
-def _kept_rows(
+def _cached_rows(
     folder: Path,
     task: str,
     data: Data,
@@ -342,9 +342,9 @@ def _kept_rows(
     selection: RowSelection,
     read_once: Callable[[], Examples],
 ) -> Examples:
-    """The rows of `paths` from `folder`: as JSON, with the line of each. If there are none, they are read and written.
+    """Load the rows of `paths` from the cache in `folder`, or read the files and write the cache.
 
-    Waits for another process that writes them. Raises `InputError` if a file changes meanwhile.
+    Blocks while another process writes it. Raises `InputError` if a file changes while it is read.
     """
     before = stamps(paths)
     key = key_of(
@@ -357,13 +357,13 @@ def _kept_rows(
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        found = read_once()
-        assert isinstance(found, TextRows)
-        assert found.origins is not None
-        require_unchanged(paths, before, found.origins.stamps)
-        rows = json.dumps([(row.text, row.pair, row.label) for row in found.rows])
-        append({"rows": array("B", rows.encode()), "lines": found.origins.lines})
-        return {"labels": found.labels, "origins": found.origins.described()}
+        data_set = read_once()
+        assert isinstance(data_set, TextRows)
+        assert data_set.origins is not None
+        require_unchanged(paths, before, data_set.origins.stamps)
+        rows = json.dumps([(row.text, row.pair, row.label) for row in data_set.rows])
+        append({"rows": array("B", rows.encode()), "lines": data_set.origins.lines})
+        return {"labels": data_set.labels, "origins": data_set.origins.described()}
 
     def load(columns: Columns) -> TextRows[Any]:
         origins = Origins.of(paths, columns.said["origins"], column(columns, "lines", "q"))
@@ -377,16 +377,16 @@ def _kept_rows(
 
 
 def column(columns: Columns, name: str, kind: str) -> array[int]:
-    """A column, read into memory. kind: its `array` type."""
-    found = array(kind)
-    found.frombytes((columns.folder / name).read_bytes())
-    return found
+    """Load a column into memory. kind: its `array` type code."""
+    values = array(kind)
+    values.frombytes((columns.folder / name).read_bytes())
+    return values
 
 
 def unfit_model(config: Config) -> str:
-    """A warning if the user's rows train the embedded model, which is made for the embedded rows; else empty.
+    """A warning if the embedded model would be trained on the user's rows; else empty.
 
-    It starts from random weights: on questions to a bank it reached an accuracy of 0.56, a small pretrained encoder
+    It starts from random weights: on customer questions to a bank its accuracy was 0.56, a small pretrained encoder's
     0.80.
     """
     if config.data.train is None or config.model.base is not None:
@@ -398,15 +398,15 @@ def unfit_model(config: Config) -> str:
 
 
 def changed_since(config: Config, rows: Rows, started: float) -> dict[str, str]:
-    """By configuration key, what has changed in the data files since `rows` were read.
+    """Compare the data files with `rows`, which were read from them. Returns a message per changed configuration key.
 
-    Only files modified after `started` (seconds since the epoch, before they were read) are read again.
+    All files are read again if any was modified after `started` (seconds since the epoch); otherwise none is.
     """
     named = {"data.train": [file.path for file in config.data.files], "data.eval": [config.data.eval or ""]}
 
     def modified(path: str) -> bool:
         try:
-            return Path(path).stat().st_ctime >= started - 1.0  # the file system's clock may be a tick late
+            return Path(path).stat().st_ctime >= started - 1.0  # file system timestamps may lag by a tick
         except OSError:
             return True
 

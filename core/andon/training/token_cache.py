@@ -1,8 +1,8 @@
-"""The token file of a run's conversations: one process parses, checks, tokenises and digests the rows, all map it.
+"""The token cache: one process parses, checks, tokenises and digests the rows; every rank memory-maps the result.
 
-It is written in one pass over the data files, on all cores, into a folder named by a digest of all that the tokens
-depend on: the files' stamps (path, size, times), the tokenizer, the settings, the libraries and the code. Ranks that
-load it open no data file.
+It is written in one pass over the data files, on all cores, into a folder named by a digest of everything that the
+tokens depend on: the files' stamps (path, inode, size, times), the tokenizer, the settings, the libraries and the code.
+Ranks that load it open no data file.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from andon.tasks.token_rows import KINDS, FlatRows, TokenRows, columns_of
 from andon.training.rows import column
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
-"""The `array` type of each column. Besides its tokens a row has its line, the index of its source among the names of
-all sources (-1 for none), and the fingerprint of its input text."""
+"""The `array` type code of each column. `lines`, `sources` (index into the source names, or -1) and `texts` (the
+fingerprint of the input text) have one value per row."""
 TEXT_COLUMNS: Mapping[str, str] = {
     "tokens": "i",
     "types": "i",
@@ -49,15 +49,15 @@ TEXT_COLUMNS: Mapping[str, str] = {
     "ends_of_words": "q",
     "cut": "q",
 }
-"""The `array` type of each column of texts, with what `EncodedTexts` has."""
+"""The `array` type code of each column of a cached `EncodedTexts`."""
 _LIBRARIES = ("jinja2", "tokenizers", "transformers", "pyarrow")
 _CODE = Path(andon.data.__file__).parent
 _ROWS_AT_ONCE = 4096
 _PROGRESS_S = 5.0
 _BIG = 1 << 24
-"""From this many bytes of data on, a line announces the pass."""
+"""Log the start of tokenising for data files of more bytes than this."""
 _BATCHES_ALONE = 8
-"""Batches that are encoded in this process before others are forked."""
+"""Number of batches encoded in this process before worker processes are forked."""
 
 Batch = TypeVar("Batch")
 Done = TypeVar("Done")
@@ -65,7 +65,7 @@ Done = TypeVar("Done")
 
 @dataclass(frozen=True)
 class TokenisedConversations(Examples):
-    """Rows without their texts. `fingerprint_of`: by row, of its input text. `chosen`: the ids of these rows."""
+    """Tokenised rows without texts. fingerprint_of: input text fingerprint by row id. chosen: ids of this subset."""
 
     tokens: TokenRows
     encoding: Encoding
@@ -74,7 +74,7 @@ class TokenisedConversations(Examples):
     origins: Origins
     source: str
     sources: Sequence[str]
-    """What the column `source` says of each row, else its file; empty strings if there is neither."""
+    """By row id: the value of the column `source`, else the file name if there are several files, else empty."""
     fingerprint_of: Sequence[int]
     chosen: Sequence[int]
     labels = ()
@@ -107,11 +107,11 @@ def tokenised(
     train_on: TrainOn,
     positions: int | None = None,
 ) -> TokenisedConversations:
-    """The rows of `paths`, from the token file in `folder`; if there is no such file, this process writes it.
+    """Load the tokenised rows of `paths` from the cache in `folder`, or tokenise them and write the cache.
 
-    folder: None: a temporary folder, which ends with this call; the mapped file stays. max_length, train_on, positions:
-    as for `encode_each`. Waits for another process that is writing the file. Raises `InputError` with all that is wrong
-    with the rows, and if a data file changes meanwhile.
+    folder: None uses a temporary folder that is deleted on return; the mapped memory stays valid. max_length, train_on,
+    positions: see `encode_each`. Blocks while another process writes the cache. Raises `InputError` with every fault of
+    the rows, and if a data file changes while it is read.
     """
     before = stamps(paths)
     key = key_of(
@@ -125,14 +125,13 @@ def tokenised(
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        """One pass over the files."""
         size = sum(path.stat().st_size for path in paths)
         if size > _BIG:
             cores = len(os.sched_getaffinity(0))
             say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {cores} cores")
         reading, sha = Reading(selection), hashlib.sha256()
         origins, rows = reading.origins, reading.rows(paths)
-        first = next(rows)  # a file without rows is an `InputError`
+        first = next(rows)  # files without rows raise `InputError`
         assert reading.form is not None
         form = reading.form
         add_form(sha, form)
@@ -140,19 +139,19 @@ def tokenised(
         sources, texts = array("i"), array("Q")
         encoded, end = list[EncodedRow](), 0
 
-        def noted() -> Iterator[Conversation]:
-            said = time.monotonic()
+        def digested_rows() -> Iterator[Conversation]:
+            reported = time.monotonic()
             for number, row in enumerate(chain([first], rows), start=1):
                 add_row(sha, row)
                 sources.append(names.setdefault(row.source, len(names)) if row.source else -1)
                 texts.append(fingerprint(input_text(form, row)))
-                if time.monotonic() - said > _PROGRESS_S:
-                    said = time.monotonic()
+                if time.monotonic() - reported > _PROGRESS_S:
+                    reported = time.monotonic()
                     say(f"{number} rows read and tokenised")
                 yield row
 
         def keep(row: EncodedRow | None) -> None:
-            """Write the tokens of many rows at once, so that memory stays bounded. None: of those that are left."""
+            """Buffer rows and write them in blocks, so that memory stays bounded. None flushes the buffer."""
             nonlocal end
             encoded.extend([] if row is None else [row])
             if row is None or len(encoded) == _ROWS_AT_ONCE:
@@ -163,7 +162,7 @@ def tokenised(
         encoding = encode_each(
             tokenizer,
             form,
-            noted(),
+            digested_rows(),
             max_length,
             train_on,
             keep,
@@ -183,15 +182,15 @@ def tokenised(
         }
 
     def load(columns: Columns) -> TokenisedConversations:
-        said, how = columns.said, columns.said["encoding"]
-        origins = Origins.of(paths, said["origins"], column(columns, "lines", "q"))
-        names = ["" if place < 0 else str(said["names"][place]) for place in column(columns, "sources", "i")]
-        skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in how["skipped"])
+        facts, stored = columns.said, columns.said["encoding"]
+        origins = Origins.of(paths, facts["origins"], column(columns, "lines", "q"))
+        names = ["" if place < 0 else str(facts["names"][place]) for place in column(columns, "sources", "i")]
+        skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in stored["skipped"])
         return TokenisedConversations(
             tokens=TokenRows({name: _mapped(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}),
-            encoding=Encoding(str(how["mask_source"]), tuple(how["stops"]), tuple(how["notes"]), skipped),
-            form=said["form"],
-            digest_of_all=str(said["digest"]),
+            encoding=Encoding(str(stored["mask_source"]), tuple(stored["stops"]), tuple(stored["notes"]), skipped),
+            form=facts["form"],
+            digest_of_all=str(facts["digest"]),
             origins=origins,
             source=origins.source,
             sources=origins.with_files(names),
@@ -205,9 +204,9 @@ def tokenised(
 
 
 def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer, max_length: int) -> EncodedTexts:
-    """The tokens of the texts of `data`, from the token file in `folder`; if there is none, this process writes it.
+    """Load the tokens of the texts of `data` from the cache in `folder`, or tokenise the texts and write the cache.
 
-    folder: None: nothing is written. Waits for another process that is writing the file. Raises as `Tokenizer.encode`.
+    folder: None disables the cache. Blocks while another process writes it. Raises as `Tokenizer.encode`.
     """
     texts, pairs = [row.text for row in data.rows], [row.pair for row in data.rows if row.pair is not None]
 
@@ -219,11 +218,11 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
     truncated = tokenizer.truncated
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        found = encode()
-        append({name: array("i", chain.from_iterable(getattr(found, name))) for name in ("tokens", "types", "firsts")})
-        ends = {"ends": found.tokens, "ends_of_words": found.firsts}
+        fresh = encode()
+        append({name: array("i", chain.from_iterable(getattr(fresh, name))) for name in ("tokens", "types", "firsts")})
+        ends = {"ends": fresh.tokens, "ends_of_words": fresh.firsts}
         append({name: array("q", accumulate(map(len, rows))) for name, rows in ends.items()})
-        append({"cut": array("q", found.cut)})
+        append({"cut": array("q", fresh.cut)})
         return {}
 
     def load(columns: Columns) -> EncodedTexts:
@@ -235,53 +234,52 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
     key = key_of(
         _LIBRARIES, code=source_digest(_CODE), rows=data.digest, tokenizer=tokenizer.digest, max_length=max_length
     )
-    found = load_or_build(folder, key, TEXT_COLUMNS, make, load)
-    tokenizer.truncated = truncated + len(found.cut)
-    return found
+    result = load_or_build(folder, key, TEXT_COLUMNS, make, load)
+    tokenizer.truncated = truncated + len(result.cut)
+    return result
 
 
 def _mapped(columns: Columns, name: str, kind: str) -> torch.Tensor:
-    """A column, mapped into memory."""
     size, dtype = columns.counts[name], KINDS[kind]
-    if not size:  # no file of no bytes can be mapped
+    if not size:  # an empty file cannot be mapped
         return torch.empty(0, dtype=dtype)
     return torch.from_file(str(columns.folder / name), shared=False, size=size, dtype=dtype)
 
 
 _encode: Any = None
-"""In a forked process: the function that encodes a batch."""
+"""In a worker process: the function that encodes a batch."""
 
 
 def on_all_cores(encode: Callable[[Batch], Done], batches: Iterator[Batch]) -> Iterator[Done]:
-    """`map(encode, batches)`; after the first batches, in processes forked from this one, one a core.
+    """`map(encode, batches)` that forks one worker process per core after the first `_BATCHES_ALONE` batches.
 
-    They inherit `encode` and end with this process. Results come in the order of the batches; few are in memory.
+    Workers inherit `encode` and end with this process. Results keep the order of the batches; memory is bounded.
     """
     for _, batch in zip(range(_BATCHES_ALONE), batches, strict=False):
         yield encode(batch)
     first = next(batches, None)
     if first is None:
         return
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library warns about the forks
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # else the library warns about forks
     cores = len(os.sched_getaffinity(0))
-    pool = ProcessPoolExecutor(cores, get_context("fork"), _begin, (encode, os.getpid()))
-    waiting: deque[Future[Done]] = deque()
+    pool = ProcessPoolExecutor(cores, get_context("fork"), _start_worker, (encode, os.getpid()))
+    pending: deque[Future[Done]] = deque()
     try:
         for batch in chain([first], batches):
-            waiting.append(pool.submit(_call, batch))
-            if len(waiting) > 2 * cores:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(_encode_batch, batch))
+            if len(pending) > 2 * cores:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(encode: object, parent: int) -> None:
+def _start_worker(encode: object, parent: int) -> None:
     global _encode
     bind_to_parent(parent)
     _encode = encode
 
 
-def _call(batch: object) -> Any:
+def _encode_batch(batch: object) -> Any:
     return _encode(batch)
