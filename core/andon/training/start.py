@@ -189,7 +189,7 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome
 def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
     """The payload of `train_rank`. started: the command's start by `time.monotonic`.
 
-    Settings that the user did not set are left out: every rank chooses the same automatic values from the data and the base.
+    Settings that the user did not set are left out: every rank chooses the same values from the data and the base.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
     now = stamps(data_files(config))
