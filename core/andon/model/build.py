@@ -264,7 +264,7 @@ def _own_classes(config: Any) -> tuple[str, ...]:
 
 
 def _has_own_head(stored: Any, auto: Any) -> bool:
-    """Whether the class that `auto` classes for the configuration `stored` is the one that saved the checkpoint."""
+    """Whether the checkpoint of the configuration `stored` was saved by the class that `auto` selects for it."""
     written_by = getattr(stored, "architectures", None)
     classes = auto._model_mapping.get(type(stored), None)
     classes = classes if isinstance(classes, (tuple, list)) else (classes,)

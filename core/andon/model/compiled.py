@@ -1,7 +1,7 @@
 """A compiled backbone for training passes of known shapes; every other pass runs eagerly.
 
 Compiled and eager kernels may round differently. So only the batch's shape decides which of them a pass uses, by a set
-of shapes that is fixed before the first step: the rank and earlier passes do not matter.
+of shapes that is fixed before the first step. The rank and earlier passes do not matter.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def plan_bytes(
 
 
 def kept_partials(micro_batches: int, run: range) -> int:
-    """The peak number of gradient-sized buffers of a rank with the leaves `run`, besides the gradient: the sums of
+    """Without the gradient itself, the peak number of gradient-sized buffers of a rank with the leaves `run`: sums of
     finished subtrees, and in the current one of n leaves a left summand per level, ceil(log2 n)."""
     roots = subtree_roots((0, micro_batches), run.start, run.stop)
     return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)

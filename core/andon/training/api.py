@@ -209,7 +209,7 @@ class TrainingRun:
                 return labelled(evaluate_run(self._model, rows).as_dict(), rows.labels)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
-        """The prediction for each text, in order: the likeliest label with its probability, or a number.
+        """The prediction for each text, in order: a label, labels, a tag per word, or a number, by the run's task.
 
         Raises `InputError` for items that are not valid texts, and for a run of `sft`, which has `generate` instead.
         """

@@ -156,7 +156,7 @@ def write_card(
     """Write the card of the run in `folder` into `path`.
 
     rows: the number of training rows. matrix: the confusion matrix of the scores. name: the model's. notes: sentences
-    for an extra paragraph; empty ones are skipped. Returns warnings for users who prompt the model.
+    for an extra paragraph; empty ones are skipped. Returns warnings about prompting the model.
     """
     prompt = None if asked is None else prompt_format(tokenizer, asked.form)
     provenance = read_provenance(folder.provenance)

@@ -39,7 +39,7 @@ _WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
 
 @dataclass(frozen=True)
 class Progress:
-    """Position and best result of a run, saved in checkpoints besides the tensors.
+    """Position and best result of a run, saved in checkpoints together with the tensors.
 
     best_weights: the digest of the weights after `best_step`; 0 if contracts were off then. bad_evaluations: the number
     of later evaluations, all without a lower validation loss.
