@@ -80,7 +80,9 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # peft warns about its own patterns for the fused weights of mixture-of-experts layers.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
+        warnings.filterwarnings(
+            "ignore", "fan_in_fan_out is set to False", UserWarning
+        )  # peft sets it to True, as GPT-2 needs
         try:
             adapted: Any = get_peft_model(model, config)
         except ValueError as error:
@@ -112,7 +114,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
         if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
     ]
     suffixes = sorted({name.rpartition(".")[2] for name in linear})
-    found, causal = ProblemList(), vocabulary_head(model) is not None
+    problems, causal = ProblemList(), vocabulary_head(model) is not None
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in linear):
             continue
@@ -125,8 +127,8 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
             what = "is the classification head, which is trained whole; leave it out"
         elif target == ALL_LINEAR:
             what = "already names every module; leave the others out"
-        found.add("adapter.targets", f"{target!r} {what}")
-    found.raise_if_any()
+        problems.add("adapter.targets", f"{target!r} {what}")
+    problems.raise_if_any()
 
 
 def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
@@ -261,8 +263,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 def load_adapter(model: nn.Module, folder: Path) -> None:
     """Load adapter and head from an exported folder into `model`, which has the same adapter attached.
 
-    Raises `InputError` for a missing or unknown tensor or a wrong shape (stock peft accepts both), and for weights that
-    are not finite.
+    Raises `InputError` for an unreadable file, for weights that are not finite, and for missing, unknown or misshapen
+    tensors, which stock peft accepts.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError

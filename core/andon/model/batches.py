@@ -28,7 +28,7 @@ def padded_length(longest: int, multiple: int, limit: int | None = None) -> int:
 
 
 def shapes_of(batch_size: int, micro_batches: int, lengths: Collection[int]) -> frozenset[Shape]:
-    """The shapes of micro-batches of full global batches: one or two numbers of rows, each of `lengths`."""
+    """The shapes of micro-batches of a full global batch: its one or two row counts, with each of `lengths`."""
     rows = {batch_size // micro_batches, -(-batch_size // micro_batches)} - {0}
     return frozenset((count, length) for count in rows for length in lengths)
 
@@ -63,7 +63,7 @@ def placed(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[rows, classes], or [rows, length, classes] by token: one forward pass, with autocast for half weights."""
+    """[rows, classes], or [rows, length, classes] by token: one forward pass in the weights' precision (autocast)."""
     device, names = batch["input_ids"].device, ["input_ids", "attention_mask"]
     if "token_type_ids" in batch:
         base = without_adapter(model)

@@ -295,7 +295,7 @@ def _attend_by_spans(
     computes it.
     """
     scale = more.get("scaling") or query.shape[-1] ** -0.5
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 under autocast
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return fp32
     if dropout:
         places = torch.arange(query.shape[2], device=query.device)
         seen = (spans[..., :1] <= places) & (places <= places[:, None])

@@ -162,8 +162,8 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         self._see(tree_leaves(result))
         if self._bytes > self.peak:
-            held = self._live.items()
-            self._live = {pointer: each for pointer, each in held if not each[0].expired()}  # type: ignore[no-untyped-call]
+            entries = self._live.items()
+            self._live = {pointer: each for pointer, each in entries if not each[0].expired()}  # type: ignore[no-untyped-call]
             self._bytes = sum(size for _, size in self._live.values())
             self.peak = max(self.peak, self._bytes)
         return result
