@@ -80,9 +80,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # peft warns about its own patterns for the fused weights of mixture-of-experts layers.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
-        warnings.filterwarnings(
-            "ignore", "fan_in_fan_out is set to False", UserWarning
-        )  # peft sets it to True, as GPT-2 needs
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft then sets it for GPT-2
         try:
             adapted: Any = get_peft_model(model, config)
         except ValueError as error:
