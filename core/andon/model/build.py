@@ -466,7 +466,7 @@ def backbone_of(model: nn.Module) -> nn.Module:
 
 
 def facts_of(model: nn.Module) -> BaseFacts:
-    """`BaseFacts` of `model`, with or without an adapter; empty for the embedded model."""
+    """`BaseFacts` of `model`, with or without an adapter; empty if no checkpoint was loaded."""
     facts: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
     return facts
 

@@ -66,7 +66,7 @@ _RESTARTED = (Exit.RANK_LOST, Exit.RANK_SILENT, Exit.CRASHED)
 @dataclass(frozen=True)
 class RunOutcome:
     """How a run ended, and its folder. why: the cause, or all user errors; empty after `Exit.OK`. report: of the rank
-    that failed first. asked_by: the signal that ended the run early, or 0."""
+    that failed first. asked_by: the signal to this process that requested the end, or 0."""
 
     folder: RunFolder
     exit: Exit
