@@ -79,7 +79,7 @@ def _gradient_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> 
     return _empty_bshd(q), _empty_bshd(k), _empty_bshd(v)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
@@ -88,4 +88,4 @@ def _gradient(ctx: Any, grad: Tensor, _of_lse: Tensor) -> tuple[Any, ...]:
     return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
-_attention.register_autograd(_gradient, setup_context=_remember)
+_attention.register_autograd(_gradient, setup_context=_save_for_backward)

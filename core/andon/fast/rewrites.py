@@ -242,7 +242,7 @@ def _product_shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, weight, narrow, low, ctx.scale = inputs
     ctx.save_for_backward(weight, narrow, low)
 
@@ -254,7 +254,7 @@ def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, None, (grad @ low) * ctx.scale, of_low, None
 
 
-_add_into.register_autograd(_product_gradient, setup_context=_keep_factors)
+_add_into.register_autograd(_product_gradient, setup_context=_save_factors)
 
 
 def replace_rotate_half(graph: Graph) -> None:

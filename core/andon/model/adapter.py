@@ -30,7 +30,7 @@ from andon_contracts.digest import tree_digest
 ALL_LINEAR = "all-linear"
 _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Name components that peft inserts for the modules that it wraps."""
-_AT_ONCE = 4096
+_SUM_CHUNK = 4096
 """Rows in one chunk of the sum in `mean_row`."""
 LARGEST_FILE = 5 * 10**9
 """Most bytes of tensors in one shard of a saved model."""
@@ -156,8 +156,8 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
 
 def mean_row(rows: Tensor) -> Tensor:
     """fp64: the mean of `rows` over dimension 0. The order of additions does not depend on the number of threads."""
-    total = torch.zeros((_AT_ONCE, *rows.shape[1:]), dtype=torch.float64)
-    for part in torch.split(rows, _AT_ONCE):
+    total = torch.zeros((_SUM_CHUNK, *rows.shape[1:]), dtype=torch.float64)
+    for part in torch.split(rows, _SUM_CHUNK):
         total[: len(part)] += part.double()
     while len(total) > 1:
         total = total[: len(total) // 2] + total[len(total) // 2 :]

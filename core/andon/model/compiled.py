@@ -30,8 +30,7 @@ _SILENCING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPR
 
 @dataclass
 class CompiledPasses:
-    """A backbone's forward: compiled for training passes of `shapes`, else eager. seen: shapes that ran compiled.
-    eager: the number of training passes that ran eagerly."""
+    """A backbone's forward. seen: shapes that ran compiled. eager: the number of training passes that ran eagerly."""
 
     eagerly: Callable[..., Any]
     compiled: Callable[..., Any]

@@ -291,8 +291,7 @@ def _attend_by_spans(
     """Attention of packed rows with transformers' signature: query [packs, heads, length, size], key and value with as
     many heads or fewer, spans from `_spans`; returns [packs, length, heads, size].
 
-    Raises `ValueError` for shapes that our kernel does not support. With dropout, which the kernel lacks, torch's SDPA
-    computes it.
+    Raises `ValueError` for shapes that our kernel does not support. With dropout, which it lacks, torch computes it.
     """
     scale = more.get("scaling") or query.shape[-1] ** -0.5
     query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return fp32

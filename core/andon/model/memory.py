@@ -158,9 +158,9 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._see(tree_leaves((args, kwargs)))
+        self._track(tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        self._see(tree_leaves(result))
+        self._track(tree_leaves(result))
         if self._bytes > self.peak:
             entries = self._live.items()
             self._live = {pointer: each for pointer, each in entries if not each[0].expired()}  # type: ignore[no-untyped-call]
@@ -168,7 +168,7 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak = max(self.peak, self._bytes)
         return result
 
-    def _see(self, values: Iterable[object]) -> None:
+    def _track(self, values: Iterable[object]) -> None:
         for value in values:
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 continue

@@ -94,7 +94,7 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
     columns = [(name, getattr(was.data, name), getattr(config.data, name)) for name in ("text_column", "label_column")]
     changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
-    if not _one_place(was.model.base, config.model.base):
+    if not _same_source(was.model.base, config.model.base):
         changed.append(("model.base", was.model.base, config.model.base))
     elif was.model.revision != config.model.revision:
         changed.append(("model.revision", was.model.revision, config.model.revision))
@@ -104,14 +104,14 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     ]
     then, files = ([each.data.eval, *(file.path for file in each.data.files)] for each in (was, config))
     data, gone = _data_of(folder), any(now is not None and not is_there(Path(now)) for now in files)
-    incomparable = data is None or (gone and len(then) == len(files) and all(map(_one_place, then, files)))
+    incomparable = data is None or (gone and len(then) == len(files) and all(map(_same_source, then, files)))
     if not problems and not incomparable and read_rows(config).digest != data:
         problems = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
     if problems:
         raise InputError(problems)
 
 
-def _one_place(was: str | None, now: str | None) -> bool:
+def _same_source(was: str | None, now: str | None) -> bool:
     """Whether both name the same file, folder or hub model, existing or not. was: a run's own, an absolute path."""
     return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
 

@@ -66,7 +66,7 @@ from andon_contracts.violation import Violation
 
 ResumePoint = tuple[Checkpoint | None, History]
 """The checkpoint to resume from (None: start from step 0), and the history in the ledger."""
-_ANEW, _DONE, _REFUSED = -1, -2, -3
+_FROM_START, _DONE, _REFUSED = -1, -2, -3
 """Answers of rank 0 other than the step of a checkpoint."""
 _CLOCKS_S, _MOST_REJECTED = 2.0, 5
 """The largest difference of clocks without a warning; the number of rejected checkpoints to list."""
@@ -130,10 +130,10 @@ def restore(session: Session) -> ResumePoint | None:
     """
     run = session.run
     point: ResumePoint | None = None
-    answer, refused = _ANEW, None
+    answer, refused = _FROM_START, None
     if run.writes:
         try:
-            point, answer = _choose(session)
+            point, answer = _choose_resume_point(session)
         except InputError as error:
             answer, refused = _REFUSED, error
     # Gather even if rank 0 fails, since the other ranks wait here.
@@ -145,20 +145,20 @@ def restore(session: Session) -> ResumePoint | None:
     if answer == _DONE:
         return None
     if point is None:
-        checkpoint = None if answer == _ANEW else _load(session, answer)
+        checkpoint = None if answer == _FROM_START else _load(session, answer)
         point = checkpoint, _history(session, checkpoint)
     if point[0] is not None:
         run.restore(point[0])
     return point
 
 
-def _choose(session: Session) -> tuple[ResumePoint | None, int]:
+def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     """Rank 0's resume point and its answer to the other ranks; None if the run is new or finished."""
     folder, machine = session.folder, fingerprint(session.environment)
     if session.config.run.resume != "auto":
         if folder.begun():
             raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
-        return None, _ANEW
+        return None, _FROM_START
     if folder.state() is State.FINISHED:
         require_same_as_finished(session.config, folder)
         return None, _DONE
@@ -194,7 +194,7 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
         )
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
-        return (None, history), _ANEW
+        return (None, history), _FROM_START
     done, now = f"{checkpoint.step} of {session.material.plan.total_steps} steps done", session.run.backend.world_size
     resized = f", on {history.world} workers; now there are {now}" if history.world not in (0, now) else ""
     say(f"resume: from {checkpoint.path.name}, {done}{resized}")
@@ -258,13 +258,13 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
     run.step.attest_start(
         {
-            "configuration": _number(config_digest(session.config)),
-            "data": _number(material.rows.digest),
-            "tokenizer": _number(material.tokenizer.digest),
-            "versions": _number(repr(sorted(fingerprint({**session.environment, **shared}).items()))),
-            "attention": _number(masking),
+            "configuration": _text_digest(config_digest(session.config)),
+            "data": _text_digest(material.rows.digest),
+            "tokenizer": _text_digest(material.tokenizer.digest),
+            "versions": _text_digest(repr(sorted(fingerprint({**session.environment, **shared}).items()))),
+            "attention": _text_digest(masking),
             "optimizer": run.primary.optimizer_digest(),
-            "progress": _number(repr(progress)),
+            "progress": _text_digest(repr(progress)),
         }
     )
 
@@ -284,7 +284,7 @@ def clocks_apart(backend: Backend) -> str:
     return f"the clocks of the ranks are apart: {text}, by rank 0's" if off else ""
 
 
-def _number(text: str) -> int:
+def _text_digest(text: str) -> int:
     """The first 64 bits of SHA-256 of `text`, to compare texts across ranks as integers."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -313,7 +313,7 @@ def open_journal(
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
-    data = hex64(_number(digests["data"]))
+    data = hex64(_text_digest(digests["data"]))
     common: dict[str, Any] = {
         "identity": digest,
         "fingerprint": machine,

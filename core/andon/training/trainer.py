@@ -31,7 +31,7 @@ from andon_contracts.liveness.diagnosis import UPDATE, StepClock
 from andon_contracts.record import Step
 from andon_contracts.violation import Violation
 
-_WAIT = 19
+_SAVE_WAIT = 19
 """Rank 0 waits this many times the duration of the last checkpoint, so that timed saving takes at most 5 % of time."""
 _WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
 """Outcome of a checkpoint on the rank that writes it."""
@@ -87,7 +87,7 @@ class Trainer:
     clock: StepClock = field(default_factory=StepClock)
     weights: int = field(init=False)
     _saved_at: int = field(default=-1, init=False)
-    _due_at: float = field(default=math.inf, init=False)
+    _save_deadline: float = field(default=math.inf, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Trainer:
         stop, reason = False, "finished"
         self._schedule_save(0.0)
         for step in range(self.progress.step + 1, self.parts.plan.total_steps + 1):
-            if self._gives_up():
+            if self._out_of_patience():
                 reason = "early-stopping"
                 break
             if stop:
@@ -120,7 +120,7 @@ class Trainer:
         """
         self.clock.at(batch.step, UPDATE)
         # Signals and clocks differ between ranks, so each rank sends its requests to all with the update.
-        requests = {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
+        requests = {"stop": self.stop_asked(), "save": monotonic() >= self._save_deadline}
         rate, run_step = self.parts.schedule.rate(batch.step), self.parts.step
         if not run_step.late:
             result = run_step(batch, rate, batch.step, **requests)
@@ -144,9 +144,9 @@ class Trainer:
         """Set rank 0's deadline for the next timed checkpoint; `took`: seconds that the last one took."""
         minutes = self.parts.config.training.checkpoint_minutes
         if minutes is not None and self.parts.backend.ranks[0] == 0:
-            self._due_at = monotonic() + max(60 * minutes, _WAIT * took)
+            self._save_deadline = monotonic() + max(60 * minutes, _SAVE_WAIT * took)
 
-    def _gives_up(self) -> bool:
+    def _out_of_patience(self) -> bool:
         patience = self.parts.config.training.early_stopping_patience
         return patience is not None and self.progress.bad_evaluations >= patience
 
@@ -170,7 +170,7 @@ class Trainer:
             elif loss is not None:
                 self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
         began = monotonic()
-        saving = saving or stopping or best or self._gives_up() or self._is_due(step, training.checkpoint_every)
+        saving = saving or stopping or best or self._out_of_patience() or self._is_due(step, training.checkpoint_every)
         # Frozen weights are too large to check after each update, but they are checked before each checkpoint.
         if saving or step % self.parts.config.contracts.base_every == 0:
             self.parts.step.attest_base(step, self.parts.base)
@@ -212,16 +212,16 @@ class Evaluator:
     backend: Backend
     replicas: Sequence[Replica]
     batching: EvaluationBatching
-    _known: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
+    _cache: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
 
     def __call__(self, task: ScoredTask, ids: Sequence[int], after: int | None = None) -> Scores:
         """Scores by `evaluate`. after: the number of updates of the loaded weights; None: the replicas' own count."""
         key = (self.replicas[0].updates if after is None else after, id(task), tuple(ids))
-        if key not in self._known:
-            best = sorted(self._known.items(), key=lambda known: math.inf if known[1].loss is None else known[1].loss)
+        if key not in self._cache:
+            best = sorted(self._cache.items(), key=lambda entry: math.inf if entry[1].loss is None else entry[1].loss)
             models = [replica.model for replica in self.replicas]
-            self._known = dict(best[:1]) | {key: evaluate(self.backend, models, task, ids, self.batching)}
-        return self._known[key]
+            self._cache = dict(best[:1]) | {key: evaluate(self.backend, models, task, ids, self.batching)}
+        return self._cache[key]
 
 
 def evaluate(
