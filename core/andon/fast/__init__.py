@@ -1,1 +1,1 @@
-"""Speed that is optional: rewrites of the compiler's graphs, and attention by kernels of our own. Knows no model."""
+"""Optional speed, independent of any model: rewrites of the compiler's graphs, and attention kernels in Triton."""

@@ -1,4 +1,4 @@
-"""Causal attention as an operation of torch, with its gradient. Its kernels, in `attention_cuda`, load when used."""
+"""Causal attention as a custom torch operation with a gradient. Its Triton kernels (`attention_cuda`) load lazily."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor, library
 _SIZES = (32, 64, 128)
 _HALVES = (torch.bfloat16, torch.float16)
 _OLDEST = (8, 0)
-"""The first compute capability with the shared memory that the kernels need."""
+"""The lowest compute capability with enough shared memory for the kernels."""
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `causal_attention` accepts these shapes and precision: half precision, heads of 32, 64 or 128 values, as
-    many keys as queries, and a number of key and value heads that divides that of query heads."""
+    """Whether `causal_attention` supports these shapes and types: half precision, head sizes 32, 64 and 128, as many
+    keys as queries, and a number of key and value heads that divides the number of query heads."""
     if any(x.dim() != 4 or x.dtype != q.dtype for x in (q, k, v)) or k.shape != v.shape:
         return False
-    alike = (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:]) and q.shape[1] % k.shape[1] == 0
-    return alike and q.dtype in _HALVES and q.shape[3] in _SIZES
+    same_shape = (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:]) and q.shape[1] % k.shape[1] == 0
+    return same_shape and q.dtype in _HALVES and q.shape[3] in _SIZES
 
 
 def runs_on(device: torch.device) -> bool:
@@ -28,16 +28,16 @@ def runs_on(device: torch.device) -> bool:
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `causal_attention` accepts these, and all are on one GPU that it runs on."""
+    """Whether `causal_attention` supports these tensors and the GPU that they share."""
     return fits(q, k, v) and q.device == k.device == v.device and runs_on(q.device)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, spans: Tensor | None = None) -> Tensor:
-    """softmax(scale q k') v in which each place sees itself and the places before it; its gradient adds in one order.
+    """Causal attention, softmax(scale q k') v, with a deterministic gradient.
 
     q and the result: [rows, heads, length, size]. k, v: [rows, heads or a divisor of it, length, size]. spans: int32
-    [rows, length, 2], contiguous, for each place of a pack the first of its own row and the one after its last, neither
-    ever falling; a place then sees its own row alone, and attention between rows is not computed.
+    [rows, length, 2], contiguous: the start and end (exclusive) of the packed row of each position, both nondecreasing.
+    With them a position attends only to its own row, and attention between rows is not computed.
     """
     out: Tensor = torch.ops.andon.causal_attention(q, k, v, spans, scale)[0]
     return out
@@ -64,7 +64,7 @@ def _attention_backward(
 
 
 def _empty_bshd(x: Tensor) -> Tensor:
-    """[rows, heads, length, size] without values, laid out by rows, length, heads, as projections make and take it."""
+    """An empty [rows, heads, length, size] in the memory layout [rows, length, heads, size] of linear projections."""
     rows, heads, length, size = x.shape
     return x.new_empty((rows, length, heads, size)).transpose(1, 2)
 
@@ -79,7 +79,7 @@ def _gradient_shapes(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> 
     return _empty_bshd(q), _empty_bshd(k), _empty_bshd(v)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
@@ -88,4 +88,4 @@ def _gradient(ctx: Any, grad: Tensor, _of_lse: Tensor) -> tuple[Any, ...]:
     return *torch.ops.andon.causal_attention_backward(grad, *ctx.saved_tensors, ctx.scale), None, None
 
 
-_attention.register_autograd(_gradient, setup_context=_remember)
+_attention.register_autograd(_gradient, setup_context=_save_for_backward)

@@ -1,9 +1,9 @@
-"""Causal attention for training on a GPU, as Triton kernels whose backward pass adds in one order.
+"""Causal attention for training on a GPU: Triton kernels with a deterministic backward pass.
 
-For short rows, of text classification or in packs, for which torch's deterministic kernels spend most of their time
-outside of the products. Keys and values of fewer heads are read as they are, and no gradient is summed atomically or
-through memory. The method is FlashAttention-2 (Dao, 2023): the backward pass computes the probabilities again from the
-logarithms of their sums, with one kernel for the gradients of queries and one for those of keys and values.
+They are meant for short rows, alone or in packs, for which torch's deterministic kernels spend most of their time
+outside of the matrix products. Grouped keys and values are not repeated, and gradients need no atomic additions and no
+partial sums in memory. The method is FlashAttention-2 (Dao, 2023): the backward pass recomputes the probabilities from
+the log-sum-exp, with one kernel for the gradients of queries and one for those of keys and values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import triton.language as tl
 
 FORWARD = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 BACKWARD = FORWARD | {"num_stages": 2}
-"""A program computes BLOCK_M rows of one side and reads BLOCK_N of the other at a time. Fixed, not tuned by timing: the
-blocks decide the order in which a row's terms are added."""
+"""A program computes BLOCK_M queries (or keys) and reads BLOCK_N keys (or queries) at a time. Not autotuned: the block
+sizes decide the order in which a row's terms are added."""
 _LOG2_E = 1.4426950408889634
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
-"""Below every score, but finite."""
+"""A finite number below every score."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,10 +29,10 @@ def _forward(  # type: ignore[no-untyped-def]
     SPANS, heads, group, length,
     SIZE: tl.constexpr, PACKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """OUT = causal softmax(scale q k') v, and LSE, the base-2 logarithms of its sums, for BLOCK_M queries of one head.
+    """OUT = causal softmax(scale q k') v, and LSE, its base-2 log-sum-exp, for BLOCK_M queries of one head.
     Q, OUT: [rows, heads, length, SIZE]. K, V: [rows, heads / group, length, SIZE]. LSE: [rows, heads, length].
-    SPANS, where PACKED: [rows, length, 2]."""
-    block = tl.num_programs(1) - 1 - tl.program_id(1)  # those with the most keys first
+    SPANS, if PACKED: [rows, length, 2]."""
+    block = tl.num_programs(1) - 1 - tl.program_id(1)  # blocks with the most keys first
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
     Q += row * stride_qb + head * stride_qh
@@ -58,7 +58,7 @@ def _forward(  # type: ignore[no-untyped-def]
         if PACKED:
             scores = tl.where(starts[:, None] <= offs_n[None, :], scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
-        if PACKED:  # the largest score of a place that has not reached its row yet is -inf, which would give NaN
+        if PACKED:  # before a query's row begins its largest score is -inf, which would give NaN
             m_new = tl.maximum(m_new, LOWEST)
         p = tl.exp2(scores - m_new[:, None])
         alpha = tl.exp2(m_i - m_new)
@@ -80,7 +80,7 @@ def _backward_queries(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """DQ, and DELTA, the sums of OUT * DOUT that `_backward_keys` reads, for BLOCK_M queries of one head.
     Q, OUT, DOUT, DQ: [rows, heads, length, SIZE]. K, V: with heads / group. LSE, DELTA: as Q, without SIZE.
-    SPANS: as `_forward` has them."""
+    SPANS: as in `_forward`."""
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     offs_m, offs_d = block * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, SIZE)
@@ -128,9 +128,9 @@ def _backward_keys(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """DK and DV for BLOCK_M keys of one head, summed over the `group` heads of queries that share it.
     K, V, DK, DV: [rows, kv_heads, length, SIZE]. Q, DOUT: with kv_heads * group. LSE, DELTA: as Q, without SIZE.
-    SPANS: as `_forward` has them."""
-    # The first keys are seen by the most queries: the most work of the first half, then the least of the second, so
-    # that a processor that gets one of each has as much to do as any other.
+    SPANS: as in `_forward`."""
+    # The first keys have the most queries. The first half of the blocks runs in order of falling work, the second half
+    # in order of rising work, so that a multiprocessor with a block of each gets about as much work as any other.
     turn, half = tl.program_id(1), tl.cdiv(tl.num_programs(1), 2)
     block = tl.where(turn < half, turn, tl.num_programs(1) - 1 - (turn - half))
     row, kv_head = (tl.program_id(0) // kv_heads).to(tl.int64), (tl.program_id(0) % kv_heads).to(tl.int64)
@@ -148,15 +148,15 @@ def _backward_keys(  # type: ignore[no-untyped-def]
         SPANS += row * length * 2
         end = tl.load(SPANS + 2 * (tl.minimum(block * BLOCK_M + BLOCK_M, length) - 1) + 1)
     turns = tl.cdiv(end - first, BLOCK_N)
-    # One loop over the heads that share these keys and their rows, so that loads run ahead from one head to the next.
+    # One loop over query heads and their rows, so that loads are prefetched across heads.
     for step in range(group * turns):
         q_head_index = kv_head * group + step // turns
         offs_n = first + step % turns * BLOCK_N + tl.arange(0, BLOCK_N)
-        there = offs_n[:, None] < length
+        valid = offs_n[:, None] < length
         q_ptr = Q + row * stride_qb + q_head_index * stride_qh
-        q = tl.load(q_ptr + offs_n[:, None] * stride_qs + offs_d[None, :], mask=there, other=0.0)
+        q = tl.load(q_ptr + offs_n[:, None] * stride_qs + offs_d[None, :], mask=valid, other=0.0)
         do_ptr = DOUT + row * stride_dob + q_head_index * stride_doh
-        do = tl.load(do_ptr + offs_n[:, None] * stride_dos + offs_d[None, :], mask=there, other=0.0)
+        do = tl.load(do_ptr + offs_n[:, None] * stride_dos + offs_d[None, :], mask=valid, other=0.0)
         flat = (row * kv_heads * group + q_head_index) * length + offs_n
         lse = tl.load(LSE + flat, mask=offs_n < length, other=float("inf"))
         delta = tl.load(DELTA + flat, mask=offs_n < length, other=0.0)
@@ -179,9 +179,9 @@ def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor,
     scale: float,
 ) -> None:  # fmt: skip
-    """Write `out`, the causal softmax(scale q k') v, and `lse`, the base-2 logarithms of its sums.
+    """Write `out`, the causal softmax(scale q k') v, and `lse`, its base-2 log-sum-exp.
 
-    q, k, v, spans: as `causal_attention` has them. out: as q, its last dimension contiguous. lse: fp32 [rows, heads,
+    q, k, v, spans: as in `causal_attention`. out: like q, contiguous in the last dimension. lse: fp32 [rows, heads,
     length].
     """
     q, k, v = _addressable(q), _addressable(k), _addressable(v)
@@ -198,7 +198,7 @@ def backward(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, scale: float,
 ) -> None:  # fmt: skip
-    """Write dq, dk and dv, the gradients of q, k and v for `grad`, that of `out`; out, lse: what `forward` wrote."""
+    """Write dq, dk and dv, the gradients of q, k and v. grad: the gradient of `out`. out, lse: written by `forward`."""
     grad, q, k, v, out = _addressable(grad), _addressable(q), _addressable(k), _addressable(v), _addressable(out)
     rows, heads, length, size = q.shape
     kv_heads, blocks, delta = k.shape[1], triton.cdiv(length, BACKWARD["BLOCK_M"]), torch.empty_like(lse)
@@ -216,7 +216,7 @@ def backward(
 
 
 def _addressable(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its last dimension contiguous and offsets of 32 bits, as the kernels read it."""
+    """`x` as the kernels read it: contiguous in the last dimension, with 32-bit offsets within a head; else a copy."""
     return x if x.stride(3) == 1 and x.shape[2] * x.stride(2) < 2**31 else x.contiguous()
 
 

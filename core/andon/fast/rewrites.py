@@ -1,6 +1,6 @@
-"""Rewrites of a traced graph for which torch's compiler generates slow kernels. The graph computes the same function.
+"""Rewrites of patterns in a traced graph for which torch's compiler generates slow kernels. The function is the same.
 
-Masks of dropout and rounding differ between a compiled pass and an eager one; see `CompiledPasses` for why that never
+Dropout masks and rounding differ between compiled and eager passes. `andon.model.compiled` explains why this never
 depends on the rank. Each rewrite was measured on an H200 with the reference job of docs/gpu.md.
 """
 
@@ -21,22 +21,22 @@ _SDPA: Any = nn.functional.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _LINEAR: Any = nn.functional.linear
 _MOST_VALUES = 2**31
-"""Numbers of 32 bits."""
+"""Values that an int32 index can address."""
 _NORMS: tuple[Any, ...] = (nn.functional.rms_norm, nn.functional.layer_norm)
 _BY_TOKEN: tuple[Any, ...] = (*_NORMS, _LINEAR, nn.functional.dropout, nn.functional.silu, nn.functional.gelu)
 _BY_TOKEN += (nn.functional.relu, operator.add, operator.mul, torch.add, torch.mul, torch.rsqrt)
 _BY_TOKEN += ("to", "float", "pow", "mean", "add", "mul", "rsqrt")
-"""Functions, and methods by name, that take each token by itself."""
+"""Functions, and methods by name, that compute each token independently of the others."""
 _SWITCHES = ("_set_grad_enabled", "_enter_inference_mode")
-"""Functions of torch, by name since they are private, that switch gradients on or off in a graph."""
+"""Names of torch's private functions that switch gradients on or off in a graph."""
 _SCORING: tuple[type, ...] = (nn.Linear, nn.Dropout, nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sequential)
 _SCORING += (nn.ModuleDict, nn.ParameterDict)
-"""Modules of a head that take each token by itself, or call only their children."""
+"""Modules of a head that compute each token independently, or only contain other modules."""
 
 
 def rewrite(module: GraphModule) -> None:
-    """Rewrite, in place, `module` and the graphs that it calls: layers whose activations are computed again. The latter
-    keep their dropout, which they draw again in the backward pass."""
+    """Rewrite `module` and the graphs that it calls, in place. The latter are layers with activation checkpointing and
+    keep their dropout, since the recomputation must draw the same mask again."""
     skip_unread_tokens(module.graph)
     replace_dropout(module.graph)
     for each in module.modules():
@@ -49,11 +49,11 @@ def rewrite(module: GraphModule) -> None:
 
 
 def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callable[..., Any]:
-    """`forward` of the backbone of `head`, with zeros for every token that the head does not read.
+    """Wrap `forward`, of the backbone of `head`, to return zeros for tokens that the head does not read.
 
-    A decoder's classification head reads the last real token of each row. By the zeros `skip_unread_tokens` finds what
-    need not be computed, a thirtieth of a model of 36 layers. Returns `forward` if it is not known which tokens the
-    head reads.
+    A decoder's classification head reads only the last real token of each row. From the zeros `skip_unread_tokens`
+    derives what need not be computed: about a thirtieth of a model with 36 layers. Returns `forward` itself if the
+    tokens that the head reads are unknown.
     """
     from transformers.modeling_layers import GenericForSequenceClassification as Known
 
@@ -72,7 +72,7 @@ def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callabl
         ids = args[0] if args else kwargs.get("input_ids")
         if ids is None:
             return forward(*args, **kwargs)
-        chosen = last_real(ids, pad_id)  # first, so that all of the graph may use it
+        chosen = last_real(ids, pad_id)  # before the backbone, so that any node of the graph may use it
         output = forward(*args, **kwargs)
         hidden = getattr(output, "last_hidden_state", None)
         if hidden is not None and hidden.shape[:-1] == chosen.shape:  # the model added no tokens
@@ -83,7 +83,7 @@ def reading_last_tokens(forward: Callable[..., Any], head: nn.Module) -> Callabl
 
 
 def last_real(ids: Tensor, pad_id: int) -> Tensor:
-    """bool [rows, length]: True at each row's last token that is not padding, as transformers finds it."""
+    """bool [rows, length]: True at each row's last token that is not padding, by transformers' rule."""
     places = torch.arange(ids.shape[1], device=ids.device, dtype=torch.int32)
     last = (places * (ids != pad_id)).argmax(-1)
     return places == last[:, None]
@@ -91,27 +91,27 @@ def last_real(ids: Tensor, pad_id: int) -> Tensor:
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def only_at(x: Tensor, chosen: Tensor) -> Tensor:
-    """`x` [rows, length, size] at the places `chosen` [rows, length], and 0 elsewhere."""
+    """`x` [rows, length, size], with zeros except where `chosen` [rows, length] is True."""
     return torch.where(chosen[..., None], x, 0)
 
 
 def picked(x: Tensor, chosen: Tensor) -> Tensor:
-    """[rows, 1, size]: the `chosen` token of each row of `x`, in the type of `x`."""
-    one: Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
-    return one
+    """[rows, 1, size]: each row's `chosen` token of `x`, in the type of `x`."""
+    token: Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
+    return token
 
 
 def skip_unread_tokens(graph: Graph) -> None:
-    """Have what leads to `only_at` alone computed for the chosen tokens alone. A token is picked once, before its first
-    use. So nothing changes if a value is written in place, or gradients are switched on or off on the way."""
+    """Compute nodes that are used only for `only_at` for the chosen tokens only. Inputs are picked once, before their
+    first use. Nothing changes if a value is written in place, or if gradients are switched on or off between them."""
     for end in calls_of(graph, only_at):
         order = list(graph.nodes)
         hidden, chosen = end.args
-        # The nodes whose values are used for `end` alone and that take each token by itself.
+        # Nodes that are used only for `end` and compute each token independently.
         spared = dict[Node, None]()
         for node in reversed(order):
-            mine = node is hidden or node.users
-            if mine and all(user in spared or user is end for user in node.users) and _by_token(node):
+            leads_to_end = node is hidden or node.users
+            if leads_to_end and all(user in spared or user is end for user in node.users) and _by_token(node):
                 spared[node] = None
         spared = dict.fromkeys(reversed(spared))
         between = order[order.index(next(iter(spared))) : order.index(end)] if spared else []
@@ -138,31 +138,31 @@ def _by_token(node: Node) -> bool:
 
 
 def replace_dropout(graph: Graph) -> None:
-    """Replace each call of dropout that draws by `hashed_dropout`, with keys from the stream that it would use. A hash
-    is a dozen integer operations a value instead of Philox's hundred, and no mask in memory."""
-    found = []
+    """Replace each active dropout by `hashed_dropout`, with keys from the device's generator. The hash takes a dozen
+    integer operations per value, Philox a hundred, and it needs no mask in memory."""
+    dropouts = []
     for node in calls_of(graph, nn.functional.dropout):
-        given = {"p": 0.5, "training": True, "inplace": False, **args_of(node, "input", "p", "training", "inplace")}
-        draws = given["training"] is True and isinstance(given["p"], float) and 0 < given["p"] < 1
-        if draws and not given["inplace"] and known(given["input"]) and value_of(given["input"]).numel() < _MOST_VALUES:
-            found.append(node)
-    if not found:
+        args = {"p": 0.5, "training": True, "inplace": False, **args_of(node, "input", "p", "training", "inplace")}
+        draws = args["training"] is True and isinstance(args["p"], float) and 0 < args["p"] < 1
+        if draws and not args["inplace"] and known(args["input"]) and value_of(args["input"]).numel() < _MOST_VALUES:
+            dropouts.append(node)
+    if not dropouts:
         return
-    with graph.inserting_before(found[0]):
-        device = value_of(args_of(found[0], "input")["input"]).device
-        keys = graph.call_function(torch.ops.andon.drawn_keys.default, (len(found), device))
-        own = [graph.call_function(torch.select, (keys, 0, place)) for place in range(len(found))]
-    for node, key in zip(found, own, strict=True):
-        given = args_of(node, "input", "p")  # only now: its input may be a dropout that was just replaced
-        replace_node(node, hashed_dropout, given["input"], key, given.get("p", 0.5))
+    with graph.inserting_before(dropouts[0]):
+        device = value_of(args_of(dropouts[0], "input")["input"]).device
+        keys = graph.call_function(torch.ops.andon.drawn_keys.default, (len(dropouts), device))
+        own = [graph.call_function(torch.select, (keys, 0, place)) for place in range(len(dropouts))]
+    for node, key in zip(dropouts, own, strict=True):
+        args = args_of(node, "input", "p")  # read now: its input may be a dropout that was just replaced
+        replace_node(node, hashed_dropout, args["input"], key, args.get("p", 0.5))
 
 
 def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
-    """`x` with each value 0 with probability `rate`, else divided by 1 - rate; what is not finite stays so.
+    """Dropout: each value is 0 with probability `rate`, else divided by 1 - rate. Non-finite values stay non-finite.
 
-    keys: int32 [2]. The mask is a function of keys, place in `x` and `rate`: a multiplicative hash of 32 bits with the
+    keys: int32 [2]. The mask is a function of keys, index in `x` and `rate`: a 32-bit multiplicative hash with the
     mixing steps of MurmurHash3's finalizer (Appleby), which the keys enter at different depths. Two masks are
-    permutations of each other only if their second keys are equal, one pair of draws in two thousand million.
+    permutations of each other only if their second keys are equal, with probability 2^-31.
     """
     place = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
     bits = (place ^ keys[0]) * -1640531535
@@ -171,14 +171,14 @@ def hashed_dropout(x: Tensor, keys: Tensor, rate: float) -> Tensor:
     bits = bits ^ ((bits >> 13) & 0x7FFFF)
     bits = bits * -1028477387
     bits = bits ^ ((bits >> 16) & 0xFFFF)
-    kept = (bits & 0x7FFFFFFF) >= round(rate * 2**31)
-    return x * kept * (1 / (1 - rate))
+    keep = (bits & 0x7FFFFFFF) >= round(rate * 2**31)
+    return x * keep * (1 / (1 - rate))
 
 
 @library.custom_op("andon::drawn_keys", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def _drawn_keys(count: int, device: torch.device) -> Tensor:
-    """int32 [count, 2] from the device's generator. A custom operation, since a fused kernel would draw a key for each
-    of its values."""
+    """int32 [count, 2] from the device's generator. A custom operation, since a fused kernel would draw a new key for
+    each value."""
     return torch.randint(_MOST_VALUES - 1, (count, 2), dtype=torch.int32, device=device)
 
 
@@ -191,7 +191,7 @@ def fuse_adapter_products(graph: Graph) -> None:
     """Replace each `linear(x, weight) + scale * linear(narrow, low)` by `adapted_product`, if nothing else uses the
     first product, its weight is frozen, and both products have one shape and the type of the weight.
 
-    Apart, the adapter's product is written, read and added, and the backward pass makes a scaled copy of the gradient.
+    Unfused, the adapter's product is written, read and added, and the backward pass copies the scaled gradient.
     """
     base: Any
     scaled: Any
@@ -204,26 +204,26 @@ def fuse_adapter_products(graph: Graph) -> None:
         if not first or not second or not isinstance(scale, float) or value_of(first[1]).requires_grad:
             continue
         types = {value_of(node).dtype for node in (base, scaled, product, total, first[1])}
-        alike = value_of(base).shape == value_of(product).shape and len(types) == 1 and types.pop().is_floating_point
-        if alike and unwritten(base, scaled, product, first[0], second[0]):
+        same = value_of(base).shape == value_of(product).shape and len(types) == 1 and types.pop().is_floating_point
+        if same and unwritten(base, scaled, product, first[0], second[0]):
             replace_node(total, adapted_product, *first, *second, scale)
 
 
 def _operands(node: Any) -> tuple[Node, ...]:
-    """(input, weight) of a product without a bias that has a gradient if they have; empty for another node."""
+    """(input, weight) if `node` is a linear product without bias that requires a gradient as its operands do; or ()."""
     if not known(node) or node.target is not _LINEAR:
         return ()
-    given = args_of(node, "input", "weight", "bias")
-    x, weight = given["input"], given["weight"]
-    if given.get("bias") is not None or not known(x, weight):
+    args = args_of(node, "input", "weight", "bias")
+    x, weight = args["input"], args["weight"]
+    if args.get("bias") is not None or not known(x, weight):
         return ()
-    learns = value_of(x).requires_grad or value_of(weight).requires_grad
+    learning = value_of(x).requires_grad or value_of(weight).requires_grad
     plain = value_of(x).dim() > 1 and value_of(weight).dim() == 2 and value_of(node).numel() > 0
-    return (x, weight) if plain and learns == value_of(node).requires_grad else ()
+    return (x, weight) if plain and learning == value_of(node).requires_grad else ()
 
 
 def adapted_product(x: Tensor, weight: Tensor, narrow: Tensor, low: Tensor, scale: float) -> Tensor:
-    """[..., out]: x weight' + scale * narrow low', in the type of the weight. x: [..., in]. weight: [out, in], frozen.
+    """[..., out]: x weight' + scale * narrow low', in the weight's type. x: [..., in]. weight: [out, in], frozen.
     narrow: [..., r]. low: [out, r]."""
     dtype = weight.dtype
     product: Tensor = torch.ops.andon.adapted_product(x.to(dtype), weight, narrow.to(dtype), low.to(dtype), scale)
@@ -242,7 +242,7 @@ def _product_shape(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], len(weight)))
 
 
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, weight, narrow, low, ctx.scale = inputs
     ctx.save_for_backward(weight, narrow, low)
 
@@ -254,26 +254,26 @@ def _product_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return of_x, None, (grad @ low) * ctx.scale, of_low, None
 
 
-_add_into.register_autograd(_product_gradient, setup_context=_keep_factors)
+_add_into.register_autograd(_product_gradient, setup_context=_save_factors)
 
 
 def replace_rotate_half(graph: Graph) -> None:
-    """Replace `cat((-b, a))` of a tensor's halves a and b by `exchanged_halves`: one load instead of masked loads,
-    forward and backward."""
+    """Replace `cat((-b, a))` of a tensor's halves a and b, as in rotary positions, by `exchanged_halves`: one load
+    instead of masked loads, forward and backward."""
     for node in calls_of(graph, torch.cat):
-        given = args_of(node, "tensors", "dim")
-        parts = given.get("tensors")
-        if given.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
+        args = args_of(node, "tensors", "dim")
+        parts = args.get("tensors")
+        if args.get("dim", 0) != -1 or not isinstance(parts, (list, tuple)) or len(parts) != 2 or not known(*parts):
             continue
         upper = _half_of(parts[0].args[0]) if parts[0].target is operator.neg else None
         lower = _half_of(parts[1])
         if upper is None or lower is None or upper[0] is not lower[0]:
             continue
-        turned, size = upper[0], value_of(upper[0]).shape[-1]
+        whole, size = upper[0], value_of(upper[0]).shape[-1]
         halves = (upper[1], lower[1]) == (slice(size // 2, None, None), slice(None, size // 2, None))
-        learn = {value_of(each).requires_grad for each in (turned, *parts)}
-        if halves and size % 2 == 0 and len(learn) == 1 and unwritten(turned, *parts):
-            replace_node(node, exchanged_halves, turned)
+        learn = {value_of(each).requires_grad for each in (whole, *parts)}
+        if halves and size % 2 == 0 and len(learn) == 1 and unwritten(whole, *parts):
+            replace_node(node, exchanged_halves, whole)
 
 
 def _half_of(node: Any) -> tuple[Node, slice] | None:
@@ -294,22 +294,22 @@ def exchanged_halves(x: Tensor) -> Tensor:
 
 
 def compute_waves_once(graph: Graph) -> None:
-    """Have cosines and sines computed once. Each layer's kernels would compute them anew, which takes longer than what
-    those kernels read and write."""
+    """Compute cosines and sines once. The compiler would fuse them into each layer's kernels, where recomputing them
+    takes longer than the kernel's loads and stores."""
     waves = [node for name in ("cos", "sin") for node in graph.find_nodes(op="call_method", target=name)]
     waves += [node for each in (torch.cos, torch.sin) for node in graph.find_nodes(op="call_function", target=each)]
     for node in waves:
         if known(node) and not value_of(node).requires_grad:
             with graph.inserting_after(node):
-                kept = graph.call_function(torch.ops.andon.kept.default, (node,))
-            kept.meta = dict(node.meta)
-            for user in [user for user in node.users if user is not kept]:
-                user.replace_input_with(node, kept)
+                stored = graph.call_function(torch.ops.andon.kept.default, (node,))
+            stored.meta = dict(node.meta)
+            for user in [user for user in node.users if user is not stored]:
+                user.replace_input_with(node, stored)
 
 
 @library.custom_op("andon::kept", mutates_args=())
 def _kept(x: Tensor) -> Tensor:
-    """`x` in its own memory; a compiler does not look into this operation."""
+    """A copy of `x`, by an operation that the compiler cannot fuse."""
     return x.clone()
 
 
@@ -319,53 +319,53 @@ def _kept_shape(x: Tensor) -> Tensor:
 
 
 def replace_causal_attention(graph: Graph) -> None:
-    """Replace causal attention that has no mask and no dropout by `causal_attention`, if that supports it."""
+    """Replace causal attention without mask and dropout by `causal_attention`, if that supports its tensors."""
     for node in calls_of(graph, _SDPA):
-        given = args_of(node, *_SDPA_ARGUMENTS)
-        parts = [given[name] for name in _SDPA_ARGUMENTS[:3]]
-        plain = given.get("attn_mask") is None and given.get("dropout_p", 0.0) == 0.0 and known(*parts)
-        if not plain or given.get("is_causal") is not True or not supports(*(value_of(part) for part in parts)):
+        args = args_of(node, *_SDPA_ARGUMENTS)
+        parts = [args[name] for name in _SDPA_ARGUMENTS[:3]]
+        plain = args.get("attn_mask") is None and args.get("dropout_p", 0.0) == 0.0 and known(*parts)
+        if not plain or args.get("is_causal") is not True or not supports(*(value_of(part) for part in parts)):
             continue
-        scale = given.get("scale")
+        scale = args.get("scale")
         if scale is None:
             scale = value_of(parts[0]).shape[-1] ** -0.5
         if isinstance(scale, (int, float)) and value_of(node).dtype == value_of(parts[0]).dtype:
             replace_node(node, causal_attention, *parts, float(scale))
 
 
-# Nodes: the value that a node was traced with, and its replacement.
+# Helpers for nodes: the tensors that they were traced with, their arguments, and their replacement.
 
 
 def value_of(node: Node) -> Tensor:
-    """The tensor without memory that dynamo traced `node` with, a `known` one."""
+    """The fake tensor with which dynamo traced `node`, which must be `known`."""
     value: Tensor = node.meta["example_value"]
     return value
 
 
 def known(*nodes: Any) -> bool:
-    """Whether dynamo traced all of `nodes` as plain tensors: not as numbers, lists or tensor subclasses."""
+    """Whether dynamo traced all of `nodes` as plain tensors, not as numbers, lists or tensor subclasses."""
     values = [node.meta.get("example_value") if isinstance(node, Node) else None for node in nodes]
     return all(isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value) for value in values)
 
 
 def unwritten(*nodes: Node) -> bool:
-    """Whether nothing wrote into the values of `nodes`, all `known`, or into what shares their memory. Only then may
-    they be read at another place."""
+    """Whether the values of `nodes`, all `known`, and tensors that share their memory are never written in place. Only
+    then may reads of them move."""
     return all(not value_of(node).is_inference() and value_of(node)._version == 0 for node in nodes)
 
 
 def calls_of(graph: Graph, target: Callable[..., Any]) -> list[Node]:
-    """The nodes that are calls of the function `target` and `known`."""
+    """The `known` nodes that call the function `target`."""
     return [node for node in graph.find_nodes(op="call_function", target=target) if known(node)]
 
 
 def args_of(node: Node, *names: str) -> dict[str, Any]:
-    """The arguments of the call `node` by name. names: of the function's parameters, in order."""
+    """The arguments of the call `node` by name. names: the function's parameters, in order."""
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
 def replace_node(node: Node, function: Callable[..., Tensor], *args: Any) -> None:
-    """Put `function(*args)`, which has the same value, in the place of `node`."""
+    """Replace `node` by the call `function(*args)`, which must have the same value."""
     with node.graph.inserting_before(node):
         new = node.graph.call_function(function, args)
     new.meta = dict(node.meta)

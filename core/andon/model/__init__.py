@@ -1,1 +1,1 @@
-"""Models, adapters, their input, and the memory that they need."""
+"""Models, adapters, model inputs, and memory plans."""

@@ -1,7 +1,7 @@
 """LoRA through peft, checked: each named target exists, a new head trains, trainable weights are fp32.
 
-peft accepts a target that matches nothing if another one matches, and a head in bfloat16 beside adapters in fp32. Both
-give a model that trains worse, without a warning.
+peft accepts a target that matches nothing if another one matches, and a bfloat16 head with fp32 adapters. Both train a
+worse model without a warning.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
 _WRAPPERS = ("base_layer", "original_module", "token_adapter")
-"""Parts of names under which peft keeps what it wraps."""
-_AT_ONCE = 4096
-"""Rows that are added at a time."""
+"""Name components that peft inserts for the modules that it wraps."""
+_SUM_CHUNK = 4096
+"""Rows in one chunk of the sum in `mean_row`."""
 LARGEST_FILE = 5 * 10**9
-"""Bytes of tensors in one file of a model, as transformers splits it."""
+"""Most bytes of tensors in one shard of a saved model."""
 
 
 def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
-    """`model` with its adapter: A drawn from `seed`, B zero, the whole head trainable, trainables fp32.
+    """Attach the adapter to `model` in place and return the module to train: a peft model, or `model` for kind 'none'.
 
-    Modules of the backbone that the base's checkpoint lacks train whole as the head does, and belong to the adapter: a
-    program that loads it elsewhere would draw other weights. The head of a causal language model stays as it came, but
-    for the rows of new tokens. new_tokens: their ids, in order and without a gap after the others. Changes `model` in
-    place and returns what to train (a peft model, or `model` itself for kind 'none'). Raises `InputError` for a target
-    that matches no Linear, with the nearest names.
+    LoRA A is drawn from `seed`, B is zero, and trainable weights are fp32. The classification head trains in full. So
+    do backbone modules that the base's checkpoint lacks: they are saved with the adapter, since another program would
+    draw other weights. The head of a causal language model is frozen, except for the rows of new tokens. new_tokens:
+    consecutive ids after the tokenizer's own. Raises `InputError` for a target that matches no Linear (with the nearest
+    names), for a model without a head, and if peft refuses the adapter.
     """
     from peft import LoraConfig, TaskType, get_peft_model
 
@@ -64,9 +64,9 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     if new_tokens:
         causal: Any = model
         layers = [causal.get_input_embeddings(), causal.get_output_embeddings()]
-        if layers[0].weight is layers[1].weight:  # peft has a head that is the embedding follow by itself
+        if layers[0].weight is layers[1].weight:  # peft updates a tied head with its embedding
             del layers[1]
-    named = {name: list(new_tokens) for name, each in model.named_modules() if any(each is one for one in layers)}
+    named = {name: list(new_tokens) for name, module in model.named_modules() if any(module is tied for tied in layers)}
     config = LoraConfig(
         task_type=by_token if trained_whole else TaskType.CAUSAL_LM,
         r=adapter.r,
@@ -78,13 +78,13 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        # Of a mixture's experts, whose weights transformers joins: peft ranks them by a pattern that it does not need.
+        # peft warns about its own patterns for the fused weights of mixture-of-experts layers.
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys", RuntimeWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # it sets what GPT-2 needs
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft then sets it for GPT-2
         try:
             adapted: Any = get_peft_model(model, config)
         except ValueError as error:
-            # peft adapts the experts of a mixture as plain parameters, which have no input to drop from.
+            # peft adapts mixture-of-experts weights as plain parameters, without an input that dropout could apply to.
             remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
             what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
             raise InputError([Problem("adapter", what)]) from error
@@ -112,7 +112,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
         if isinstance(module, nn.Linear) and name.partition(".")[0] not in heads and name not in drawn
     ]
     suffixes = sorted({name.rpartition(".")[2] for name in linear})
-    found, causal = ProblemList(), vocabulary_head(model) is not None
+    problems, causal = ProblemList(), vocabulary_head(model) is not None
     for target in targets:
         if any(name == target or name.endswith(f".{target}") for name in linear):
             continue
@@ -125,17 +125,17 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
             what = "is the classification head, which is trained whole; leave it out"
         elif target == ALL_LINEAR:
             what = "already names every module; leave the others out"
-        found.add("adapter.targets", f"{target!r} {what}")
-    found.raise_if_any()
+        problems.add("adapter.targets", f"{target!r} {what}")
+    problems.raise_if_any()
 
 
 def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
-    """Make `tokens` (ids, ascending, without a gap) rows of `model`'s embedding and head, tied or not, in place.
+    """Initialize the rows of `tokens` (consecutive ids) in `model`'s embedding and head, tied or not, in place.
 
-    The rows are parameters of the adapter, in peft's form (`trainable_token_indices`). All start as the mean of the
-    rows before them, those too that a vocabulary larger than its tokenizer has already: nothing is drawn, and no new
-    token starts likelier than another. All other rows keep their bits. Raises `InputError` unless `model` is a causal
-    language model, and for an adapter and logits with a bias, which peft would leave out.
+    The adapter trains these rows through peft's `trainable_token_indices`. Each starts as the mean of all rows before
+    the new ones, even if the vocabulary was larger than the tokenizer and had the row already: no random numbers are
+    used, and no new token is likelier than another. Other rows keep their bits. Raises `InputError` unless `model` is a
+    causal language model, and for an adapter on a head with a bias, since peft ignores the bias of new rows.
     """
     built: Any = model
     head: Any = vocabulary_head(model)
@@ -146,7 +146,7 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
         raise InputError([Problem("model.new_tokens", f"{what}: adapter.kind=none")])
     first, end = tokens[0], tokens[-1] + 1
     if built.get_input_embeddings().weight.shape[0] < end:
-        with seeded(0):  # what it draws is overwritten
+        with seeded(0):  # the drawn rows are overwritten below
             built.resize_token_embeddings(end, mean_resizing=False)
     for layer in (built.get_input_embeddings(), built.get_output_embeddings()):
         for values in (layer.weight, getattr(layer, "bias", None)):
@@ -155,39 +155,39 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
 
 
 def mean_row(rows: Tensor) -> Tensor:
-    """fp64: the mean of `rows` (or of numbers), added in one order on any number of threads."""
-    total = torch.zeros((_AT_ONCE, *rows.shape[1:]), dtype=torch.float64)
-    for part in torch.split(rows, _AT_ONCE):
+    """fp64: the mean of `rows` over dimension 0. The order of additions does not depend on the number of threads."""
+    total = torch.zeros((_SUM_CHUNK, *rows.shape[1:]), dtype=torch.float64)
+    for part in torch.split(rows, _SUM_CHUNK):
         total[: len(part)] += part.double()
     while len(total) > 1:
         total = total[: len(total) // 2] + total[len(total) // 2 :]
     return total[0] / len(rows)
 
 
-def _with_new_rows(layer: Any, given: Tensor, active: object = None) -> Tensor:
-    """A layer's embeddings of token ids, or its logits of hidden states, with trained rows in place of the base's.
-    peft's own layers copy all weights, and compute a gradient as large, at each pass."""
+def _with_new_rows(layer: Any, inputs: Tensor, active: object = None) -> Tensor:
+    """The layer's output (embeddings of ids, or logits of hidden states) with the trained rows instead of the base's.
+    peft's own forward copies the whole weight, and computes a gradient of that size, in each pass."""
     base = layer.base_layer
-    found: Tensor = base(given)
+    output: Tensor = base(inputs)
     if layer.merged or layer.disable_adapters:
-        return found
+        return output
     rows = layer.trainable_tokens_delta["default"].to(base.weight.dtype)
     first, end = layer.token_indices["default"][0], layer.token_indices["default"][-1] + 1
     if isinstance(base, nn.Linear):
-        found[..., first:end] = nn.functional.linear(given, rows)
-        return found
-    new = (given >= first) & (given < end)
-    own = nn.functional.embedding((given - first).where(new, 0), rows)
+        output[..., first:end] = nn.functional.linear(inputs, rows)
+        return output
+    new = (inputs >= first) & (inputs < end)
+    own = nn.functional.embedding((inputs - first).where(new, 0), rows)
     scale = layer._get_embed_scale()
-    return torch.where(new[..., None], own if scale is None else own * scale.to(own.dtype), found)
+    return torch.where(new[..., None], own if scale is None else own * scale.to(own.dtype), output)
 
 
 _fp32_contexts: weakref.WeakKeyDictionary[nn.Module, torch.autocast] = weakref.WeakKeyDictionary()
-"""The heads that are computing, each with its context without autocast."""
+"""Heads that are in their forward pass, with the context that switches autocast off."""
 
 
 def _enter_fp32(head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give an fp32 head fp32 input from a bfloat16 backbone. Autocast would round its weights and its logits."""
+    """Cast a bfloat16 backbone's output for an fp32 head. Autocast would round the head's weights and logits."""
     first = next(head.parameters())
     _fp32_contexts[head] = torch.autocast(first.device.type, enabled=False)
     _fp32_contexts[head].__enter__()  # type: ignore[no-untyped-call]
@@ -219,11 +219,11 @@ def export_adapter(
     revision: str | None = None,
     with_base: bool = False,
 ) -> None:
-    """Write what was trained: a PEFT folder, or for kind 'none' the whole model. The same bytes in every process.
+    """Write the PEFT folder of the adapter, or for kind 'none' the whole model. Every process writes the same bytes.
 
     base_reference: where stock peft looks for the base, a hub id (at `revision`) or a path relative to the loader's
-    working folder. labels: names in the order of their ids, written to `classifier.json`, which `AutoConfig` reads;
-    empty for a causal language model. with_base: write the base's weights and `config.json` too, so that transformers
+    working folder. labels: class names in the order of their ids, empty for a causal language model; `AutoConfig` reads
+    them from `classifier.json`. with_base: write the base's weights and `config.json` too, so that transformers
     needs no other folder.
     """
     from peft import PeftModel
@@ -251,7 +251,7 @@ def export_adapter(
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Adapter and head as peft names them in its files: copies on the CPU."""
+    """CPU copies of the adapter's and the head's tensors, by their names in peft's files."""
     from peft import get_peft_model_state_dict
 
     state: Mapping[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -259,10 +259,10 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Read adapter and head of an exported folder into `model`, which has the same adapter attached.
+    """Load adapter and head from an exported folder into `model`, which has the same adapter attached.
 
-    Raises `InputError` if a name or shape is absent, unknown or different (stock peft accepts that), and for weights
-    that are not finite.
+    Raises `InputError` for an unreadable file, for weights that are not finite, and for missing, unknown or misshapen
+    tensors, which stock peft accepts.
     """
     from peft import set_peft_model_state_dict
     from safetensors import SafetensorError
@@ -270,27 +270,27 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
 
     file = folder / "adapter_model.safetensors"
     try:
-        found = load_file(file)
+        loaded = load_file(file)
     except (OSError, SafetensorError) as error:
         raise InputError([Problem(str(file), f"cannot read the adapter: {error}")]) from error
-    problems, wanted = ProblemList(), adapter_tensors(model)
-    for name in sorted(found.keys() | wanted.keys()):
-        if name not in found:
+    problems, expected = ProblemList(), adapter_tensors(model)
+    for name in sorted(loaded.keys() | expected.keys()):
+        if name not in loaded:
             problems.add(str(file), f"has no {name}")
-        elif name not in wanted:
+        elif name not in expected:
             problems.add(str(file), f"has {name}, which the model does not have")
-        elif found[name].shape != wanted[name].shape:
-            problems.add(str(file), f"{name} is {tuple(found[name].shape)}, the model's {tuple(wanted[name].shape)}")
+        elif loaded[name].shape != expected[name].shape:
+            problems.add(str(file), f"{name} is {tuple(loaded[name].shape)}, the model's {tuple(expected[name].shape)}")
     problems.raise_if_any()
-    require_finite(found, file)
-    set_peft_model_state_dict(model, found)
+    require_finite(loaded, file)
+    set_peft_model_state_dict(model, loaded)
 
 
 def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: torch.dtype | None = None) -> None:
-    """Write the base model (config.json, model.safetensors, labels.json) as transformers loads it, without its adapter.
+    """Write the base model without its adapter in transformers' format: config.json, safetensors, labels.json.
 
-    Stock peft needs it to load an adapter of the embedded model. merged: write the sum of base and adapter instead, in
-    this dtype, computed in fp32 one weight at a time. Of tied weights one is written. `model` does not change.
+    Stock peft needs these files to load an adapter of the embedded model. merged: write the sum of base and adapter in
+    this dtype, computed in fp32 one weight at a time. Tied weights are written once. `model` does not change.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -299,7 +299,7 @@ def save_base(model: nn.Module, folder: Path, labels: Sequence[str], merged: tor
     left_out = (".lora_", ".trainable_tokens_", ".modules_to_save." if merged is None else ".original_module.")
     tensors: dict[str, Stored] = {}
     for name, value in base.state_dict().items():
-        # peft keeps the base's own tensors beside those that it adds, under names with a part more for each wrapper.
+        # The state dict has the base's and peft's tensors; each wrapper adds a component to the name.
         plain = _base_name(name.replace(".modules_to_save.default.", "."))
         if not any(part in name for part in left_out) and plain not in base.all_tied_weights_keys:
             tensors[plain] = Stored(value, merged if value.is_floating_point() else None, changes.get(plain))
@@ -322,7 +322,7 @@ def _base_name(name: str) -> str:
 
 
 def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """By the name of each weight that an adapter changes: a function from its value, in fp32, to the new one."""
+    """For each weight that the adapter changes, by name: a function from its fp32 value to the merged value."""
 
     def with_delta(layer: Any, weight: Tensor) -> Tensor:
         delta: Tensor = layer.get_delta_weight("default")
@@ -332,20 +332,20 @@ def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         rows = layer.trainable_tokens_delta["default"].float()
         return weight.index_copy(0, torch.tensor(layer.token_indices["default"], device=weight.device), rows)
 
-    found: dict[str, Callable[[Tensor], Tensor]] = {}
+    changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, module in base.named_modules():
         layer: Any = module
         plain = _base_name(name)
-        if hasattr(layer, "lora_A"):  # each tensor of a mixture's experts has a wrapper, which names it
-            found[f"{plain}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
+        if hasattr(layer, "lora_A"):  # wrappers of mixture-of-experts weights have `parameter_name`
+            changes[f"{plain}.{getattr(layer, 'parameter_name', 'weight')}"] = partial(with_delta, layer)
         elif hasattr(layer, "trainable_tokens_delta"):
-            found[f"{plain}.weight"] = partial(with_rows, layer)
-    return found
+            changes[f"{plain}.weight"] = partial(with_rows, layer)
+    return changes
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor to write. dtype: to store it in, None: its own. change: from `tensor` in fp32 to what is stored."""
+    """A tensor to write. dtype: stored dtype (None: its own). change: maps fp32 `tensor` to the new value."""
 
     tensor: Tensor
     dtype: torch.dtype | None = None
@@ -371,15 +371,15 @@ class Stored:
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Stored]) -> None:
-    """Write `tensors` as one file of safetensors."""
+    """Write `tensors` as one safetensors file. Raises `ValueError` as `Stored.data` does."""
     kinds = {name: (each.kind, each.tensor.shape) for name, each in tensors.items()}
     with file.open("wb") as out:
         out.writelines(safetensors_parts(kinds, lambda name: tensors[name].data(), {"format": "pt"}))
 
 
 def read_labels(folder: Path) -> tuple[str, ...]:
-    """The label names of an exported folder, in the order of their ids. Raises `InputError` if they are absent, and for
-    a folder that `require_model_folder` refuses."""
+    """The label names of an exported folder, in the order of their ids. Raises `InputError` if labels.json cannot be
+    read, and for a folder that `require_model_folder` refuses."""
     if is_folder(folder):
         require_model_folder(folder, str(folder))
     file = folder / "labels.json"
@@ -393,7 +393,6 @@ def read_labels(folder: Path) -> tuple[str, ...]:
 
 
 def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
-    """The configuration of a model of transformers, with the names of its classes if it has any."""
     config: dict[str, Any] = base.config.to_dict() | {
         "architectures": [type(base).__name__],
         "dtype": str(base.dtype).removeprefix("torch."),
@@ -402,7 +401,7 @@ def _model_config(base: Any, labels: Sequence[str]) -> dict[str, Any]:
         config["id2label"] = {str(index): name for index, name in enumerate(labels)}
         config["label2id"] = {name: index for index, name in enumerate(labels)}
     config.pop("_name_or_path", None)
-    config.pop("auto_map", None)  # names code that was not run and is not written
+    config.pop("auto_map", None)  # names remote code, which was not run and is not written
     return config
 
 

@@ -1,6 +1,6 @@
-"""Rows as a model's input: padded, copied to its device, and passed through it.
+"""Batches of rows: padding, copies to the device, and the forward pass of classifiers.
 
-A batch is padded to its own longest row, so its shape depends on its rows and not on the rank that computes it.
+A batch is padded to its longest row, so its shape depends on its rows and not on the rank that computes it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def padded_length(longest: int, multiple: int, limit: int | None = None) -> int:
 
 
 def shapes_of(batch_size: int, micro_batches: int, lengths: Collection[int]) -> frozenset[Shape]:
-    """The shapes of micro-batches of full global batches: one or two numbers of rows, each of `lengths`."""
+    """The shapes of micro-batches of a full global batch: its one or two row counts, with each of `lengths`."""
     rows = {batch_size // micro_batches, -(-batch_size // micro_batches)} - {0}
     return frozenset((count, length) for count in rows for length in lengths)
 
 
 def length_step(max_length: int, count: int, multiple: int = 8) -> int:
-    """The multiple to pad to for at most `count` lengths up to `max_length`; itself a multiple of `multiple`."""
+    """The padding step, a multiple of `multiple`, that gives at most `count` padded lengths up to `max_length`."""
     return padded_length(-(-max_length // count), multiple)
 
 
 def padded_lengths(max_length: int, step: int) -> tuple[int, ...]:
-    """The lengths to which rows of at most `max_length` tokens are padded."""
+    """All padded lengths of rows of up to `max_length` tokens, for padding to multiples of `step`."""
     return tuple(padded_length(length, step, max_length) for length in range(1, max_length + 1, step))
 
 
 def collate(rows: Sequence[Tensor], pad_id: int, multiple: int, limit: int | None = None) -> dict[str, Tensor]:
-    """Rows (vectors of integers, none empty) padded on the right: input_ids and attention_mask, int64 [rows, length].
-    length: that of the longest row, rounded up to `multiple` but not beyond `limit`."""
+    """Pad `rows` (integer vectors, not empty) on the right: input_ids and attention_mask, int64 [rows, length].
+    length: the longest row's, rounded up to `multiple` but not beyond `limit`."""
     lengths = torch.tensor([row.numel() for row in rows])
     length = padded_length(int(lengths.max()), multiple, limit)
     ids = nn.utils.rnn.pad_sequence([*rows], batch_first=True, padding_value=pad_id)
@@ -54,7 +54,7 @@ def collate(rows: Sequence[Tensor], pad_id: int, multiple: int, limit: int | Non
 
 
 def placed(batch: Batch, device: torch.device) -> dict[str, Tensor]:
-    """int64 tensors on `device`; a GPU gets them in one copy from pinned memory that the host does not wait for."""
+    """The batch's int64 tensors on `device`. A GPU gets them in one asynchronous copy from pinned memory."""
     if device.type != "cuda":
         return {name: tensor.to(device) for name, tensor in batch.items()}
     joined = torch.cat([tensor.flatten() for tensor in batch.values()]).pin_memory().to(device, non_blocking=True)
@@ -63,36 +63,36 @@ def placed(batch: Batch, device: torch.device) -> dict[str, Tensor]:
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[rows, classes]: one forward pass without labels, in the precision of the model's weights (autocast)."""
+    """[rows, classes], or [rows, length, classes] by token: one forward pass in the weights' precision (autocast)."""
     device, names = batch["input_ids"].device, ["input_ids", "attention_mask"]
     if "token_type_ids" in batch:
         base = without_adapter(model)
-        several = getattr(getattr(base, "config", None), "type_vocab_size", 2) > 1
-        if several and "token_type_ids" in inspect.signature(type(base).forward).parameters:
+        has_types = getattr(getattr(base, "config", None), "type_vocab_size", 2) > 1
+        if has_types and "token_type_ids" in inspect.signature(type(base).forward).parameters:
             names.append("token_type_ids")
-    given = {name: batch[name] for name in names}
+    inputs = {name: batch[name] for name in names}
     on_left = padding_of(model, device).side == "left"
     if on_left:
         shift = batch["attention_mask"].sum(dim=1)
-        given = {name: rotate_rows(values, shift) for name, values in given.items()}
+        inputs = {name: rotate_rows(values, shift) for name, values in inputs.items()}
     masking = Masking.TOKENS if on_left else masking_of(model, device)
-    with computing(model, device), masked(model, masking, given.pop("attention_mask")) as mask:
-        logits: Tensor = model(attention_mask=mask, **given).logits
+    with computing(model, device), masked(model, masking, inputs.pop("attention_mask")) as mask:
+        logits: Tensor = model(attention_mask=mask, **inputs).logits
     return rotate_rows(logits, -shift) if on_left and logits.dim() == 3 else logits
 
 
 def predictions(model: nn.Module, batch: Batch) -> Tensor:
-    """fp32 [rows, classes]: logits in evaluation mode, without a graph."""
+    """`logits_of` in evaluation mode and fp32, without a graph."""
     with evaluating(model, batch["input_ids"].device):
         return logits_of(model, batch).float()
 
 
 @dataclass(frozen=True)
 class EvaluationBatching:
-    """Batches that are scored: at most 64 rows, and `tokens` tokens with padding or 4,096 if that is more.
+    """Splits rows into evaluation batches of at most 64 rows and max(`tokens`, 4,096) tokens with padding.
 
-    tokens: of the largest micro-batch in training, which needs more memory than a pass without gradients. multiple,
-    limit: of padded lengths, see `padded_length`. The batches do not depend on the workers.
+    tokens: padded tokens of the largest training micro-batch, which needs more memory than a pass without gradients.
+    multiple, limit: see `padded_length`. The batches do not depend on the number of workers.
     """
 
     tokens: int = 0
@@ -100,7 +100,7 @@ class EvaluationBatching:
     limit: int | None = None
 
     def of(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The places of rows of these lengths, longest first, in batches. A worker computes whole batches."""
+        """Indices of rows of these lengths, longest first, in batches. One rank computes a whole batch."""
         places = sorted(range(len(lengths)), key=lambda place: -lengths[place])
         batches, first = [], 0
         while first < len(places):
@@ -110,10 +110,10 @@ class EvaluationBatching:
         return tuple(batches)
 
     def padded(self, length: int) -> int:
-        """Tokens of each row of a batch whose longest row has `length`."""
+        """The padded length of a batch whose longest row has `length` tokens."""
         return padded_length(length, self.multiple, self.limit)
 
     def largest(self, lengths: Sequence[int]) -> Shape:
-        """The shape with the most tokens among the batches of rows of these lengths, one or more."""
+        """The shape with the most padded tokens among the batches of rows of these lengths (at least one)."""
         shapes = [(len(batch), self.padded(lengths[batch[0]])) for batch in self.of(lengths)]
         return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))

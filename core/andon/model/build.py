@@ -1,7 +1,7 @@
-"""Load or build a classifier or a causal language model: the embedded small one, a folder's or the hub's.
+"""Build a classifier or causal language model: the small embedded one, or one loaded from a folder or the hub.
 
-The same settings give the same bits in every process. Weights that a checkpoint lacks (all of the embedded models, the
-classification head of others) are drawn from the run's seed, and the process-global generator is left alone.
+The same settings give the same bits in every process. Weights that a checkpoint lacks (all weights of the embedded
+models, the classification head of others) are drawn from the run's seed without changing torch's global generator.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ T = TypeVar("T")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOADERS = dict.fromkeys(("classification", "regression", "multi-label"), "AutoModelForSequenceClassification")
 LOADERS |= {"tokens": "AutoModelForTokenClassification", "causal": "AutoModelForCausalLM"}
-"""The class of transformers that loads a folder's or the hub's model, by head."""
+"""By head: the transformers class that loads a model from a folder or the hub."""
 _PROBLEMS = {"regression": "regression", "multi-label": "multi_label_classification"}
-"""What transformers calls the problem: its pipelines make probabilities of logits by this name."""
+"""transformers' `problem_type`, by which its pipelines choose between softmax, sigmoid and raw outputs."""
 _MOST_NAMES, _MOST_TENSORS = 8, 5
 _SEEDING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class ModelInterface:
-    """What the rows and the tokenizer require of a model.
+    """Requirements of the rows and the tokenizer on a model.
 
-    head: a key of `LOADERS`. labels: the class names in the order of their ids; empty for 'causal'. vocab_size: ids
-    that the tokenizer may give, without `new_tokens`. pad_id: the padding id; a decoder pools the last token that is
-    not this one. new_tokens: ids that a causal language model learns, in order and without a gap after the others.
+    head: a key of `LOADERS`. labels: the class names in the order of their ids; empty for 'causal'. vocab_size: the
+    number of the tokenizer's ids without `new_tokens`. pad_id: the padding id; a decoder pools the last token that
+    differs from it. new_tokens: consecutive ids after those, for tokens that a causal language model learns.
     """
 
     head: str
@@ -54,10 +54,10 @@ class ModelInterface:
 
 @dataclass(frozen=True)
 class BaseFacts:
-    """Facts about a base model after its checkpoint was loaded.
+    """Facts about a base model from loading its checkpoint.
 
-    drawn: modules of its backbone that the checkpoint lacks, drawn at random. notes: lines for the user about its head.
-    own_code: a sentence about code that the base names and that was not run, or empty.
+    drawn: backbone modules that the checkpoint lacks, initialized at random. notes: lines for the user about the head.
+    own_code: a sentence about remote code that the base names and Andon did not run, or empty.
     """
 
     drawn: tuple[str, ...] = ()
@@ -66,30 +66,30 @@ class BaseFacts:
 
 
 def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights: bool = True) -> nn.Module:
-    """The model on the CPU, in training mode, with no adapter and no new tokens; identical on every call.
+    """The model on the CPU, in training mode, without an adapter or new tokens; identical on every call.
 
-    seed: of every weight that is not loaded. weights: False for the model on the meta device, for which nothing is
-    allocated and of a folder only config.json is read. A folder needs no network, and its code is not run.
+    seed: for every weight that is not loaded. weights: False builds the model on the meta device, from config.json
+    alone and without memory. Loading a folder needs no network. Remote code is never run.
 
-    Raises `InputError` for embedded weights that this machine's memory cannot hold, a folder or hub id that cannot be
-    loaded or lacks weights of its backbone (or a causal model's head), weights that are not finite, a tokenizer with
-    more ids than the vocabulary, rows longer than the model has positions, and an encoder that is to write.
+    Raises `InputError` for fewer than two classes, embedded weights larger than this machine's memory, a base that
+    cannot be loaded, lacks weights of its backbone (or a causal head) or has weights that are not finite, ids outside
+    the vocabulary, rows longer than the model's positions, and an encoder for a causal head.
     """
-    found, head, embedded = ProblemList(), interface.head, settings.base is None
+    problems, head, embedded = ProblemList(), interface.head, settings.base is None
     if head == "classification" and len(interface.labels) < 2:
-        found.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
+        problems.add("num_labels", f"{len(interface.labels)} classes; a classifier needs at least 2")
     if not 0 <= interface.pad_id < interface.vocab_size:
         what = f"padding id {interface.pad_id} is outside of the {interface.vocab_size} ids of the vocabulary"
-        found.add("pad_id", what)
+        problems.add("pad_id", what)
     if embedded and head == "causal" and settings.architecture == "encoder":
-        found.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
-    found.raise_if_any()
+        problems.add("model.architecture", "'encoder' reads both ways and cannot write the next token; give 'decoder'")
+    problems.raise_if_any()
     products = 4 * settings.hidden_size**2 + 3 * settings.hidden_size * settings.intermediate_size
     embeddings = (interface.vocab_size + settings.max_length) * settings.hidden_size
     needed = 4 * (settings.num_hidden_layers * products + embeddings)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if embedded and weights and needed > there:
-        what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {there / 2**30:.1f}"
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if embedded and weights and needed > installed:
+        what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {installed / 2**30:.1f}"
         raise InputError([Problem("model", what)])
     with seeded(seed), torch.device("cpu" if weights else "meta"):
         if embedded:
@@ -102,15 +102,15 @@ def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights
                 model = _auto_class(head).from_config(config, dtype=_DTYPES[settings.dtype], trust_remote_code=False)
     if interface.vocab_size > model.config.vocab_size:
         what = f"the tokenizer has {interface.vocab_size} ids, the model's vocabulary {model.config.vocab_size}"
-        found.add("model.base", what)
+        problems.add("model.base", what)
     positions, length = positions_of(model), settings.max_length
     if positions is not None and length > positions and not _accepts_length(model, length, interface, positions):
         what = f"{length} tokens are more than the model's {positions} positions"
-        found.add("model.max_length", f"{what}; --set model.max_length={positions} is the most")
-    found.raise_if_any()
+        problems.add("model.max_length", f"{what}; --set model.max_length={positions} is the most")
+    problems.raise_if_any()
     if vocabulary_head(model) is not None:
-        # The padding id of a causal model is an id like any other, and may be that of a stop token: `padding_idx` would
-        # drop the gradient of its embedding.
+        # A causal model may use a trained token, such as its stop token, as padding; `padding_idx` would zero the
+        # gradient of that token's embedding.
         model.get_input_embeddings().padding_idx = None
     built: nn.Module = model.train()
     return built
@@ -118,7 +118,7 @@ def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inside, the CPU's generator starts from `seed`; then its state is restored. One thread at a time."""
+    """Context manager: seed the CPU's generator, and restore its state on exit. One thread at a time."""
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed every GPU's too
         yield
@@ -128,7 +128,7 @@ def _label_names(interface: ModelInterface) -> dict[str, Any]:
     if interface.head == "causal":
         return {}
     return {
-        "problem_type": _PROBLEMS.get(interface.head),  # of a base that was trained on another problem too
+        "problem_type": _PROBLEMS.get(interface.head),  # None overrides the base's own problem type
         "num_labels": len(interface.labels),
         "id2label": dict(enumerate(interface.labels)),
         "label2id": {name: index for index, name in enumerate(interface.labels)},
@@ -164,7 +164,7 @@ def _auto_class(head: str) -> Any:
 
 def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     base, causal = str(settings.base), interface.head == "causal"
-    # Its values are not given to the model, which refuses those that it lacks.
+    # Labels and padding id go in by the configuration: `from_pretrained` would pass unknown keywords to the model.
     config, stored = _configuration(settings, interface), _config(base, settings.revision)
     source, local = _source(base, settings.revision)
     auto, how = _auto_class(interface.head), dict[str, Any](ignore_mismatched_sizes=True, output_loading_info=True)
@@ -172,9 +172,9 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     with loading(base, "model.base"):
         model, report = auto.from_pretrained(source, config=config, trust_remote_code=False, **how)
     missing = set(map(str, report["missing_keys"]))
-    # transformers reports a tensor of another shape with or without both shapes.
+    # transformers reports a mismatched tensor as a name, or as a tuple of name and shapes.
     mismatched = {str(key[0] if isinstance(key, tuple | list) else key) for key in report["mismatched_keys"]}
-    # Of the backbone a checkpoint may lack a pooler, which is drawn.
+    # Of the backbone, a checkpoint may lack only the pooler, which is initialized at random.
     heads = () if causal else tuple(f"{name}." for name in head_names(model))
     inside = sorted(name for name in missing | mismatched if not name.startswith(heads))
     backbone = [name for name in inside if ".pooler." not in name]
@@ -207,12 +207,12 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether `tensor` (any dtype but complex) holds no NaN and no infinity."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    plain = tensor.detach().float() if tensor.dtype.itemsize == 1 else tensor.detach()  # no kernel reads float8
+    plain = tensor.detach().float() if tensor.dtype.itemsize == 1 else tensor.detach()  # float8 has no `aminmax` kernel
     return bool(torch.stack(torch.aminmax(plain)).isfinite().all())
 
 
 def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Raise `InputError` that names `file` and each of the `tensors` read from it that is not finite."""
+    """Raise `InputError` if any of `tensors`, read from `file`, is not finite; it names the file and the tensors."""
     odd = {name: tensor for name, tensor in sorted(tensors.items()) if not is_finite(tensor)}
     if odd:
         raise InputError(_not_finite(file, odd))
@@ -221,8 +221,8 @@ def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
 def _require_finite_model(model: nn.Module, folder: Path | None, name: str) -> None:
     """Raise `InputError` unless all parameters of the loaded `model` are finite and its saved buffers hold no NaN.
 
-    A buffer may hold infinities: attention masks do. folder: where the model was loaded from; None: not on this disk.
-    The error names the file in `folder` and the tensor as it is called there, or `name` and the parameter.
+    Buffers such as attention masks may hold infinities. folder: the checkpoint's; None: not on this disk. The error
+    names the file in `folder` and the tensor's name in it, or `name` and the parameter.
     """
     odd = {
         key: value
@@ -235,12 +235,12 @@ def _require_finite_model(model: nn.Module, folder: Path | None, name: str) -> N
     from safetensors.torch import load_file
 
     files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    found: list[Problem] = []
+    faults: list[Problem] = []
     for file in files:
-        with suppress(OSError, SafetensorError):  # another file of the folder, which is not the model's
-            found += _not_finite(file, {key: value for key, value in load_file(file).items() if not is_finite(value)})
-    pickled = [] if folder is None or files else sorted(folder.glob("*.bin"))  # not read: that would unpickle them
-    raise InputError(found or _not_finite(pickled[0] if len(pickled) == 1 else Path(name), odd))
+        with suppress(OSError, SafetensorError):  # an unreadable file that is not the model's
+            faults += _not_finite(file, {key: value for key, value in load_file(file).items() if not is_finite(value)})
+    pickled = [] if folder is None or files else sorted(folder.glob("*.bin"))  # never loaded: unpickling runs code
+    raise InputError(faults or _not_finite(pickled[0] if len(pickled) == 1 else Path(name), odd))
 
 
 def _not_finite(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
@@ -257,27 +257,27 @@ def _not_finite(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
     return problems
 
 
-def _own_classes(config: Any) -> tuple[str, ...]:
-    """The names of the classes of a configuration of transformers, in the order of outputs; empty if unclear."""
-    found = getattr(config, "id2label", None) or {}
-    return tuple(str(found[number]) for number in range(len(found))) if set(found) == set(range(len(found))) else ()
+def _class_names(config: Any) -> tuple[str, ...]:
+    """The class names of a transformers configuration in output order; empty if its ids are not 0 to n - 1."""
+    names = getattr(config, "id2label", None) or {}
+    return tuple(str(names[number]) for number in range(len(names))) if set(names) == set(range(len(names))) else ()
 
 
 def _has_own_head(stored: Any, auto: Any) -> bool:
-    """Whether the checkpoint with the configuration `stored` was written by the class that `auto` loads it with."""
+    """Whether the checkpoint of the configuration `stored` was saved by the class that `auto` selects for it."""
     written_by = getattr(stored, "architectures", None)
-    loads = auto._model_mapping.get(type(stored), None)
-    loads = loads if isinstance(loads, (tuple, list)) else (loads,)
-    return not written_by or any(each is not None and each.__name__ in written_by for each in loads)
+    classes = auto._model_mapping.get(type(stored), None)
+    classes = classes if isinstance(classes, (tuple, list)) else (classes,)
+    return not written_by or any(each is not None and each.__name__ in written_by for each in classes)
 
 
 def _keep_or_draw_head(
     model: Any, stored: Any, missing: Set[str], mismatched: Set[str], interface: ModelInterface, seed: int
 ) -> str:
-    """Keep the checkpoint's head for labels of the same names, draw its output layer anew for others, and say which.
+    """Keep the checkpoint's head if its labels have the same names, else initialize its output layer anew.
 
     stored: the checkpoint's configuration. missing, mismatched: tensors that the checkpoint lacks or has in another
-    shape, which are drawn already. Empty for a checkpoint without an output layer.
+    shape, initialized already. Returns a note for the user, empty if the checkpoint has no output layer.
     """
     heads = {f"{name}.{each}" for name in head_names(model) for each, _ in model.get_submodule(name).named_parameters()}
     if heads <= missing:
@@ -290,10 +290,10 @@ def _keep_or_draw_head(
     outputs = {name for name, value in ours.items() if theirs[name].shape != value.shape}
     if outputs <= missing:
         return ""
-    own, is_own, regression = _own_classes(stored), _has_own_head(stored, auto), interface.head == "regression"
+    own, is_own, regression = _class_names(stored), _has_own_head(stored, auto), interface.head == "regression"
     if regression and len(own) == 1:
         same = getattr(stored, "problem_type", None) in (None, "regression")
-    else:  # names that differ only in case say nothing in another case
+    else:  # ignore case, unless two of the base's names differ only in case
         folded = [name.casefold() for name in own]
         same = len(set(folded)) == len(folded) and folded == [name.casefold() for name in interface.labels]
         same = same or own == tuple(interface.labels)
@@ -302,7 +302,7 @@ def _keep_or_draw_head(
             return "head: the base's own is kept; it gives one number too"
         names = _shown(interface.labels)
         return f"head: the base's own is kept, since it names the same classes; numbered as there: {names}"
-    if not outputs <= absent:  # drawn as transformers draws what a checkpoint lacks
+    if not outputs <= absent:  # initialize them as transformers does missing weights
         torch.default_generator.manual_seed(seed)
         for name in outputs:
             model.get_parameter(name)._is_hf_initialized = False
@@ -323,17 +323,17 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: str | None = None) -> tuple[str, ...]:
-    """`labels` in the order of the outputs of the model at `base` if that names the same classes, ignoring case; else
+    """`labels` in the output order of the model at `base` if its classes have the same names, ignoring case; else
     unchanged. Raises `InputError` for a base whose configuration cannot be loaded."""
     stored = _config(base, revision)
-    own = [name.casefold() for name in _own_classes(stored)]
+    own = [name.casefold() for name in _class_names(stored)]
     named = {name.casefold(): name for name in labels}
     same = len(named) == len(labels) == len(own) and set(own) == set(named)
     return tuple(named[name] for name in own) if same and _has_own_head(stored, _auto_class(head)) else tuple(labels)
 
 
 def _config(base: str, revision: str | None, **values: Any) -> Any:
-    """The configuration at `base`. `values` replace its own."""
+    """The configuration at `base`, with `values` replaced."""
     from transformers import AutoConfig
 
     source, local = _source(base, revision)
@@ -343,12 +343,12 @@ def _config(base: str, revision: str | None, **values: Any) -> Any:
 
 
 def _configuration(settings: Model, interface: ModelInterface) -> Any:
-    """The base's configuration, with a head as `interface` requires it. Raises `InputError` if it cannot have one."""
-    base, given = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
-    config, found = _config(base, settings.revision, **given), ProblemList()
-    for fault in setting_faults(config.to_dict()):  # a folder's were found before it was loaded
-        found.add("model.base", f"{base!r} {fault}")
-    found.raise_if_any()
+    """The base's configuration with the head of `interface`. Raises `InputError` for a base that cannot have it."""
+    base, values = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
+    config, problems = _config(base, settings.revision, **values), ProblemList()
+    for fault in setting_faults(config.to_dict()):  # `loading` has checked a folder's already
+        problems.add("model.base", f"{base!r} {fault}")
+    problems.raise_if_any()
     if config.get_text_config() is not config:
         what = f"is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
         raise InputError([Problem("model.base", f"{base!r} {what}")])
@@ -362,8 +362,8 @@ def _configuration(settings: Model, interface: ModelInterface) -> Any:
 
 
 def require_decoder(base: str, revision: str | None = None, config: Any = None) -> None:
-    """Raise `InputError` for a base that cannot write the next token, by its configuration alone; None: to be read.
-    transformers would let an encoder write, with a warning. `is_decoder` decides for models that can be both."""
+    """Raise `InputError` for a base that is an encoder, for which transformers would only warn. config: the base's;
+    None: load it. For architectures that can be both, its `is_decoder` decides."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     config = config or _config(base, revision)
@@ -374,13 +374,13 @@ def require_decoder(base: str, revision: str | None = None, config: Any = None) 
 
 
 def _source(base: str, revision: str | None) -> tuple[str, bool]:
-    """Where to load from, and whether that is a folder. revision: of a hub id; a folder has none."""
+    """The folder or hub id to load from, and whether it is a folder."""
     folder, where = Path(base).expanduser(), "model.base"
     if is_folder(folder):
         if revision is not None:
             where = "model.revision"
             what = f"is of a base on the hub, and {base!r} is a folder; leave it out ({revision!r})"
-        elif (folder / "adapter_config.json").is_file():  # also beside a model: transformers would load both
+        elif (folder / "adapter_config.json").is_file():  # also next to a model: transformers would load both
             what = f"{base!r} holds an adapter: give its base model, or merge it (andon export RUN DIR --merge)"
         elif not (folder / "config.json").is_file():
             what = f"{base!r} has no config.json, so it is no model"
@@ -396,20 +396,20 @@ def _source(base: str, revision: str | None) -> tuple[str, bool]:
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
-    """The head: the model's children with parameters, other than its backbone, as `score` or `classifier`."""
+    """Names of the head's modules: the model's children with parameters except its backbone, such as `score`."""
     backbone, children = getattr(model, "base_model_prefix", None), model.named_children()
     return tuple(name for name, child in children if name != backbone and any(True for _ in child.parameters()))
 
 
 def vocabulary_head(model: nn.Module) -> nn.Module | None:
-    """The layer that gives a causal language model's logits of the next token; None for any other model."""
-    found: nn.Module | None = getattr(without_adapter(model), "get_output_embeddings", lambda: None)()
-    return found
+    """The layer that computes a causal language model's next-token logits; None for any other model."""
+    head: nn.Module | None = getattr(without_adapter(model), "get_output_embeddings", lambda: None)()
+    return head
 
 
 def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | None, int, str]:
-    """From the configuration of a base: most tokens of a row (None: no limit), number of weights, and the dtype
-    that it was saved in, float32 or bfloat16. Raises `InputError` for a base that cannot be loaded."""
+    """From a base's configuration: its number of positions (None: no limit), its number of weights, and 'bfloat16' if
+    it was saved in that, else 'float32'. Raises `InputError` for a base that cannot be loaded."""
     model: Any = build_base(settings.model_copy(update={"max_length": 1}), interface, 0, weights=False)
     saved = str(getattr(_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
@@ -417,28 +417,28 @@ def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | No
 
 
 def positions_of(model: Any) -> int | None:
-    """How many tokens of a row have a position, by the model's configuration and its tables; None: no limit. A table of
-    positions with a row for padding, as RoBERTa has it, counts from the next row on."""
+    """The most tokens of a row by the model's configuration and its position embeddings; None: no limit. RoBERTa's
+    position embeddings have a padding row, and positions start after it."""
     positions: int | None = getattr(model.config, "max_position_embeddings", None)
     if positions is None or positions < 1:  # -1 means no limit in XLNet
         return None
-    words = model.get_input_embeddings()
-    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
+    token_table = model.get_input_embeddings()
+    tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not token_table]
     sizes = [(each.num_embeddings, each.padding_idx) for each in tables]
     return min([positions, *(rows - pad - 1 for rows, pad in sizes if pad is not None and rows >= positions)])
 
 
 def _accepts_length(model: Any, length: int, interface: ModelInterface, positions: int) -> bool:
-    """Whether `model` accepts length tokens, more than its configuration's `positions`.
+    """Whether `model` supports `length` tokens, more than its configuration's `positions`.
 
-    A model that uses distances alone (DeBERTa) does; others fail, or would look beyond a table. A model with rotary
-    positions computes something for any length, but was not trained on such.
+    A model with relative positions only (DeBERTa) does. Others fail, or index a position table out of range. A model
+    with rotary positions computes any length, but was not trained on it, so it counts as unsupported.
     """
-    beyond: list[int] = []
+    used_tables: list[int] = []
 
     def note(table: Any, _: object) -> None:
         if table is not model.get_input_embeddings() and table.num_embeddings >= positions:
-            beyond.append(table.num_embeddings)
+            used_tables.append(table.num_embeddings)
 
     if any("inv_freq" in name for name, _ in model.named_buffers()):
         return False
@@ -449,44 +449,44 @@ def _accepts_length(model: Any, length: int, interface: ModelInterface, position
         output = try_pass(partial(model, input_ids=ids, attention_mask=torch.ones_like(ids)))
     for hook in hooks:
         hook.remove()
-    return not isinstance(output, Exception) and not beyond
+    return not isinstance(output, Exception) and not used_tables
 
 
 def without_adapter(model: nn.Module) -> nn.Module:
-    """The model of transformers inside peft's wrapper; its layers stay adapted."""
-    found: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    return found
+    """The transformers model inside peft's wrapper; its layers keep their adapters."""
+    base: nn.Module = getattr(model, "get_base_model", lambda: model)()
+    return base
 
 
 def backbone_of(model: nn.Module) -> nn.Module:
-    """The model without its adapter's wrapper and its head."""
+    """The backbone: the model without peft's wrapper and the head; its layers keep their adapters."""
     base: Any = without_adapter(model)
-    found: nn.Module = getattr(base, base.base_model_prefix)
-    return found
+    backbone: nn.Module = getattr(base, base.base_model_prefix)
+    return backbone
 
 
 def facts_of(model: nn.Module) -> BaseFacts:
-    """Facts about the base of `model`, with or without an adapter; empty if it came from no checkpoint."""
-    found: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
-    return found
+    """`BaseFacts` of `model`, with or without an adapter; empty if no checkpoint was loaded."""
+    facts: BaseFacts = getattr(without_adapter(model), "andon_facts", BaseFacts())
+    return facts
 
 
 def half_of(model: nn.Module) -> torch.dtype | None:
-    """The half precision in which its weights are stored and its matrix products computed; None: fp32."""
+    """The half precision of the model's weights and matrix products; None: fp32."""
     stored = getattr(getattr(model, "config", None), "dtype", None)
     return stored if stored in (torch.bfloat16, torch.float16) else None
 
 
 def computing(model: nn.Module, device: torch.device) -> AbstractContextManager[object]:
-    """Inside, products of `model` on `device` are computed in the half precision of its weights, if they have one."""
+    """Context manager: autocast on `device` to the half precision of the model's weights, if they have one."""
     half = half_of(model)
     return nullcontext() if half is None else torch.autocast(device.type, dtype=half)
 
 
 def try_pass(call: Callable[[], T]) -> T | Exception:
-    """The result of `call`, a pass of a model, or the error with which the model refuses its input, for example a mask.
+    """The result of `call`, a model's forward pass, or the exception by which the model rejects its input.
 
-    An error of the device is raised: it says nothing about the model, and on another rank the call would succeed.
+    Errors of the device, such as out of memory, are raised: on another rank the same call might succeed.
     """
     try:
         return call()
@@ -498,7 +498,7 @@ def try_pass(call: Callable[[], T]) -> T | Exception:
 
 @contextmanager
 def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, `model` computes in evaluation mode, without gradients, in its precision; then its modes are restored."""
+    """Context manager: evaluation mode without gradients, under `computing`. Restores the modules' modes on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -511,7 +511,7 @@ def evaluating(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def using_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """Inside, `model` uses the attention that transformers has under `name`."""
+    """Context manager: `model` uses the attention that is registered in transformers as `name`."""
     config: Any = without_adapter(model).config
     before = config._attn_implementation
     config._attn_implementation = name
@@ -522,10 +522,10 @@ def using_attention(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
-    """Have every layer of `model` keep only its input and compute the rest again in the backward pass.
+    """Enable activation checkpointing: each layer keeps only its input and recomputes the rest in the backward pass.
 
-    The second pass has the random numbers and the attention of the first. again: makes the context of the second pass.
-    Only training passes change. Raises `InputError` for a model whose layers cannot do this.
+    The recomputation uses the first pass's random numbers and attention. again: makes a context for it. Only training
+    passes change. Raises `InputError` for a model whose layers do not support this.
     """
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not able:
@@ -542,11 +542,11 @@ def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManag
         return nullcontext(), as_before(config._attn_implementation, again())
 
     def computed_again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():  # a compiler traces both passes at once
+        if not torch.compiler.is_compiling():  # the compiler traces both passes itself
             kwargs["context_fn"] = both_passes
         return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
-    # `gradient_checkpointing_enable` would have the embeddings require gradients.
+    # `gradient_checkpointing_enable` would make the embeddings' output require gradients.
     for module in able:
         module._gradient_checkpointing_func = computed_again  # type: ignore[assignment]
         module.gradient_checkpointing = True  # type: ignore[assignment]

@@ -1,11 +1,11 @@
-"""Next tokens as a loss: a forward pass of packs of rows, and the sum of the trained tokens' cross entropies.
+"""Next-token loss: a forward pass over packs of rows, and the summed cross entropy of the trained tokens.
 
-A pack is rows end to end in one line of a batch. No row may see another: positions start again with each row, and the
-mask names pairs of tokens. transformers detects packs by itself only without a mask and a cache, and says nothing if
-it does not; so `check_packing_isolation` compares a model's packed rows with each row alone.
+A pack is rows concatenated into one sequence of a batch. No row may attend to another: positions restart with each row,
+and the mask is pairwise. transformers detects packs itself only without a mask and a cache, and does not warn if it
+misses one. So `check_packing_isolation` compares a model's packed rows with each row alone.
 
-The loss is a SUM in fp32 of weight * cross entropy. It is divided later, by the trained tokens of the whole global
-batch. A token's weight belongs to its prediction, made one token before in its row.
+The loss is a SUM in fp32 of weight * cross entropy. The caller divides it by the trained tokens of the global batch. A
+token's weight applies to its prediction, which is made at the token before it.
 """
 
 from __future__ import annotations
@@ -25,90 +25,90 @@ from andon.step.task import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 Row = tuple[Tensor, Tensor]
-"""Tokens, int64 [n], and their weights, fp32 [n]; 0 for a token that is not trained."""
+"""Tokens, int64 [n], and their loss weights, fp32 [n]; 0 for a token that is not trained."""
 
 _LOGITS = {"cpu": 1 << 25, "cuda": 1 << 28}
-"""Logits held at a time by kind of device: 128 MiB and 1 GiB of fp32. A GPU's products of few rows wait for memory."""
+"""Logits in memory at a time by kind of device: 128 MiB and 1 GiB of fp32. On a GPU, small chunks are memory-bound."""
 _TRIED_LENGTHS = (9, 2, 5)
 _FEW_LENGTHS = 32
-"""Padding to a multiple of this many tokens or more serves few shapes, not alignment."""
+"""Padding to multiples of this many tokens or more serves to repeat shapes, smaller multiples only alignment."""
 
 
 def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, limit: int | None) -> Batch:
-    """`packs` (none empty, nor a row) padded on the right to one length: int64 tensors, first dimension the packs.
+    """Pad `packs` (packs and rows not empty) on the right to one length: int64 tensors, first dimension the packs.
 
-    length: the longest pack's, rounded up to `multiple` but not beyond `limit`. [packs, length] each: input_ids,
-    positions (from 0 in each row), rows (1 for a pack's first row, 2, ...; 0 is padding), weights (the bits of fp32; 0
-    for a row's first token). trained: [packs, n], the places (pack * length + column) of all tokens with a weight, in
-    order and dealt out evenly, filled with place 0, which is never trained. If `multiple` makes few lengths, n is one
-    of them, so that passes repeat their shapes. Raises `ValueError` for a row whose weights are of another length.
+    length: the longest pack's, rounded up to `multiple` but not beyond `limit`. [packs, length]: input_ids, positions
+    (from 0 in each row), rows (1 for a pack's first row, 2, ...; 0 for padding), weights (the bits of fp32; 0 for a
+    row's first token). [packs, n]: trained, the flat indices (pack * length + column) of all tokens with a weight, in
+    order and split evenly. Its filler is index 0, which is never trained. If `multiple` makes few lengths, n is one of
+    them, so that shapes repeat. Raises `ValueError` if a row's tokens and weights differ in length.
     """
-    counts = [[tokens.numel() for tokens, _ in rows] for rows in packs]
+    counts = [[tokens.numel() for tokens, _ in members] for members in packs]
     length = padded_length(max(map(sum, counts)), multiple, limit)
-    shape = (len(packs), length)
-    ids = torch.full(shape, pad_id, dtype=torch.int64)
-    positions, numbers = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    weights = torch.zeros(shape, dtype=torch.float32)
-    for place, rows in enumerate(packs):
+    size = (len(packs), length)
+    ids = torch.full(size, pad_id, dtype=torch.int64)
+    positions, numbers = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
+    weights = torch.zeros(size, dtype=torch.float32)
+    for pack, members in enumerate(packs):
         first = 0
-        for number, (tokens, given) in enumerate(rows):
-            if tokens.shape != given.shape:
-                msg = f"a row has {tokens.numel()} tokens and {given.numel()} weights"
+        for number, (tokens, token_weights) in enumerate(members):
+            if tokens.shape != token_weights.shape:
+                msg = f"a row has {tokens.numel()} tokens and {token_weights.numel()} weights"
                 raise ValueError(msg)
-            here = slice(first, first + tokens.numel())
-            ids[place, here] = tokens
-            positions[place, here] = torch.arange(tokens.numel())
-            numbers[place, here] = number + 1
-            weights[place, first + 1 : here.stop] = given[1:]
-            first = here.stop
+            span = slice(first, first + tokens.numel())
+            ids[pack, span] = tokens
+            positions[pack, span] = torch.arange(tokens.numel())
+            numbers[pack, span] = number + 1
+            weights[pack, first + 1 : span.stop] = token_weights[1:]
+            first = span.stop
     trained = weights.flatten().nonzero().flatten()
-    each = -(-trained.numel() // len(packs))
+    per_pack = -(-trained.numel() // len(packs))
     if multiple >= _FEW_LENGTHS:
-        each = padded_length(each, multiple, length)
-    dealt = torch.zeros(len(packs) * each, dtype=torch.int64)
-    dealt[: trained.numel()] = trained
+        per_pack = padded_length(per_pack, multiple, length)
+    indices = torch.zeros(len(packs) * per_pack, dtype=torch.int64)
+    indices[: trained.numel()] = trained
     return {
         "input_ids": ids,
         "positions": positions,
         "rows": numbers,
         "weights": weights.view(torch.int32).long(),
-        "trained": dealt.view(len(packs), -1),
+        "trained": indices.view(len(packs), -1),
     }
 
 
 def content(batch: Batch) -> Tensor:
-    """int64 [packs]: the digest of each pack's tokens, positions, rows and weights, padding aside."""
+    """int64 [packs]: the digest of each pack's tokens, positions, rows and weights, without padding."""
     parts = [batch[name] for name in ("input_ids", "positions", "rows", "weights")]
     return row_digests(torch.stack(parts, dim=2).flatten(1), len(parts) * (batch["rows"] > 0).sum(dim=1))
 
 
 def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
-    """[packs, length, hidden]: one pass of the backbone, in which a token sees its own row up to itself. Packed or not
-    there is one path, so that the bits of a batch are a function of the batch alone."""
-    with packed_inputs(model, masking_of(model, batch["rows"].device), batch) as given:
-        output: Any = backbone_of(model)(**given)
+    """[packs, length, hidden]: one backbone pass with causal attention within each row. Packs of one row take the same
+    path, so that the bits of a batch are a function of the batch alone."""
+    with packed_inputs(model, masking_of(model, batch["rows"].device), batch) as inputs:
+        output: Any = backbone_of(model)(**inputs)
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
-    """The fp32 sum of weight * cross entropy over the trained tokens, with its graph; the trained tokens, and those of
-    them with the largest logit."""
+    """The fp32 sum of weight * cross entropy over the trained tokens, with its graph, and the numbers of correct and of
+    trained tokens. A token is correct if it has the largest logit."""
     return loss_of_hidden(model, hidden_of(model, batch), batch)
 
 
 def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None) -> LeafLoss:
-    """`loss_sum` of the result of `hidden_of`, computed as on a device of `kind`; None: that of `hidden`.
+    """`loss_sum` of the result of `hidden_of`, in the chunks of a device of `kind` (None: the device of `hidden`).
 
-    Logits are computed at trained tokens alone, in chunks, and their gradient with them: nothing of the size of the
-    vocabulary is kept for the backward pass. The order is the batch's.
+    Logits are computed for the trained tokens only, in chunks in the batch's order, and each chunk's gradient with
+    them: the backward pass needs no tensor of the vocabulary's size.
     """
     head, parts, hidden, targets, weights = _predictions(model, hidden, batch, kind)
-    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in head.parameters() if parameter.requires_grad]
     with computing(model, hidden.device):
         if torch.is_grad_enabled():
-            given = (head, parts, hidden, targets, weights, *learning)
-            total, correct = _LossInChunks.apply(*given)  # type: ignore[no-untyped-call]
+            inputs = (head, parts, hidden, targets, weights, *trainable)
+            total, correct = _LossInChunks.apply(*inputs)  # type: ignore[no-untyped-call]
         else:
             losses, right = _token_losses(head, parts, hidden, targets, weights)
             total, correct = losses.double().sum().float(), right.sum()
@@ -116,13 +116,13 @@ def loss_of_hidden(model: nn.Module, hidden: Tensor, batch: Batch, kind: str | N
 
 
 def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
-    """fp64 [packs, 3], in evaluation mode: each pack's loss sum, trained tokens predicted right, and trained tokens."""
+    """fp64 [packs, 3], in evaluation mode: each pack's loss sum, correct tokens, and trained tokens."""
     with evaluating(model, batch["input_ids"].device):
         head, parts, hidden, targets, weights = _predictions(model, hidden_of(model, batch), batch)
         losses, right = _token_losses(head, parts, hidden, targets, weights)
     values = torch.stack([losses.double(), right.double(), (weights != 0).double()], dim=1)
     packs, length = batch["input_ids"].shape
-    # Each at its own place: a sum by index would have the device's order. Place 0 gets zeros alone.
+    # Scatter, then sum: adding by index would sum in the device's order. Index 0, the filler, gets only zeros.
     table = torch.zeros((packs * length, 3), dtype=torch.float64, device=values.device)
     table[batch["trained"].flatten()] = values
     return table.view(packs, length, 3).sum(dim=1)
@@ -131,22 +131,22 @@ def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
 def _predictions(
     model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None
 ) -> tuple[nn.Module, list[slice], Tensor, Tensor, Tensor]:
-    """The head, and for the trained tokens: chunks, a function of sizes and kind of device alone, the hidden states
-    that predict them [n, hidden], their ids, and their weights (0 for a filler)."""
+    """The head, and for the trained tokens: chunks, which depend on sizes and kind of device only, the hidden states
+    that predict them [n, hidden], their ids, and their weights (0 for fillers)."""
     head: Any = vocabulary_head(model)
-    places = batch["trained"].flatten()
-    before = hidden.flatten(0, 1).index_select(0, (places - 1).clamp(min=0))
-    weights = batch["weights"].flatten()[places].to(torch.int32).view(torch.float32)
-    vocabulary = next(head.parameters()).shape[0]  # `head.weight` of a head with new tokens would be assembled for this
+    indices = batch["trained"].flatten()
+    predicting = hidden.flatten(0, 1).index_select(0, (indices - 1).clamp(min=0))
+    weights = batch["weights"].flatten()[indices].to(torch.int32).view(torch.float32)
+    vocabulary = next(head.parameters()).shape[0]  # a head with new tokens would assemble `weight` here
     step = max(1, _LOGITS.get(kind or hidden.device.type, _LOGITS["cpu"]) // vocabulary)
-    parts = [slice(first, min(first + step, len(places))) for first in range(0, len(places), step)]
-    return head, parts, before, batch["input_ids"].flatten()[places], weights
+    parts = [slice(first, min(first + step, len(indices))) for first in range(0, len(indices), step)]
+    return head, parts, predicting, batch["input_ids"].flatten()[indices], weights
 
 
 def _token_losses(
     head: nn.Module, parts: Sequence[slice], hidden: Tensor, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`_chunk_losses` of any number of tokens, without a graph."""
+    """`_chunk_losses` of all chunks, concatenated, without a graph."""
     losses = torch.empty(targets.shape, device=hidden.device)
     right = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
     for part in parts:
@@ -162,7 +162,7 @@ def _chunk_losses(head: nn.Module, hidden: Tensor, targets: Tensor, weights: Ten
 
 
 class _LossInChunks(torch.autograd.Function):
-    """The loss sum and its correct tokens; the gradient is computed with each chunk's logits."""
+    """The loss sum and the number of correct tokens. The forward pass computes the gradient, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -175,12 +175,12 @@ class _LossInChunks(torch.autograd.Function):
             with torch.enable_grad():
                 inputs = hidden[part].detach().requires_grad_()
                 losses, right = _chunk_losses(head, inputs, targets[part], weights[part])
-                found = torch.autograd.grad(losses.sum(), (inputs, *learning))
-            gradients[0][part] = found[0]
+                of_chunk = torch.autograd.grad(losses.sum(), (inputs, *learning))
+            gradients[0][part] = of_chunk[0]
             if learning:
-                torch._foreach_add_(gradients[1:], found[1:])
-            del found  # as large as the head: freed before the next chunk's
-            # In fp64, rounded once at the end: an fp32 sum of thousands of terms loses its last digits.
+                torch._foreach_add_(gradients[1:], of_chunk[1:])
+            del of_chunk  # as large as the head: freed before the next chunk's
+            # Summed in fp64 and rounded once at the end: an fp32 sum of thousands of terms loses precision.
             total += losses.detach().double().sum()
             correct += right.sum()
         ctx.save_for_backward(*gradients)
@@ -190,16 +190,16 @@ class _LossInChunks(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: a head's gradient is large, and autograd refuses a second call.
-        of_hidden, *of_head = (kept.mul_(gradient) for kept in ctx.saved_tensors)
+        # In place, since a head's gradient is large; autograd refuses a second backward pass.
+        of_hidden, *of_head = (saved.mul_(gradient) for saved in ctx.saved_tensors)
         return None, None, of_hidden, None, None, *of_head
 
 
 def check_packing_isolation(model: nn.Module, device: torch.device, longest: int | None = None) -> None:
-    """Raise `InputError` unless `model` on `device` gives packed rows the logits that it gives each of them alone.
+    """Raise `InputError` unless `model` on `device` computes the same logits for packed rows as for each row alone.
 
-    Refused too: a model that changes its logits after its head, and a limit to how far a token sees below `longest`,
-    the tokens of the longest row (None: not known).
+    Also for a model that changes its logits after its head, and for an attention window below `longest`, the number of
+    tokens of the longest row (None: unknown).
     """
     base: Any = without_adapter(model)
 
@@ -231,10 +231,10 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
         return packed, alone, head(output.last_hidden_state)[0]
 
     with evaluating(model, device):
-        found = try_pass(logits_of)
-    if isinstance(found, Exception):
-        refuse(f"cannot be given packs of rows: {' '.join(str(found).split())[:200]}")
-    packed, alone, by_head = found
+        result = try_pass(logits_of)
+    if isinstance(result, Exception):
+        refuse(f"cannot be given packs of rows: {' '.join(str(result).split())[:200]}")
+    packed, alone, by_head = result
     if not torch.equal(by_head, alone[0]):
         refuse("changes its logits behind its head (scales or caps them), which this training does not")
     together = [*torch.split(packed[0, : sum(counts)], counts), packed[1, : counts[0]]]
@@ -247,10 +247,10 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
 def generate(
     model: nn.Module, prompts: Sequence[Sequence[int]], stop_ids: Collection[int], most: Sequence[int]
 ) -> list[list[int]]:
-    """The ids that `model` writes after each of `prompts`: greedily, by `generate` of transformers, on its own device.
+    """The ids that `model` generates for each of `prompts`: greedy decoding by transformers on the model's device.
 
-    An answer ends with the first of `stop_ids`, which it includes, after its number `most` of tokens, or at the model's
-    last position. The model's own generation settings are not used. Raises `ValueError` for a prompt without ids.
+    An answer ends with its first stop id, which it includes, after `most` tokens (one number per prompt), or at the
+    model's last position. The base's generation settings are ignored. Raises `ValueError` for an empty prompt.
     """
     from transformers import GenerationConfig
 
@@ -260,11 +260,11 @@ def generate(
     device = next(base.parameters()).device
     positions = getattr(base.config, "max_position_embeddings", None) or sys.maxsize
     rooms = [min(each, positions - len(ids)) for each, ids in zip(most, prompts, strict=True)]
-    found: list[list[int]] = [[] for _ in prompts]
-    own, base.generation_config = base.generation_config, GenerationConfig()
+    answers: list[list[int]] = [[] for _ in prompts]
+    own_settings, base.generation_config = base.generation_config, GenerationConfig()
     try:
         with evaluating(model, device):
-            # Keys and values, in fp32, take half of a GPU's free memory, or 2 GiB of a CPU's.
+            # The fp32 key-value cache may take half of a GPU's free memory, or 2 GiB on a CPU.
             memory = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 31
             tokens = int(memory // (8 * base.config.num_hidden_layers * base.config.hidden_size))
             for batch in _prompt_batches([*map(len, prompts)], rooms, positions, tokens):
@@ -278,16 +278,16 @@ def generate(
                 written = base.generate(ids, attention_mask=mask, generation_config=settings)
                 for place, answer in zip(batch, written[:, longest:].tolist(), strict=True):
                     ends = [end for end, token in enumerate(answer, start=1) if token in stop_ids]
-                    found[place] = answer[: min([rooms[place], *ends[:1]])]
+                    answers[place] = answer[: min([rooms[place], *ends[:1]])]
     finally:
-        base.generation_config = own
-    return found
+        base.generation_config = own_settings
+    return answers
 
 
 def _prompt_batches(lengths: Sequence[int], rooms: Sequence[int], positions: int, tokens: int) -> Iterator[list[int]]:
-    """The places of prompts, longest first, in batches of at most `tokens` tokens with their answers, or of one prompt.
+    """Indices of prompts, longest first, in batches of at most `tokens` tokens with their answers, or of one prompt.
 
-    The longest prompt and answer of a batch together fit into the model's positions. A prompt without room is left out.
+    A batch's longest prompt and longest answer together fit into `positions`. Prompts without room are left out.
     """
     batch: list[int] = []
     room = 0

@@ -1,7 +1,7 @@
-"""The backbone compiled, for training passes of known shapes; every other pass runs eagerly.
+"""A compiled backbone for training passes of known shapes; every other pass runs eagerly.
 
-A compiled kernel may round otherwise than an eager one. So a pass is compiled by its batch's shape alone, from a set
-that is fixed before the first step, whichever rank computes it and whatever came before.
+Compiled and eager kernels may round differently. So only the batch's shape decides which of them a pass uses, by a set
+of shapes that is fixed before the first step. The rank and earlier passes do not matter.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from andon.model.batches import Shape
 from andon.model.build import backbone_of, without_adapter
 
 MODES = {"off": None, "kernels": "default", "graphs": "reduce-overhead"}
-"""Values of `training.compile`, and torch's names: nothing, fused kernels, and these in CUDA graphs."""
+"""torch's names for the values of `training.compile`: none, fused kernels, and fused kernels in CUDA graphs."""
 _SILENCING = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TORCHDYNAMO_SUPPRESS_ERRORS")
 
 
 @dataclass
 class CompiledPasses:
-    """Calls of a backbone's forward. `seen`: shapes that were compiled, `eager`: training passes that were not."""
+    """A backbone's forward. seen: shapes that ran compiled. eager: the number of training passes that ran eagerly."""
 
     eagerly: Callable[..., Any]
     compiled: Callable[..., Any]
@@ -54,8 +54,8 @@ class CompiledPasses:
 
 
 def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> CompiledPasses:
-    """Have `model`'s backbone compiled for `shapes` at the first pass; `mode` is one of `MODES` but off. Raises
-    `InputError` for environment variables that make torch run a compiled model eagerly without a warning."""
+    """Replace the forward of `model`'s backbone; each of `shapes` is compiled at its first pass. mode: of `MODES`, not
+    off. Raises `InputError` for environment variables that silently disable compilation."""
     silent = [name for name in _SILENCING if os.environ.get(name, "0") not in ("", "0")]
     if silent:
         what = "would have a model that is to be compiled run eagerly; unset it"
@@ -68,17 +68,17 @@ def compile_backbone(model: nn.Module, mode: str, shapes: Collection[Shape]) -> 
 
 
 def traced(model: nn.Module, backend: Callable[..., Any], **more: Any) -> Callable[..., Any]:
-    """The forward of `model`'s backbone, to be traced at its first call. backend, more: of `torch.compile`."""
+    """The compiled forward of `model`'s backbone, traced at its first call. backend, more: for `torch.compile`."""
     forward = reading_last_tokens(backbone_of(model).forward, without_adapter(model))
     return torch.compile(forward, dynamic=False, backend=backend, **more)
 
 
 def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any]:
-    """A backend for `torch.compile`: inductor with `options`, on graphs that were rewritten first.
+    """A backend for `torch.compile`: inductor with `options`, after `rewrite` of the graph.
 
-    Choices by timing, which may change bits, are switched off, in the backward graph too, which autograd compiles on a
-    thread without this one's configuration. torch finds a compilation on disk again by the graph, its version, the
-    device, and the code of our functions in the graph.
+    The options disable autotuning, which may change bits. They are passed as patches, so that they reach the backward
+    graph: autograd compiles it on another thread, without this thread's configuration. Keys of torch's compilation
+    cache are the graph, torch's version, the device, and the code of Andon's functions in the graph.
     """
     options = {**options, "deterministic": True}
 
@@ -86,7 +86,7 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
         from torch._inductor.compile_fx import compile_fx
 
         rewrite(module)
-        # torch caches no graph that calls a function it does not know. The code of ours is a part of every key.
+        # torch does not cache graphs that call unknown functions, so ours are declared with a digest for the cache key.
         graphs = [each.graph for each in module.modules() if isinstance(each, torch.fx.GraphModule)]
         called = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
         functions = [each for each in called if inspect.isfunction(each)]
@@ -107,10 +107,10 @@ def _code_of_rewrites() -> str:
 
 
 def _room_for(graphs: int) -> dict[str, Any]:
-    """Arguments with which `torch.compile` does not give up after a few graphs. torch 2.11 has one limit for the whole
-    process, later versions take one with the call."""
-    known = inspect.signature(torch.compile).parameters
-    if {"recompile_limit", "isolate_recompiles"} <= known.keys():
+    """Arguments of `torch.compile` that raise its recompilation limit. torch 2.11 has one limit per process, which is
+    raised here; later versions have an argument."""
+    parameters = inspect.signature(torch.compile).parameters
+    if {"recompile_limit", "isolate_recompiles"} <= parameters.keys():
         return {"recompile_limit": 2 * graphs, "isolate_recompiles": True}
     import torch._dynamo.config as tracing
 

@@ -1,11 +1,11 @@
-"""Attention masks that a GPU needs no host for, and the side on which rows are padded.
+"""Attention masks that need no synchronization of host and GPU, and the side on which rows are padded.
 
-transformers reads a mask of tokens on the host to see whether it is needed, so the host waits for the device. Padding
-follows the last token here, and a causal model never looks there from a real token: its attention needs no mask. Other
-models take a mask by pairs of tokens as it is.
+transformers reads a padding mask on the host to see whether it can skip it, so the host waits for the device. Here
+padding is on the right, where a causal model's real tokens never attend: its attention needs no mask. Other models get
+a pairwise mask, which transformers does not inspect.
 
-Rows packed end to end must not see each other. A mask by pairs of tokens works for every model. On a GPU a model gets
-the place where each row begins and ends instead, and attention between rows is not computed.
+Packed rows must not attend to each other. A pairwise mask works for every model. On a GPU, a model gets the start and
+end of each row instead, and attention between rows is not computed.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from andon.model.build import (
 )
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
-"""Settings of transformers that limit how far a token sees."""
+"""transformers settings that limit how far a token attends."""
 _UNMASKED, _SPANS = "andon_unmasked_sdpa", "andon_packed_rows"
-"""Names under which transformers has its own attention a second time, without a mask, and our attention of packs."""
+"""Names of registered attention functions: transformers' SDPA without a mask, and our attention for packs."""
 _TRIED_LENGTHS = (12, 7, 1)
 NOISE = {None: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.05}
-"""By the precision of products: how far rounding may move values, relative to the largest or to their norm. A token
-that is wrongly seen moves them more."""
+"""By precision of matrix products: the relative difference, of the largest value or of the norm, that rounding may
+cause. Attention to a wrong token causes a larger one."""
 
 
 class Masking(Enum):
-    """Ways to tell a model which tokens see which. A causal language model, which gets packs, uses one of the last two.
+    """Ways to give a model its attention mask. Causal language models, which train on packs, use one of the last two.
 
-    Each number of workers must choose the same, so the choice depends on the model and its device alone.
+    The choice depends only on the model and its device, so that it is the same for any number of workers.
     """
 
     UNMASKED = "no mask in its attention, which is causal"
@@ -65,8 +65,8 @@ _chosen: weakref.WeakKeyDictionary[nn.Module, Masking] = weakref.WeakKeyDictiona
 
 
 def masking_of(model: nn.Module, device: torch.device) -> Masking:
-    """The masking of `model` on `device`: on a GPU the first of `possible_maskings` that gives what the last gives. A
-    trial with other weights may end otherwise, so a run asks before it restores weights."""
+    """The cached masking of `model` on `device`, on a GPU by `choose_masking`. That depends on the weights, so a run
+    calls this before it restores a checkpoint's."""
     if device.type != "cuda":
         return Masking.TOKENS if vocabulary_head(model) is None else Masking.ROW_PAIRS
     if model not in _chosen:
@@ -75,7 +75,7 @@ def masking_of(model: nn.Module, device: torch.device) -> Masking:
 
 
 def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
-    """What the configuration and the layers of `model` allow, cheapest first; the last works for every model."""
+    """Maskings that the configuration and layers of `model` allow, cheapest first; the last works for every model."""
     config: Any = getattr(without_adapter(model), "config", None)
     torch_attends = getattr(config, "_attn_implementation", None) == "sdpa"
     if vocabulary_head(model) is not None:
@@ -84,12 +84,12 @@ def possible_maskings(model: nn.Module) -> tuple[Masking, ...]:
         return (Masking.TOKENS,)
     flags = [bool(module.is_causal) for module in model.modules() if hasattr(module, "is_causal")]
     causal = bool(flags) and all(flags) and getattr(config, "is_causal", True)
-    found = [Masking.UNMASKED] if causal else []
-    # An embedding like OPT's derives positions from the mask of tokens.
+    allowed = [Masking.UNMASKED] if causal else []
+    # Some position embeddings, such as OPT's, need the padding mask.
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     if not any("attention_mask" in inspect.signature(each.forward).parameters for each in embeddings):
-        found.append(Masking.CAUSAL_PAIRS if causal else Masking.PAIRS)
-    return (*found, Masking.TOKENS)
+        allowed.append(Masking.CAUSAL_PAIRS if causal else Masking.PAIRS)
+    return (*allowed, Masking.TOKENS)
 
 
 def _has_windows(config: Any) -> bool:
@@ -100,7 +100,7 @@ def _has_windows(config: Any) -> bool:
 
 
 def choose_masking(model: nn.Module, device: torch.device) -> Masking:
-    """The first of `possible_maskings` with which `model` on `device` gives what it gives with the last."""
+    """The first of `possible_maskings` with which `model` on `device` has the outputs that it has with the last one."""
     *cheaper, last = possible_maskings(model)
     packs = last is Masking.ROW_PAIRS
     if not cheaper or (packs and not runs_on(device)):
@@ -108,17 +108,17 @@ def choose_masking(model: nn.Module, device: torch.device) -> Masking:
     outputs_with, order = (_outputs_of_pack, 2) if packs else (_outputs_of_rows, float("inf"))
     noise, size = NOISE[half_of(model)], partial(torch.linalg.vector_norm, ord=order)
     with evaluating(model, device):
-        wanted = outputs_with(model, last, device)
-        for masking in cheaper if wanted else ():
-            found = outputs_with(model, masking, device)
-            same = len(found) == len(wanted)
-            if same and all(size(one - other) <= noise * size(other) for one, other in zip(found, wanted, strict=True)):
+        expected = outputs_with(model, last, device)
+        for masking in cheaper if expected else ():
+            got = outputs_with(model, masking, device)
+            same = len(got) == len(expected)
+            if same and all(size(one - other) <= noise * size(other) for one, other in zip(got, expected, strict=True)):
                 return masking
     return last
 
 
 def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list[Tensor]:
-    """The backbone's output (a head of zeros would hide a wrong mask) and logits of three rows; none if refused."""
+    """Backbone output (a head of zeros would hide a wrong mask) and logits of three rows; empty if the model raises."""
     ids, mask = _tokens(model, device)
     outputs: list[Tensor] = []
 
@@ -127,13 +127,13 @@ def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list
         if isinstance(hidden, Tensor) and hidden.shape[:2] == mask.shape:
             outputs.append(hidden.float() * mask[..., None])
 
-    with masked(model, masking, mask) as given, backbone_of(model).register_forward_hook(note):
-        logits = try_pass(lambda: model(input_ids=ids, attention_mask=given).logits.float())
+    with masked(model, masking, mask) as model_mask, backbone_of(model).register_forward_hook(note):
+        logits = try_pass(lambda: model(input_ids=ids, attention_mask=model_mask).logits.float())
     return [] if isinstance(logits, Exception) else [*outputs, logits]
 
 
 def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -> list[Tensor]:
-    """The backbone's output of a pack of three rows and padding; none if refused."""
+    """The backbone's output for a pack of three rows and padding; empty if the model raises."""
     base: Any = without_adapter(model)
     room = getattr(base.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
     lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
@@ -141,13 +141,13 @@ def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -
     positions = torch.tensor([[place for length in (*lengths, 1, 1, 1, 1) for place in range(length)]])
     rows, positions = rows.to(device), positions.to(device)
     ids = torch.arange(1, rows.shape[1] + 1, device=device)[None] % base.get_input_embeddings().weight.shape[0]
-    with packed_inputs(model, masking, {"input_ids": ids, "rows": rows, "positions": positions}) as given:
-        hidden = try_pass(lambda: backbone_of(model)(**given).last_hidden_state[rows > 0].float())
+    with packed_inputs(model, masking, {"input_ids": ids, "rows": rows, "positions": positions}) as inputs:
+        hidden = try_pass(lambda: backbone_of(model)(**inputs).last_hidden_state[rows > 0].float())
     return [] if isinstance(hidden, Exception) else [hidden]
 
 
 def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Three rows of different tokens, one of a single token, and their mask, [rows, length]; equal on all ranks."""
+    """Ids and padding mask [3, length] of trial rows, one of a single token; the same on all ranks."""
     room = getattr(model.config, "max_position_embeddings", None) or 0
     room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # -1 means no limit in XLNet
     pad = getattr(model.config, "pad_token_id", None) or 0
@@ -159,36 +159,36 @@ def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Padding:
-    """The side on which rows are padded. change: the largest effect of padding on a row's logits, as a share of the
-    largest logit; 0.0 if only by rounding, or if the model cannot be tried."""
+    """The side on which rows are padded. change: the largest change of a row's logits by padding, relative to the
+    largest logit; 0.0 if it is only rounding, or if the trial failed."""
 
     side: str = "right"
     change: float = 0.0
 
 
 def padding_of(model: nn.Module, device: torch.device) -> Padding:
-    """The side on which padding does not change a row's logits, whatever rows are beside it.
+    """The padding side that leaves the logits of a row unchanged: right for most models, cached on the model.
 
-    The right suits most models, but XLNet classifies by the last position, padding or not. The left is used if three
-    rows keep the logits that they have alone on that side only. A causal language model gets packs and is not tried.
+    XLNet pools the last position even if it is padding. Left is chosen if padding on the left, but not on the right,
+    keeps the logits of three trial rows. Causal language models train on packs and need no trial.
     """
     base: Any = without_adapter(model)
     if not hasattr(base, "config") or vocabulary_head(model) is not None:
         return Padding()
-    if not hasattr(base, "andon_padding"):  # kept on the model, so that copies of it have the same
-        # On a copy with the same tensors: BigBird attends otherwise for ever after a short row.
+    if not hasattr(base, "andon_padding"):  # on the model, so that copies inherit it
+        # On a copy that shares the tensors: a short row switches BigBird's attention permanently.
         tensors = itertools.chain(model.parameters(), model.buffers())
-        other = copy.deepcopy(model, {id(each): each for each in tensors})
-        with evaluating(other, device), quiet_loading():
-            found = try_pass(lambda: _tried_padding(other, device))
-        base.andon_padding = Padding() if isinstance(found, Exception) else found
+        trial = copy.deepcopy(model, {id(each): each for each in tensors})
+        with evaluating(trial, device), quiet_loading():
+            result = try_pass(lambda: _tried_padding(trial, device))
+        base.andon_padding = Padding() if isinstance(result, Exception) else result
     padding: Padding = base.andon_padding
     return padding
 
 
 def _tried_padding(model: Any, device: torch.device) -> Padding:
     ids, mask = _tokens(model, device)
-    end = getattr(model.config, "eos_token_id", None)  # some classify by their token for the end
+    end = getattr(model.config, "eos_token_id", None)  # some models pool the end-of-text token
     if isinstance(end, int):
         ids = ids.scatter(1, mask.sum(dim=1, keepdim=True) - 1, end)
     cuts = [(slice(row, row + 1), slice(length)) for row, length in enumerate(mask.sum(dim=1).tolist())]
@@ -197,8 +197,8 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
     changes = []
     for side in ("right", "left"):
         shift = mask.sum(dim=1) * (side == "left")
-        given = {"input_ids": rotate_rows(ids, shift), "attention_mask": rotate_rows(mask, shift)}
-        logits = model(**given).logits.float()
+        inputs = {"input_ids": rotate_rows(ids, shift), "attention_mask": rotate_rows(mask, shift)}
+        logits = model(**inputs).logits.float()
         by_token = logits.shape[:2] == mask.shape
         logits = rotate_rows(logits, -shift) if by_token else logits
         padded = [logits[cut if by_token else cut[0]] for cut in cuts]
@@ -210,15 +210,15 @@ def _tried_padding(model: Any, device: torch.device) -> Padding:
 
 
 def rotate_rows(values: Tensor, shift: Tensor) -> Tensor:
-    """`values` [rows, length, ...], each row rotated to the left by its own `shift`, int64 [rows]. A shift by a row's
-    number of tokens moves its padding from the right to the left; its negative moves it back."""
+    """Rotate each row of `values` [rows, length, ...] to the left by its `shift`, int64 [rows]. A shift by a row's
+    number of tokens moves its padding from the right to the left; the negative shift moves it back."""
     places = torch.arange(values.shape[1], device=values.device)
     order = (places + shift[:, None]) % values.shape[1]
     return values.gather(1, order.view(*order.shape, *[1] * (values.dim() - 2)).expand_as(values))
 
 
 def padding_note(model: nn.Module, device: torch.device) -> str:
-    """A sentence that says how much padding changes the logits of `model`, if on both sides it does; else empty."""
+    """A warning with the change of logits by padding, if padding on either side changes them; else empty."""
     change = padding_of(model, device).change
     what = f"padding a short row moves its logits by up to {change:.1e} of the largest"
     what += ", so what is said of a text depends on the texts in its batch"
@@ -227,7 +227,7 @@ def padding_note(model: nn.Module, device: torch.device) -> str:
 
 @contextmanager
 def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]:
-    """Inside, the mask to give `model`; mask: that of tokens [rows, length], 1 for a token, 0 for padding."""
+    """Context manager with the mask to pass to `model`. mask: [rows, length], 1 for a token, 0 for padding."""
     if masking is Masking.UNMASKED:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -243,7 +243,7 @@ def masked(model: nn.Module, masking: Masking, mask: Tensor) -> Iterator[Tensor]
 
 @contextmanager
 def using_own_attention(model: nn.Module, name: str, attention: Callable[..., Any]) -> Iterator[None]:
-    """Inside, `model` attends by `attention`. transformers makes no mask for a `name` that it has no masks for."""
+    """Context manager: register `attention` in transformers as `name`, for which it builds no mask, and use it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention)
@@ -253,30 +253,30 @@ def using_own_attention(model: nn.Module, name: str, attention: Callable[..., An
 
 @contextmanager
 def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor]) -> Iterator[dict[str, Any]]:
-    """Inside, the arguments of the backbone of `model`, in whose precision it computes. Each token sees the tokens of
-    its own row up to itself, and no other.
+    """Context manager with the arguments of the backbone of `model`, under `computing`. Each token attends to its own
+    row up to itself.
 
     masking: `SPANS` or `ROW_PAIRS`. batch: int64 [packs, length] input_ids, rows (1 for a pack's first row, 2, ... and
-    0 for padding at the end), and positions (from 0 in each row, and 0 for padding).
+    0 for padding at the end), and positions (from 0 in each row, 0 for padding).
     """
     rows, positions = batch["rows"], batch["positions"]
-    given = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": False}
+    inputs = {"input_ids": batch["input_ids"], "position_ids": positions, "use_cache": False}
     with computing(model, rows.device):
         if masking is Masking.SPANS:
             with using_own_attention(model, _SPANS, _attend_by_spans):
-                yield given | {"attention_mask": _spans(rows, positions)}
+                yield inputs | {"attention_mask": _spans(rows, positions)}
             return
         seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
         config: Any = without_adapter(model).config
-        if config._attn_implementation != "sdpa":  # others add the mask to their scores
+        if config._attn_implementation != "sdpa":  # other implementations add the mask to the scores
             lowest = torch.finfo(torch.float32).min
             seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
-        yield given | {"attention_mask": seen}
+        yield inputs | {"attention_mask": seen}
 
 
 def _spans(rows: Tensor, positions: Tensor) -> Tensor:
-    """int32 [packs, 1, length, 2]: for each place the first place of its row, and the place after the last. A place of
-    padding counts as a row of one token."""
+    """int32 [packs, 1, length, 2]: for each position of a pack, the start and end (exclusive) of its row. A padding
+    position counts as a row of one token."""
     length = rows.shape[1]
     places = torch.arange(length, device=rows.device).expand_as(rows)
     last = torch.ones_like(rows, dtype=torch.bool)
@@ -288,21 +288,21 @@ def _spans(rows: Tensor, positions: Tensor) -> Tensor:
 def _attend_by_spans(
     _: nn.Module, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, dropout: float = 0.0, **more: Any
 ) -> tuple[Tensor, None]:
-    """Attention of packed rows as transformers calls it: query [packs, heads, length, size], key and value with as many
-    heads or fewer, spans from `_spans`; returns [packs, length, heads, size].
+    """Attention of packed rows with transformers' signature: query [packs, heads, length, size], key and value with as
+    many heads or fewer, spans from `_spans`; returns [packs, length, heads, size].
 
-    Raises `ValueError` for what our kernel does not take. It has no dropout: torch computes attention with dropout.
+    Raises `ValueError` for shapes that our kernel does not support. With dropout, which it lacks, torch computes it.
     """
     scale = more.get("scaling") or query.shape[-1] ** -0.5
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions leave fp32 under autocast
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast, rotary embeddings return fp32
     if dropout:
         places = torch.arange(query.shape[2], device=query.device)
         seen = (spans[..., :1] <= places) & (places <= places[:, None])
         shared: dict[str, Any] = {"scale": scale, "enable_gqa": key.shape[1] != query.shape[1]}
-        found = nn.functional.scaled_dot_product_attention(query, key, value, seen, dropout, **shared)
+        output = nn.functional.scaled_dot_product_attention(query, key, value, seen, dropout, **shared)
     elif fits(query, key, value):
-        found = causal_attention(query, key, value, scale, spans.squeeze(1))
+        output = causal_attention(query, key, value, scale, spans.squeeze(1))
     else:
         msg = f"heads of {tuple(query.shape)} {query.dtype} are not attended by spans"
         raise ValueError(msg)
-    return found.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2).contiguous(), None

@@ -1,10 +1,10 @@
-"""The plan of bytes of one replica (F-HET-002), and traces of what a micro-batch needs.
+"""The memory plan of one replica (F-HET-002), and traces of a micro-batch's memory.
 
 The plan follows the step: frozen weights; a flat buffer each for trained weights, their gradient and each moment;
-partial sums of the fixed tree; and the most that any one phase needs on top.
+partial sums of the fixed reduction tree; and the largest need of any one phase on top.
 
-A trace is a pass over fake tensors, which have a shape and no memory, on the CPU. A GPU's kernels may keep or need
-something else than the CPU's; stand-ins allocate what those allocate, so no GPU is needed to plan for one.
+A trace is a pass on the CPU over fake tensors, which have a shape but no memory. A GPU's kernels may allocate other
+buffers than the CPU's. Stand-ins with the allocations of GPU kernels make it possible to plan without a GPU.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from andon.step.reduce import subtree_roots
 
 _CPU = torch.device("cpu")
 _MULTIPROCESSORS = 132
-"""Of an H100 or H200: the deterministic backward pass of attention is cut into parts by it."""
+"""Of an H100 or H200: the deterministic backward pass of flash attention splits its work by this number."""
 _ATTENTION_ROWS = 128
 _FP32, _DIGEST_WORDS = 4, 1 << 16
 _MOMENTS = {"adamw": 2, "sgd": 0}
 _CUDA_UNIT = 512
-"""Bytes to which torch's allocator of a GPU rounds up."""
+"""torch's CUDA allocator rounds sizes up to multiples of this many bytes."""
 _CUDA_WORKSPACE = 64 << 20
-"""Bytes of cuBLAS with CUBLAS_WORKSPACE_CONFIG=:4096:8: for the thread of forward passes, and that of backward."""
+"""Bytes of cuBLAS workspaces with CUBLAS_WORKSPACE_CONFIG=:4096:8, for the forward and the backward thread."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """Bytes that one replica needs.
 
-    Held all the time: base (frozen weights and buffers), weights and gradient (the flat trainable buffers), moments,
-    partials (buffers of the tree), ramp (the digest's table of positions), workspace (of products on a GPU).
+    Permanent: base (frozen weights and buffers), weights and gradient (the flat trainable buffers), moments, partials
+    (partial sums of the tree), ramp (the digest's table of positions), workspace (of cuBLAS).
     Phases, of which the largest counts: activations (one micro-batch, forward and backward), finite (the check for NaN
-    and Inf), digest (its chunks), reduction (what is sent, received and gathered), evaluation (a forward pass).
-    graphs: held by CUDA graphs while they do not run. outside: bytes that torch does not count, as a device's context.
+    and Inf), digest (its chunks), reduction (its send, receive and gather buffers), evaluation (a forward pass).
+    graphs: private pools of idle CUDA graphs. outside: bytes outside torch's allocator, such as the device's context.
     """
 
     base: int = 0
@@ -72,13 +72,13 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """The most bytes of tensors at once."""
-        lasting = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp + self.workspace
-        return lasting + max(self.activations, self.finite, self.digest, self.reduction, self.evaluation)
+        """Peak bytes of tensors: permanent ones and the largest phase, without `graphs` and `outside`."""
+        permanent = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp + self.workspace
+        return permanent + max(self.activations, self.finite, self.digest, self.reduction, self.evaluation)
 
     @property
     def needed(self) -> int:
-        """Bytes that must be free before the run starts. No run is refused for its evaluation."""
+        """Bytes that must be free before the run starts, without `evaluation`: no run is refused for it."""
         return replace(self, evaluation=0).total + self.graphs + self.outside
 
     def as_dict(self) -> dict[str, int]:
@@ -98,27 +98,27 @@ def plan_bytes(
     momentum: float = 0.0,
     kind: str = "cpu",
 ) -> MemoryPlan:
-    """The plan of the rank that needs most, with `micro_batches` leaves over `world_size` ranks.
+    """The plan of the rank that needs most memory, with `micro_batches` leaves over `world_size` ranks.
 
-    trainable: all fp32. optimizer: 'adamw' or 'sgd'; others are a `ValueError`. activations: bytes of the largest
-    micro-batch. kind: of the device, 'cpu' or 'cuda'.
+    trainable: fp32 parameters. activations: bytes of the largest micro-batch. kind: 'cpu' or 'cuda'. Raises
+    `ValueError` unless `optimizer` is 'adamw' or 'sgd'.
     """
     if optimizer not in _MOMENTS:
         msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
         raise ValueError(msg)
     on_gpu = kind == "cuda"
     unit = _CUDA_UNIT if on_gpu else 1
-    still = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
-    frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in still}
+    untrained = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
+    frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in untrained}
     size = layout_of(trainable)[1] * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
     runs = rank_leaves(micro_batches, world_size)
     roots = [len(subtree_roots((0, micro_batches), run.start, run.stop)) for run in runs]
     width = -(-size // world_size)
-    # Roots sent and slices received, the sum of this rank's slice, and the gathered whole.
+    # Roots to send, slices to receive, the sum of this rank's slice, and the gathered gradient.
     reduction = max(roots) * size + sum(roots) * width + 2 * width + size
     return MemoryPlan(
-        base=sum(-(-held // unit) * unit for held in frozen.values()),
+        base=sum(-(-nbytes // unit) * unit for nbytes in frozen.values()),
         weights=size,
         gradient=size,
         moments=moments * size,
@@ -133,20 +133,20 @@ def plan_bytes(
 
 
 def kept_partials(micro_batches: int, run: range) -> int:
-    """The most buffers of the gradient's size that a rank with the leaves `run` holds beside the gradient: sums of
-    earlier subtrees, and in the current one of n leaves a left summand at each level, ceil(log2 n)."""
+    """Without the gradient itself, the peak number of gradient-sized buffers of a rank with the leaves `run`: sums of
+    finished subtrees, and in the current one of n leaves a left summand per level, ceil(log2 n)."""
     roots = subtree_roots((0, micro_batches), run.start, run.stop)
     return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `peak` is the most bytes of storages that operations of this thread made or touched, while they live.
+    """Context manager: `peak` is the most bytes of live storages that operations of this thread created or used.
 
-    It does not count a tensor made before and not touched inside, nor what a kernel allocates and frees by itself.
+    Tensors that exist before and are not used inside do not count, nor do a kernel's temporary buffers.
     """
 
     def __init__(self, unit: int = 1, ignored: Iterable[Tensor] = ()) -> None:
-        """unit: bytes to which each storage is rounded up. ignored: tensors whose storages do not count."""
+        """unit: storages are rounded up to multiples of this many bytes. ignored: tensors that do not count."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._unit = unit
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
@@ -158,23 +158,23 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._see(tree_leaves((args, kwargs)))
+        self._track(tree_leaves((args, kwargs)))
         result = func(*args, **kwargs)
-        self._see(tree_leaves(result))
+        self._track(tree_leaves(result))
         if self._bytes > self.peak:
-            held = self._live.items()
-            self._live = {pointer: each for pointer, each in held if not each[0].expired()}  # type: ignore[no-untyped-call]
+            entries = self._live.items()
+            self._live = {pointer: each for pointer, each in entries if not each[0].expired()}  # type: ignore[no-untyped-call]
             self._bytes = sum(size for _, size in self._live.values())
             self.peak = max(self.peak, self._bytes)
         return result
 
-    def _see(self, values: Iterable[object]) -> None:
+    def _track(self, values: Iterable[object]) -> None:
         for value in values:
             if not isinstance(value, Tensor) or value.layout != torch.strided:
                 continue
             storage = value.untyped_storage()
             known = self._live.get(storage._cdata)
-            # The device of a fake tensor costs a call, so it is read for new storages alone.
+            # Reading a fake tensor's device is slow, so it is read for new storages only.
             if known is None and (storage._cdata in self._ignored or value.device.type == "meta"):
                 continue
             size = -(-storage.nbytes() // self._unit) * self._unit
@@ -186,23 +186,22 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def traced_bytes(
     model: nn.Module, kind: str, trained: Shape, scored: Shape, *, checkpointing: bool = False
 ) -> tuple[int, int]:
-    """Bytes that an eager micro-batch of `trained` adds to weights and flat buffers, forward and backward, and bytes
-    that a forward pass of `scored` without a graph adds to the weights.
+    """Peak bytes beyond weights and flat buffers: of an eager forward and backward pass of shape `trained`, and of a
+    forward pass of shape `scored` without a graph.
 
-    model: on the meta device. It keeps fake tensors, so it is of no use afterwards but for another trace. kind: of the
-    device, 'cpu' or 'cuda'.
+    model: on the meta device. It is left with fake weights, usable only for another trace. kind: 'cpu' or 'cuda'.
     """
     kernels: Callable[[], AbstractContextManager[object]] = KernelsOfCuda if kind == "cuda" else nullcontext
     causal = vocabulary_head(model) is not None
-    packs = ("input_ids", "positions", "rows", "weights", "trained")  # of one row each, whose tokens are all trained
+    packs = ("input_ids", "positions", "rows", "weights", "trained")  # one row per pack, all tokens trained
     names = packs if causal else ("input_ids", "attention_mask")
 
     @contextmanager
     def passing(shape: Shape, masking: Masking) -> Iterator[tuple[dict[str, Tensor], Callable[[], Any]]]:
         batch = {name: torch.full(shape, int(name == "attention_mask")) for name in names}
         if causal:
-            with packed_inputs(model, masking, batch) as given:
-                yield batch, partial(backbone_of(model), **given)
+            with packed_inputs(model, masking, batch) as inputs:
+                yield batch, partial(backbone_of(model), **inputs)
         else:
             with computing(model, _CPU), masked(model, masking, batch["attention_mask"]) as mask:
                 yield batch, partial(model, input_ids=batch["input_ids"], attention_mask=mask)
@@ -212,7 +211,7 @@ def traced_bytes(
             output = forward()
         if causal:
             return loss_of_hidden(model, output.last_hidden_state, batch, kind).loss_sum
-        logits = output.logits.float().flatten(0, -2)  # as a classifier has it, for all other tasks
+        logits = output.logits.float().flatten(0, -2)  # a classifier's loss stands for all other tasks' losses
         losses = nn.functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64), reduction="none")
         return (losses * torch.ones_like(losses)).sum()
 
@@ -225,19 +224,19 @@ def traced_bytes(
         return watch.peak
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made: dict[int, Tensor] = {}
+        fakes: dict[int, Tensor] = {}
         for table in (table for module in model.modules() for table in (module._parameters, module._buffers)):
             for name, value in table.items():
                 if value is not None:
                     empty = torch.empty(value.shape, dtype=value.dtype, device=_CPU)
-                    learns = isinstance(value, nn.Parameter)
-                    fake = nn.Parameter(empty, requires_grad=value.requires_grad) if learns else empty
-                    table[name] = made.setdefault(id(value), fake)  # type: ignore[assignment]
+                    is_weight = isinstance(value, nn.Parameter)
+                    fake = nn.Parameter(empty, requires_grad=value.requires_grad) if is_weight else empty
+                    table[name] = fakes.setdefault(id(value), fake)  # type: ignore[assignment]
         FlatParameters(trainable_parameters(model), _CPU)
         model.eval()
         *cheaper, masking = possible_maskings(model)
-        # A run on a GPU takes the first that holds; values cannot be compared here. The sizes of the trial differ, so
-        # that none passes for another.
+        # A run on a GPU chooses by comparing values, which fake tensors lack: take the first that does not raise. The
+        # trial's rows and length differ, so that a swapped dimension raises.
         for each in cheaper if kind == "cuda" else ():
             with kernels(), torch.no_grad(), passing((2, 5), each) as (_, forward):
                 accepted = not isinstance(try_pass(forward), Exception)
@@ -247,13 +246,13 @@ def traced_bytes(
         with torch.no_grad():
             evaluation = peak(lambda: loss(scored))
         model.train()
-        if checkpointing:  # the backward pass leaves the stand-ins, so the second pass enters them anew
+        if checkpointing:  # autograd recomputes outside of the function mode, so the recomputation enters it
             checkpoint_layers(model, kernels)
         return peak(lambda: loss(trained).backward()), evaluation  # type: ignore[no-untyped-call]
 
 
 class KernelsOfCuda(TorchFunctionMode):
-    """Inside, functions whose kernels on a GPU keep something else for the backward pass are replaced by stand-ins."""
+    """Replaces functions whose GPU kernels save other tensors for the backward pass by stand-ins that save the same."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -262,20 +261,20 @@ class KernelsOfCuda(TorchFunctionMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Fused: keeps a mask of booleans."""
+    """The fused kernel, which saves a boolean mask."""
     dropped: Tensor = torch.native_dropout(input, p, True)[0] if training and p else input
     return dropped
 
 
 def _layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In fp32 under autocast."""
+    """In fp32 under autocast, as on a GPU."""
     return nn.functional.layer_norm(input.float() if torch.is_autocast_enabled("cpu") else input, *args, **kwargs)
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **more: Any
 ) -> Tensor:
-    """Fused attention: flash for half precision without a mask, the memory-efficient one otherwise."""
+    """Flash attention for half precision without a mask, else memory-efficient attention."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32
@@ -288,7 +287,7 @@ def _attention(
 
 
 class _FusedAttention(torch.autograd.Function):
-    """[rows, heads, length, size] each; keeps its inputs, its output and a sum for each of its rows."""
+    """Inputs [rows, heads, length, size]. Saves the inputs, the output and one fp32 log-sum per query."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Any, flash: bool) -> Any:
@@ -299,20 +298,20 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, *_grads: Any) -> Any:
         query, key, value, _, sums, _ = ctx.saved_tensors
         rows, heads, length, size = query.shape
-        room = [torch.empty_like(sums)]
-        if ctx.flash:  # the query's gradient in fp32, and the gradients of repeated heads before they are added
+        buffers = [torch.empty_like(sums)]
+        if ctx.flash:  # the query's gradient in fp32, and per query head those of shared keys and values
             parts, blocks = -(-_MULTIPROCESSORS // (rows * heads)), -(-length // _ATTENTION_ROWS)
-            room.append(torch.empty((parts, rows, blocks * _ATTENTION_ROWS, heads, size), dtype=torch.float32))
+            buffers.append(torch.empty((parts, rows, blocks * _ATTENTION_ROWS, heads, size), dtype=torch.float32))
             if key.shape[1] != heads:
-                room += [query.new_empty(rows, key.shape[2], heads, size) for _ in range(2)]
+                buffers += [query.new_empty(rows, key.shape[2], heads, size) for _ in range(2)]
         elif query.dtype != torch.float32:
-            room.append(torch.empty(query.shape, dtype=torch.float32))
-        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        del room
-        return (*found, None, None)
+            buffers.append(torch.empty(query.shape, dtype=torch.float32))
+        gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        del buffers
+        return (*gradients, None, None)
 
 
 _STAND_INS: Mapping[Any, Callable[..., Any]] = {

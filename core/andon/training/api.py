@@ -1,9 +1,9 @@
-"""Training from Python: `andon.train` makes the run of `andon train`, and `andon.open_run` opens a run that is there.
+"""Training from Python: `andon.train` does the same run as `andon train`, and `andon.open_run` opens an existing run.
 
     run = andon.train(data=rows, model="MODEL", workers=2, training={"epochs": 3})
     run.summary.eval["accuracy"], run.predict(["a text"])
 
-What ends the command with a code other than 0 is an exception here.
+If the command would exit with a code other than 0, the function raises an exception.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ if TYPE_CHECKING:
     from andon.training.inference import Answer, Predicted, TrainedRun
 
 _SHORT = {flag.removeprefix("--").replace("-", "_"): key for key, flag in FLAGS.items()}
-"""The arguments that stand for one key of the configuration, as the flags of the command line do."""
+"""Arguments for a single configuration key, named like the command's flags."""
 _ROWS = {"data.train": "data", "data.eval": "eval_data"}
-"""The keys of the configuration that name rows, with the arguments that stand for them."""
+"""Configuration keys of data files, with the arguments that set them."""
 _one_at_a_time = threading.Lock()
 
 
 class RunError(RuntimeError):
-    """A run that did not reach its end. `exit` says how (docs/exit-codes.md), `path` is its folder."""
+    """A run did not finish. exit: its exit code (docs/exit-codes.md). path: its folder."""
 
     exit: Exit = Exit.CRASHED
     path: Path | None = None
 
 
 class RankLost(RunError):
-    """A rank died, could not be reached, or gave no answer in time; the message names it. The run can be resumed."""
+    """A rank died, was unreachable, or missed a deadline; the message names it. The run can be resumed."""
 
 
 class Preempted(RunError):
-    """A signal ended the run at a step boundary, with a checkpoint, and its handler let this program go on."""
+    """A signal ended the run at a step boundary with a checkpoint, and the program's signal handler returned."""
 
 
 RunError.__module__ = RankLost.__module__ = Preempted.__module__ = "andon"
@@ -87,22 +87,20 @@ def train(
     config: str | os.PathLike[str] | None = None,
     **settings: Any,
 ) -> TrainingRun:
-    """Train as `andon train` does with these options, and return what it left; without any, the embedded example.
+    """Train as `andon train` does with these options, and return the run. Without data, train the embedded example.
 
-    data, eval_data: the path of a file, or rows: mappings of columns to values (a list, any iterable, a
-    `datasets.Dataset`), or a pandas frame. Such rows are kept in the run folder. data may be a list of paths too, each
-    with a weight as in `{"path": "a.jsonl", "weight": 0.5}`, or without. model: a folder or hub id. workers: a
-    number, or "auto". config: a YAML file, of which the other arguments override single keys. settings: any other
-    section of the configuration as a mapping of its keys, as in `training={"epochs": 3}`, or `seed`; the sections
-    `data` and `model` too can be given as mappings of their keys.
+    data, eval_data: a file's path, or rows: mappings of columns to values (a list, any iterable, a `datasets.Dataset`),
+    or a pandas frame. Such rows are copied into the run folder. data may also be a list of paths, with or without
+    weights, as in `{"path": "a.jsonl", "weight": 0.5}`. model: a folder or hub id. workers: a number, or "auto".
+    config: a YAML file, whose keys the other arguments override. settings: other sections of the configuration as
+    mappings of their keys, as in `training={"epochs": 3}`, or `seed`. `data` and `model` may be such mappings too.
 
-    Signals end the run as they end the command, at a step boundary with a checkpoint, and are then handed on to the
-    program's own handlers: Ctrl-C becomes `KeyboardInterrupt`. In other threads than the main one it is the program
-    that gets them.
+    A signal ends the run at a step boundary with a checkpoint, as for the command, and is then raised again for the
+    program's own handlers: Ctrl-C becomes `KeyboardInterrupt`. In threads other than the main one, only the program's
+    handlers receive signals.
 
-    Raises `InputError` (a `ValueError`) with all that the caller got wrong, `Violation` for a broken contract,
-    `RankLost`, `Preempted`, and `RunError` for any other error of a rank; RuntimeError while another run is trained in
-    this process.
+    Raises `InputError` (a `ValueError`) with all errors of the caller, `Violation` for a broken contract, `RankLost`,
+    `Preempted`, `RunError` for any other error of a rank, and `RuntimeError` while this process trains another run.
     """
     named = {"model": model, "eval_data": eval_data, "text_column": text_column, "label_column": label_column}
     named |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
@@ -115,19 +113,19 @@ def train(
     try:
         with _row_files() as files:
             flags, overrides = _options(named | settings, files)
-            found = load_config(None if config is None else Path(config), overrides, flags)
-            if found.run.backend != "inline" and multiprocessing.current_process().daemon:
-                what = f"{found.run.backend} starts ranks, and a daemonic process may start none; take inline"
+            loaded = load_config(None if config is None else Path(config), overrides, flags)
+            if loaded.run.backend != "inline" and multiprocessing.current_process().daemon:
+                what = f"{loaded.run.backend} starts ranks, and a daemonic process may start none; take inline"
                 raise InputError([Problem("run.backend", what)])
-            written = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
-            given = {key.removeprefix("data."): path for key, path in written.items()}
-            with _preserved() if found.run.backend == "inline" else for_one_launch():
-                ended = start(found, started, given=given)
+            keys = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
+            row_files = {key.removeprefix("data."): path for key, path in keys.items()}
+            with _preserved() if loaded.run.backend == "inline" else for_one_launch():
+                ended = start(loaded, started, given=row_files)
     finally:
         _one_at_a_time.release()
     if ended.exit is not Exit.OK:
         _raise(ended)
-    if ended.asked_by:  # it came when nothing was left to be cut short
+    if ended.asked_by:  # the signal arrived when the run was already complete
         signal.raise_signal(ended.asked_by)
     return TrainingRun(ended.folder.path)
 
@@ -139,11 +137,10 @@ def open_run(
     checkpoint: str | int | None = None,
     device: str = "auto",
 ) -> TrainingRun:
-    """The run that lies at `path`, by whatever it was trained, finished or not.
+    """The run in the folder `path`, finished or not, trained by the command or from Python.
 
     model: the path of its base, if that has moved. checkpoint: `best`, `last` or a step; None loads the run's result.
-    device: `cpu`, `cuda`, `cuda:N`, or `auto`, which takes a GPU if there is one.
-    Raises `InputError` for no run.
+    device: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if available. Raises `InputError` if the folder has no run.
     """
     folder = RunFolder(Path(path))
     if folder.state() in (State.EMPTY, State.FOREIGN):
@@ -153,15 +150,15 @@ def open_run(
 
 
 class TrainingRun:
-    """A run in its folder `path`. Everything is read from there when it is asked for; the model is loaded once.
+    """A run in its folder `path`. Attributes are read from the folder at each access; the model is loaded once.
 
-    What a run has only at its end (`summary`, `adapter`, scores, predictions) is an `InputError` before.
+    Before the run has finished, `summary`, `adapter`, scores and predictions raise `InputError`.
     """
 
     def __init__(
         self, path: Path, base: str | None = None, checkpoint: str | None = None, device: str = "auto"
     ) -> None:
-        self.path = path.absolute()  # a program may change its folder
+        self.path = path.absolute()  # the program may change its working directory
         self._base, self._checkpoint, self._device = base, checkpoint, device
 
     def __repr__(self) -> str:
@@ -169,28 +166,28 @@ class TrainingRun:
 
     @property
     def summary(self) -> Summary:
-        """What the run came to, as its summary.json has it; `eval` names the classes, as `andon eval` does."""
-        found = read_summary(RunFolder(self.path).summary)
-        return replace(found, eval=labelled(found.eval, found.labels))
+        """The run's summary.json, with class names added to `eval` as by `andon eval`."""
+        result = read_summary(RunFolder(self.path).summary)
+        return replace(result, eval=labelled(result.eval, result.labels))
 
     @property
     def adapter(self) -> Path:
-        """The folder of the trained adapter, with its tokenizer; the whole model where there is none."""
+        """The folder with the trained adapter, or the whole model for kind 'none', and the tokenizer."""
         return require_run(self.path).adapter
 
     @property
     def history(self) -> Any:
         """A record of each step: step, epoch, loss, accuracy, grad_norm, lr, rows, seconds.
 
-        A pandas frame where pandas is installed, else a list of dicts.
+        A pandas frame if pandas is installed, else a list of dicts.
         """
         path, steps = RunFolder(self.path).metrics, []
         try:
             for line in metrics_lines(path):
-                with suppress(ValueError, RecursionError):  # a line that no run has written
-                    found = json.loads(line)
-                    if isinstance(found, dict) and "loss" in found and "what" not in found:
-                        steps.append(found)
+                with suppress(ValueError, RecursionError):  # skip damaged lines
+                    values = json.loads(line)
+                    if isinstance(values, dict) and "loss" in values and "what" not in values:
+                        steps.append(values)
         except OSError as error:
             raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
         if importlib.util.find_spec("pandas") is None:
@@ -198,9 +195,9 @@ class TrainingRun:
         return importlib.import_module("pandas").DataFrame(steps)
 
     def evaluate(self, data: Any, *, text_column: str | None = None, label_column: str | None = None) -> dict[str, Any]:
-        """The scores of labelled rows, as `andon eval` prints them. data: as for `train`; columns: as in the run.
+        """Scores of labelled rows, as printed by `andon eval`. data: as for `train`. Columns default to the run's.
 
-        Raises `InputError` with all that is wrong with the rows.
+        Raises `InputError` with all problems of the rows.
         """
         folder = require_run(self.path)
         from andon.training.inference import evaluate_run, read_labelled
@@ -212,9 +209,9 @@ class TrainingRun:
                 return labelled(evaluate_run(self._model, rows).as_dict(), rows.labels)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
-        """What the model says of each text, in order: the likeliest label with its probability, or a number.
+        """The prediction for each text, in order: a label, labels, a tag per word, or a number, by the run's task.
 
-        Raises `InputError` for what is no text, and for a run of conversations, which answers (`generate`).
+        Raises `InputError` for items that are not valid texts, and for a run of `sft`, which has `generate` instead.
         """
         require_task(require_run(self.path), TEXT_TASKS, "generate")
         checked = _texts(texts)
@@ -224,9 +221,10 @@ class TrainingRun:
             return list(predict(self._model, checked))
 
     def generate(self, prompts: Iterable[str], *, max_new_tokens: int = 256) -> list[Answer]:
-        """The answer to each prompt, in order, as `andon generate` gives it: the likeliest token at each place.
+        """The answer to each prompt, in order, by greedy decoding as in `andon generate`.
 
-        Raises `InputError` for what is no text, a prompt that leaves no room, and a run of a classifier.
+        Raises `InputError` for items that are not valid texts, a prompt that leaves no room for an answer, and a run of
+        another task than `sft`.
         """
         require_task(require_run(self.path), (SFT,), "predict")
         checked = _texts(prompts)
@@ -236,13 +234,13 @@ class TrainingRun:
             try:
                 return list(answer(self._model, checked, max_new_tokens))
             finally:
-                del self._model  # its adapter may be merged now, which would change later scores by rounding
+                del self._model  # its adapter may be merged now, which changes later scores by rounding
 
     def verify(self) -> Verified:
-        """What `andon verify` says of the run. Raises `InputError` where the falsifier is not installed."""
-        found = entry_points(group="andon.commands", name="verify")
+        """The result of `andon verify` for the run. Raises `InputError` if andon_falsify is not installed."""
+        commands = entry_points(group="andon.commands", name="verify")
         try:
-            command = next(iter(found)).load()
+            command = next(iter(commands)).load()
         except (StopIteration, ModuleNotFoundError):
             what = f"andon_falsify is not installed; {install_hint('falsify')}"
             raise InputError([Problem("andon verify", what)]) from None
@@ -260,14 +258,14 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `andon verify` says: its lines, and its exit code, 0 if all that could be judged holds."""
+    """The output lines of `andon verify`, and its exit code: 0 if every decidable claim holds."""
 
     lines: tuple[str, ...]
     exit: int
 
     @property
     def holds(self) -> bool:
-        """Whether every claim that the ledger can decide holds."""
+        """Whether every claim that the ledger can decide is true."""
         return self.exit == 0
 
     def __str__(self) -> str:
@@ -275,7 +273,7 @@ class Verified:
 
 
 def _options(named: Mapping[str, Any], files: RowFiles) -> tuple[dict[str, Any], list[str]]:
-    """The flags and the `--set` of the command line that say the same; rows that are no file are written to `files`."""
+    """The equivalent flags and `--set` values of the command line; rows without a file are written to `files`."""
     flags, keys = dict[str, Any](), dict[str, Any]()
     for name, value in named.items():
         if isinstance(value, Mapping) and name not in _ROWS.values() - Config.model_fields.keys():
@@ -302,7 +300,7 @@ def _options(named: Mapping[str, Any], files: RowFiles) -> tuple[dict[str, Any],
 
 @contextmanager
 def _row_files() -> Iterator[RowFiles]:
-    """Temporary files for rows that are no file. Errors inside name the arguments, not these files or the flags."""
+    """Context manager with temporary files for rows in memory. Errors inside name the arguments, not files or flags."""
 
     def argument(where: str) -> str:
         plain = where.removeprefix("--set ")
@@ -319,10 +317,10 @@ def _row_files() -> Iterator[RowFiles]:
 
 @contextmanager
 def _preserved(*, threads: int | None = 1) -> Iterator[None]:
-    """Run with a fresh rank's torch settings and restore the caller's on exit, so that a run leaves no trace.
+    """Context manager: run with a fresh rank's torch settings and restore the caller's on exit.
 
-    These are the number of threads (None: the caller's), deterministic kernels, the default type and device of tensors,
-    gradients, autocast, the random states of torch, numpy and Python, and the environment's variables.
+    They are the number of threads (None: the caller's), deterministic kernels, tensors' default type and device,
+    gradients, autocast, the random states of torch, numpy and Python, and environment variables.
     """
     import torch
 
@@ -339,7 +337,7 @@ def _preserved(*, threads: int | None = 1) -> Iterator[None]:
         on_exit(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), warn_only=warn_only)
         on_exit(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.float32)
-        if torch.get_default_device().type != "cpu":  # the context costs something at each call
+        if torch.get_default_device().type != "cpu":  # only then, since the context slows down each call
             stack.enter_context(torch.device("cpu"))
         on_exit(random.setstate, random.getstate())
         on_exit(torch.set_rng_state, torch.get_rng_state())
@@ -347,7 +345,7 @@ def _preserved(*, threads: int | None = 1) -> Iterator[None]:
             on_exit(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
         if numpy is not None:
             on_exit(numpy.random.set_state, numpy.random.get_state())
-        stack.enter_context(torch.inference_mode(mode=False))  # gradients are recorded, too
+        stack.enter_context(torch.inference_mode(mode=False))  # this also enables gradients
         for kind in ("cpu", "cuda"):
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -356,22 +354,22 @@ def _preserved(*, threads: int | None = 1) -> Iterator[None]:
 def _texts(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, str):
         raise InputError([Problem("texts", f"must be a list of texts, is one text ({shown(texts)})")])
-    found, problems = list(texts), ProblemList()
-    for place, text in enumerate(found):
+    checked, problems = list(texts), ProblemList()
+    for place, text in enumerate(checked):
         fault = text_fault(text) if isinstance(text, str) else f"must be a string, is {shown(text)}"
         if fault is not None:
             problems.add(f"texts[{place}]", f"the text {fault}")
-    if not found:
+    if not checked:
         problems.add("texts", "holds no texts")
     problems.raise_if_any()
-    return found
+    return checked
 
 
 def _raise(ended: RunOutcome) -> NoReturn:
     again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)
-    if ended.exit is Exit.VIOLATION:  # as it would have been raised in this process: the ledger has what a rank saw
+    if ended.exit is Exit.VIOLATION:  # the ledger has the finding of the rank that raised it
         clause, step = ("", 0) if ended.report is None else (ended.report.clause, ended.report.step)
         finding = Finding(ended.why, step)
         with suppress(OSError, LedgerError):

@@ -1,4 +1,4 @@
-"""Runs on disk: found and read without torch, before anything is started, so that a wrong path is refused at once."""
+"""Look up and check runs on disk, without torch and before any process starts, so that a wrong path fails at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from andon_contracts.record import Retraction, Start, Step
 
 
 def require_run(path: Path) -> RunFolder:
-    """The run folder at `path` with an adapter in it. Raises `InputError` where there is none; reads no data."""
+    """The run folder at `path`, which has a trained adapter. Raises `InputError` otherwise. Reads no data."""
     folder = RunFolder(path)
     if not is_there(path):
         raise InputError([Problem(str(path), "there is no such run")])
@@ -34,8 +34,8 @@ def require_run(path: Path) -> RunFolder:
 
 
 def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
-    """The configuration in `folder`, changed as by `load_config`. Raises `InputError` as that does, and for a link in
-    the place of the file: the folder may be anybody's."""
+    """The configuration in `folder`, with overrides as in `load_config`. Raises `InputError` as that does, and if the
+    file is a symbolic link, since the folder may be untrusted."""
     if folder.config.is_symlink():
         raise InputError([Problem(str(folder.config), "is a link; put what it leads to in its place")])
     return load_config(folder.config, overrides, flags)
@@ -44,8 +44,8 @@ def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[s
 def config_at_hand(
     folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Config:
-    """As `config_of`, with a base on this machine: nothing is fetched for what somebody's folder names. Raises
-    `InputError` for a base that is not here."""
+    """As `config_of`, with a base on this machine: nothing is downloaded, since the folder may be untrusted. Raises
+    `InputError` for a base that is not on this machine."""
     config = config_of(folder, overrides, flags)
     if config.model.base is None:
         return config
@@ -54,9 +54,9 @@ def config_at_hand(
 
 
 def progress_text(folder: RunFolder) -> str:
-    """`after step 14 of 30`, by the ledger of the run in `folder`; `before its first step` where it has none."""
+    """The progress in the ledger of `folder`: `after step 14 of 30`, or `before its first step`."""
     done = planned = 0
-    with suppress(OSError, LedgerError):  # this only says where: whoever resumes is told what is wrong with the ledger
+    with suppress(OSError, LedgerError):  # a resume reports what is wrong with the ledger
         for record in read_ledger(folder.ledger):
             if isinstance(record, Start):
                 planned = record.plan.steps or 0
@@ -74,65 +74,65 @@ def resume_command(folder: RunFolder) -> str:
 
 
 def as_begun(config: Config, folder: RunFolder) -> Config:
-    """`config`, to resume the run in `folder`, with what that run chose for all that is not set now."""
-    with suppress(InputError):  # whoever resumes is told what is wrong with it
+    """`config`; if it resumes the run in `folder`, unset settings take that run's values."""
+    with suppress(InputError):  # a resume reports what is wrong with it
         if config.run.resume == "auto" and folder.begun():
             return inherited(config, config_of(folder))
     return config
 
 
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:
-    """Refuse a configuration that asks for another run than the finished one in `folder`.
+    """Raise `InputError` if `config` describes another run than the finished one in `folder`.
 
-    Raises `InputError` for each key that differs and defines a run, or says where its base and its columns are, and for
-    other data. The kind of device does not matter to a run that has nothing left to do, nor do files that are gone.
+    It lists each differing key of the identity, the base and the columns, or different data. The kind of device is
+    ignored, since nothing is left to compute. Data files that no longer exist are not compared.
     """
     try:
         was = config_of(folder)
     except InputError:
-        return  # it cannot be told any more
+        return  # without the run's configuration nothing can be compared
     changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
     columns = [(name, getattr(was.data, name), getattr(config.data, name)) for name in ("text_column", "label_column")]
     changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
-    if not _one_place(was.model.base, config.model.base):
+    if not _same_source(was.model.base, config.model.base):
         changed.append(("model.base", was.model.base, config.model.base))
     elif was.model.revision != config.model.revision:
         changed.append(("model.revision", was.model.revision, config.model.revision))
-    found = [
+    problems = [
         Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder")
         for key, before, now in changed
     ]
     then, files = ([each.data.eval, *(file.path for file in each.data.files)] for each in (was, config))
     data, gone = _data_of(folder), any(now is not None and not is_there(Path(now)) for now in files)
-    unreadable = data is None or (gone and len(then) == len(files) and all(map(_one_place, then, files)))
-    if not found and not unreadable and read_rows(config).digest != data:
-        found = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
-    if found:
-        raise InputError(found)
+    incomparable = data is None or (gone and len(then) == len(files) and all(map(_same_source, then, files)))
+    if not problems and not incomparable and read_rows(config).digest != data:
+        problems = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
+    if problems:
+        raise InputError(problems)
 
 
-def _one_place(was: str | None, now: str | None) -> bool:
-    """Whether both name one file, folder or model on the hub, be it there or gone: a run's own paths are whole ones."""
+def _same_source(was: str | None, now: str | None) -> bool:
+    """Whether both name the same file, folder or hub model, existing or not. was: a run's own, an absolute path."""
     return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
 
 
 def same_data(folder: RunFolder, config: Config) -> bool:
-    """Whether a run may go on in `folder` with the data of `config`: with those it began with, or if it has none."""
+    """Whether the data of `config` is that of the run in `folder`, or the folder has no run or no digest of data."""
     return not folder.begun() or _data_of(folder) in (read_rows(config).digest, None)
 
 
 def require_task(folder: RunFolder, tasks: Collection[str], other: str) -> None:
-    """Raise `InputError` unless the run in `folder` has learned one of `tasks`; other: the command for others."""
-    found = config_of(folder).task or CLASSIFICATION
-    if found not in tasks:
-        raise InputError([Problem(str(folder.path), f"is a run of {found}; use andon {other}")])
+    """Raise `InputError` unless the run's task is one of `tasks`. other: the command to use for other tasks."""
+    task = config_of(folder).task or CLASSIFICATION
+    if task not in tasks:
+        raise InputError([Problem(str(folder.path), f"is a run of {task}; use andon {other}")])
 
 
 def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
-    """The unfinished run right under `base` that was written to last and has the identity and data of `config`.
+    """The most recently written unfinished run directly under `base` with the identity and data of `config`, or None.
 
-    Folders that hold no run, or whose configuration or provenance cannot be read, are skipped. Raises `InputError` for
-    data that is wrong, and if `config` names no data and the newest of other runs has some.
+    Folders without a run, or with an unreadable configuration or provenance, are skipped. Raises `InputError` for
+    invalid data, and if no run matches, `config` names no data, and the newest unfinished run has data files.
     """
     folders = []
     for path in base.iterdir() if base.is_dir() else ():

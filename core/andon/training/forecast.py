@@ -1,6 +1,6 @@
 """The memory that a run needs: computed before it starts, and compared with the peak of its GPUs (F-HET-002).
 
-Nothing of the model is allocated or read but its configuration: its passes run on tensors that have no memory.
+Only the model's configuration is read, and no weights are allocated: passes run on fake tensors without memory.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from andon_contracts.laws.update import BUDGET, Peaks
 
 _MIB = 2**20
 CUDA_CONTEXT = 600 * _MIB
-"""Bytes of a GPU beside torch's allocator: CUDA's context and the code of its kernels."""
+"""Bytes of a GPU outside torch's allocator: CUDA's context and loaded kernels."""
 NCCL_BUFFERS = 500 * _MIB
-"""Bytes of NCCL on each GPU of a group of several."""
+"""Bytes of NCCL's buffers on each GPU, with more than one worker."""
 PROCESS = 500 * _MIB
 """Bytes of a process that has loaded torch, transformers and peft."""
 _CAPTURED_BYTES = 1 << 33
-"""The largest micro-batch whose passes become CUDA graphs if the user did not decide."""
+"""With `run.cuda_graphs=auto`: the largest micro-batch, in bytes, whose passes are captured as CUDA graphs."""
 _WHERE = {"cpu": "{} on the CPU", "cuda": "{} on GPUs, each", "host": "{} that start on the CPU, before their GPUs"}
 _PARTS = {"base": ["base"], "trained weights": ["weights"], "gradient": ["gradient"], "moments": ["moments"]}
 _PARTS |= {"tree": ["partials"], "activations": ["activations"], "evaluation": ["evaluation"]}
 _PARTS |= {"reduction": ["reduction"], "graphs": ["graphs"], "workspace": ["workspace", "ramp"]}
 _PARTS |= {"outside of torch": ["outside"]}
-"""Parts of a plan as they are printed: of which fields each is the sum."""
+"""Printed parts of a plan, each the sum of these fields."""
 
 
 class NotPlannable(InputError):
-    """A model that cannot run on tensors without memory. It may well be trained."""
+    """The model cannot run on fake tensors, so its memory cannot be planned. It may still be trainable."""
 
 
 def largest(material: Material, config: Config) -> tuple[int, int]:
@@ -59,13 +59,13 @@ def largest(material: Material, config: Config) -> tuple[int, int]:
 
 
 def evaluation_batching(material: Material, config: Config) -> EvaluationBatching:
-    """In which batches rows of `config` are scored: by M, rows and lengths alone."""
+    """The evaluation batching of `config`, which depends on micro-batches, rows and lengths only."""
     rows, length = largest(material, config)
     return EvaluationBatching(rows * length, padding_multiple(config), config.model.max_length)
 
 
 class MemoryPlanner:
-    """Plans of single replicas of a run. Each combination of settings is traced once."""
+    """Computes memory plans of single replicas, with a cache of traces by their settings."""
 
     def __init__(self, material: Material) -> None:
         self.material = material
@@ -78,10 +78,10 @@ class MemoryPlanner:
         return attach(base, config.adapter, config.seed, interface.new_tokens)
 
     def plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
-        """Bytes of one of `workers` replicas on a device of `kind`, without memory outside of torch.
+        """Bytes of one of `workers` replicas on a device of `kind`, without memory outside of torch's allocator.
 
-        Of compiled passes the plan is a bound: what eager ones need, and what captured graphs hold. Raises
-        `NotPlannable` if the model's own code fails on tensors without memory.
+        For compiled passes the plan is an upper bound: the need of eager passes, and of captured graphs. Raises
+        `NotPlannable` if the model's code fails on fake tensors.
         """
         try:
             return self._plan(config, kind, workers)
@@ -96,10 +96,10 @@ class MemoryPlanner:
         material, training, optimizer = self.material, config.training, config.optimizer
         model, checkpointing = self.shape(config), config.training.activation_checkpointing
         options: dict[str, Any] = {"world_size": workers, "momentum": optimizer.momentum, "kind": kind}
-        # Activations are traced below, because that leaves fake weights in the model.
+        # Before activations are traced, since the trace leaves fake weights in the model.
         plan = plan_bytes(model, trainable_parameters(model), optimizer.name, training.micro_batches, 0, **options)
         trained = largest(material, config)
-        # Packs are trained on; their rows are scored alone.
+        # Evaluation scores rows without packing.
         scored = [(material.validation_task, material.validation_ids)]
         scored += [(material.evaluation_task, material.evaluation_ids)]
         lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
@@ -111,40 +111,40 @@ class MemoryPlanner:
         activations, evaluation = self._traced[key]
         graphs = 0
         if uses_cuda_graphs(config, kind, activations):
-            graphs = activations + plan.workspace  # they are captured on a stream with a workspace of its own
+            graphs = activations + plan.workspace  # capture uses a stream with another workspace
         elif kind == "cuda" and training.compile == "graphs":
-            # Graphs keep their memory during an evaluation and during an eager pass of another shape.
+            # torch's compiled graphs keep their memory during evaluations and eager passes of other shapes.
             graphs = min(activations, evaluation)
-        on_host = kind == "cuda" and config.run.backend == "mixed"  # its update is made on the CPU, on buffers there
+        on_host = kind == "cuda" and config.run.backend == "mixed"  # the optimizer runs on the CPU
         moments = 0 if on_host else plan.moments
         return replace(plan, activations=activations, evaluation=evaluation, graphs=graphs, moments=moments)
 
 
 def uses_cuda_graphs(config: Config, kind: str, activations: int | None) -> bool:
-    """Whether a replica on a device of `kind` has its eager passes as CUDA graphs.
+    """Whether a replica on a device of `kind` captures its uncompiled passes as CUDA graphs.
 
-    activations: bytes of a micro-batch, which the graphs hold beside those of eager passes; None: not known. A large
-    one gains little: its kernels take longer than their launches. Unpacked rows of `sft` gain nothing: their passes
-    hardly ever repeat a shape.
+    activations: bytes of a micro-batch, which graphs hold in addition to eager passes; None: unknown. Large
+    micro-batches gain little, since their kernels take longer than their launches. Unpacked rows of `sft` gain nothing,
+    since their shapes hardly ever repeat.
     """
-    training, asked = config.training, config.run.cuda_graphs
-    if kind != "cuda" or config.run.backend not in ("inline", "nccl") or asked == "never":
+    training, choice = config.training, config.run.cuda_graphs
+    if kind != "cuda" or config.run.backend not in ("inline", "nccl") or choice == "never":
         return False
     if training.compile != "off" or training.activation_checkpointing:
         return False
     repeats = config.task != SFT or training.packing
-    return asked == "always" or (activations is not None and activations <= _CAPTURED_BYTES and repeats)
+    return choice == "always" or (activations is not None and activations <= _CAPTURED_BYTES and repeats)
 
 
 def drop_graphs_if_too_big(plan: MemoryPlan, config: Config, free: int) -> MemoryPlan:
-    """`plan`, without CUDA graphs if `free` bytes have no room for them and no setting demands them; same bits."""
-    unasked = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # `compile: graphs` demands them
-    return replace(plan, graphs=0) if unasked and plan.needed > free else plan
+    """`plan`, without CUDA graphs if it needs more than `free` bytes and they are optional. Bits do not change."""
+    optional = config.run.cuda_graphs == "auto" and config.training.compile == "off"  # `compile: graphs` demands them
+    return replace(plan, graphs=0) if optional and plan.needed > free else plan
 
 
 def smaller_settings(config: Config) -> Iterator[tuple[str, Config, str]]:
-    """Settings that may need less memory, first those that cost no accuracy: each as it is written, the configuration
-    with it, and what it costs."""
+    """Changes that may need less memory, those without loss of accuracy first. Each is the setting as written on the
+    command line, the configuration with it, and its cost."""
 
     def change(section: str, key: str, value: Any, price: str) -> tuple[str, Config, str]:
         part = getattr(config, section).model_copy(update={key: value})
@@ -172,7 +172,7 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config, str]]:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A setting with which a run would fit, the bytes that it would need then, and what the setting costs."""
+    """A setting with which a run would fit. needed: the bytes that it would need then. price: the setting's cost."""
 
     setting: str
     needed: int
@@ -180,21 +180,21 @@ class Remedy:
 
 
 def first_that_fits(config: Config, needed_if_fits: Callable[[Config], int | None]) -> Remedy | None:
-    """The first of `smaller_settings` with which the run fits; None: no single one is enough."""
+    """The first of `smaller_settings` with which the run fits; None if no single setting is enough."""
     for setting, changed, price in smaller_settings(config):
-        with suppress(InputError):  # this model or these rows do not allow it
+        with suppress(InputError):  # the setting is invalid for this model or these rows
             needed = needed_if_fits(changed)
             if needed is not None:
                 return Remedy(setting, needed, price)
     return None
 
 
-# `andon plan`: each number of workers, on the devices of a machine.
+# `andon plan`: the need of each number of workers on a machine's devices.
 
 
 @dataclass(frozen=True)
 class Machine:
-    """gpus: bytes free on each. ram: bytes that processes can still get, None if unknown."""
+    """gpus: free bytes of each GPU. ram: bytes of host memory that processes can still allocate; None if unknown."""
 
     gpus: tuple[int, ...]
     ram: int | None
@@ -202,8 +202,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class Need:
-    """One kind of device under one number of workers: 'cuda', 'cpu', or 'host', the memory in which ranks build models
-    that they move to their GPUs. ranks: those on it. budget: bytes free on each GPU, or in all; None: not known."""
+    """The need on one kind of device: 'cuda', 'cpu', or 'host', the RAM in which ranks build models before they move
+    them to their GPUs. ranks: their number. budget: free bytes of each GPU, or of the RAM; None: unknown."""
 
     kind: str
     ranks: int
@@ -215,8 +215,8 @@ class Need:
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """One number of workers. problem: why it is impossible, or empty. idle: why some workers would train on no row, or
-    empty. note: for the user, about the devices. fits: False for a problem, and for a need above a known budget."""
+    """The plan for one number of workers. problem: why it is impossible, or empty. idle: why some workers would train
+    on no row, or empty. note: for the user, about devices. fits: no problem, and no need above a known budget."""
 
     workers: int
     micro_batches_of_each: tuple[int, ...]
@@ -230,8 +230,8 @@ class WorldPlan:
 
 @dataclass(frozen=True)
 class Forecast:
-    """rows, length: of the largest micro-batch. weights, trained: how many. remedy: for the first number of workers
-    that does not fit; None if all fit, or no setting is enough."""
+    """rows, length: of the largest micro-batch. weights, trained: numbers of weights. remedy: for the first number of
+    workers that does not fit; None if all fit, or if no single setting is enough."""
 
     rows: int
     length: int
@@ -241,7 +241,7 @@ class Forecast:
     remedy: Remedy | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for `--json`, in bytes."""
+        """JSON values for `--json`; sizes in bytes."""
         worlds = []
         for world in self.worlds:
             devices = [asdict(need) | {"each_rank": need.each_rank.as_dict()} for need in world.devices]
@@ -255,7 +255,7 @@ class Forecast:
         }
 
     def lines(self) -> Iterator[str]:
-        """What `andon plan` prints."""
+        """The output lines of `andon plan`."""
         yield f"model: {self.weights:,} weights, {self.trained:,} of them trained"
         yield f"largest micro-batch: {self.rows} rows of {self.length} tokens"
         for world in self.worlds:
@@ -287,15 +287,15 @@ class Forecast:
 
 
 def machine_here(gpu_bytes: int | None, workers: int) -> Machine:
-    """This machine; gpu_bytes: another one, with a GPU of this size for each of `workers`, and unknown host memory."""
+    """This machine. gpu_bytes: instead a machine with a GPU of this size per worker and unknown host memory."""
     if gpu_bytes is not None:
         return Machine((gpu_bytes,) * workers, None)
-    # To look at a GPU starts a context on it, which a plan counts by itself.
+    # `gpus_here` creates a CUDA context on each GPU. A plan counts the context already, so add its bytes back.
     return Machine(tuple(min(each.free + CUDA_CONTEXT, each.total) for each in gpus_here()), free_ram())
 
 
 def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Forecast:
-    """The plan for each of `workers`. Raises `InputError` for what a run would refuse before it reads weights."""
+    """The plan for each of `workers`. Raises the `InputError` that a run would raise before it reads weights."""
     material = prepare(config)
     config, planner = material.config, MemoryPlanner(material)
     worlds = tuple(_world(planner, config, count, machine) for count in workers)
@@ -305,7 +305,7 @@ def forecast(config: Config, workers: Sequence[int], machine: Machine) -> Foreca
         lacking = max((need for need in short.devices if need.fits is False), key=lambda n: n.needed - (n.budget or 0))
 
         def needed_if_fits(changed: Config) -> int | None:
-            same_rows = changed.model.max_length == config.model.max_length  # else they are cut, and packed, otherwise
+            same_rows = changed.model.max_length == config.model.max_length  # else rows are cut and packed differently
             other = planner if same_rows else MemoryPlanner(prepare(changed))
             world = _world(other, changed, short.workers, machine)
             return next((n.needed for n in world.devices if n.kind == lacking.kind), 0) if world.fits else None
@@ -338,11 +338,11 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         free = min(machine.gpus[index] for index in gpus)
         plan = drop_graphs_if_too_big(plan, config, free)
         add("cuda", len(gpus), plan.needed, free, plan)
-        # A rank's part of the machine's memory: the model that it builds for its GPU, or its updates if they are more.
+        # A rank's host memory: the model before it moves to the GPU, or the optimizer's buffers if they are larger.
         phases = [{"base": plan.base, "weights": plan.weights}]
         if config.run.backend == "mixed":
-            lasting = planner.plan(config, "cpu", workers)
-            phases.append({"weights": lasting.weights, "gradient": lasting.gradient, "moments": lasting.moments})
+            on_cpu = planner.plan(config, "cpu", workers)
+            phases.append({"weights": on_cpu.weights, "gradient": on_cpu.gradient, "moments": on_cpu.moments})
         most = max(phases, key=lambda phase: sum(phase.values()))
         host = MemoryPlan(**most, outside=PROCESS)
         add("host", len(gpus), len(gpus) * host.needed, machine.ram, host)
@@ -350,29 +350,29 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
     if ranks:
         plan = replace(planner.plan(config, "cpu", workers), outside=PROCESS)
         needed = ranks * plan.needed
-        if backend == "inline":  # one process: they share it and the base, and compute in turn
+        if backend == "inline":  # one process: ranks share the base and compute in turn
             needed = plan.needed + (ranks - 1) * (plan.weights + plan.gradient + plan.moments + plan.partials)
         add("cpu", ranks, needed, machine.ram, plan)
     return replace(world, fits=all(need.fits is not False for need in needs), note=note, devices=tuple(needs))
 
 
-# A run on GPUs: agreed on before the first step, and compared with what it needed.
+# A run on GPUs: agreement before the first step, and comparison with the peak at the end.
 
 
 def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
-    """What each GPU replica may need; None if no rank is on a GPU, or, with a warning, if it cannot be planned.
+    """The plan of a GPU replica; None if no rank is on a GPU, or, with a warning, if memory cannot be planned.
 
-    Collective if ranks are on GPUs. Raises `InputError`, the same on every rank, for a GPU with too little memory
-    free. What else keeps GPUs from training was refused before a backend was made on them. Compiled passes mostly need
-    less than eager ones, so for them the plan is only a bound, and no GPU is refused for it.
+    Collective if ranks are on GPUs. Raises the same `InputError` on every rank for a GPU with too little free memory.
+    Other faults of GPUs were refused before the backend was created. With compiled passes, which mostly need less than
+    eager ones, the plan is only an upper bound, and no GPU is refused by it.
     """
     device, config, planner = backend.devices[0], material.config, MemoryPlanner(material)
     mine = look_at(device.index or 0) if device.type == "cuda" else None
     if backend.name == "inline" and len(backend.devices) == 1:
-        found = {} if mine is None else {0: mine}
+        gpus = {} if mine is None else {0: mine}
     else:
-        found = of_all_ranks(mine) if backend.name in ("nccl", "mixed") else {}
-    if not found:
+        gpus = of_all_ranks(mine) if backend.name in ("nccl", "mixed") else {}
+    if not gpus:
         return None
     try:
         planned = planner.plan(config, "cuda", backend.world_size)
@@ -381,34 +381,34 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
             say(f"warning: {error}")
         planned = None
     if planned is None or config.training.compile != "off":
-        refuse_unfit(backend.name, found, None)
+        refuse_unfit(backend.name, gpus, None)
         return planned
-    planned = drop_graphs_if_too_big(planned, config, min(each.free for each in found.values()))
-    size = min((each.total for each in found.values() if not each.fault), default=0)
+    planned = drop_graphs_if_too_big(planned, config, min(each.free for each in gpus.values()))
+    size = min((each.total for each in gpus.values() if not each.fault), default=0)
     remedy = fitting_setting(planner, backend.world_size, size) if 0 < size < planned.needed else ""
-    refuse_unfit(backend.name, found, planned.needed, remedy)
+    refuse_unfit(backend.name, gpus, planned.needed, remedy)
     return planned
 
 
 def fitting_setting(planner: MemoryPlanner, workers: int, size: int) -> str:
-    """What to do if the run needs more than the `size` bytes of a GPU: the first setting with which it fits."""
+    """Advice for a run that needs more than the `size` bytes of a GPU: the first setting with which it fits."""
     config = planner.material.config
 
     def needed_if_fits(changed: Config) -> int | None:
         if changed.model.max_length != config.model.max_length:
-            return None  # it needs the rows tokenised again
+            return None  # rows would have to be tokenised again
         needed = drop_graphs_if_too_big(planner.plan(changed, "cuda", workers), changed, size).needed
         return needed if needed <= size else None
 
-    found = first_that_fits(config, needed_if_fits)
-    if found is None:
+    remedy = first_that_fits(config, needed_if_fits)
+    if remedy is None:
         return "no single setting would make it fit; andon plan says what needs most"
-    return f"it would fit with --set {found.setting} ({found.price})"
+    return f"it would fit with --set {remedy.setting} ({remedy.price})"
 
 
 def hold_to_budget(backend: Backend, step: int, planned: int) -> Mapping[str, int]:
-    """What the run needed, in bytes, for the summary: `planned` and `peak` of GPUs, `process_peak` of this process.
-    Collective if ranks are on GPUs. A peak above the plan is a warning, since it makes no result wrong."""
+    """Bytes for the summary: `planned` and `peak` of GPUs, `process_peak` of this process. Collective if ranks are on
+    GPUs. A peak above the plan is only a warning, since results are still right."""
     process = {"process_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if not planned:
         return process

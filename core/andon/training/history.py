@@ -1,7 +1,7 @@
-"""What a run's ledger tells of the run so far, and the records of a new step and a violation.
+"""The history of a run, read from its ledger, and the records of a new step and of a violation.
 
-Every rank reads the same ledger and compares a repeated step with it (`run/repeats`), so all ranks end alike if one is
-not repeated exactly.
+Every rank reads the same ledger and compares repeated steps with it (`run/repeats`), so if a step does not repeat
+exactly, all ranks end with the same error.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from andon_contracts.violation import Violation
 
 @dataclass
 class History:
-    """The run so far, as its ledger tells it to the checkpoint that the run goes on from.
+    """The run so far, by its ledger, relative to the checkpoint from which it resumes.
 
-    head: the digest of the line that the checkpoint quotes; None if the ledger is shorter. steps: those that will be
-    done again, the last record of each, unless it was taken back, or was made on another machine or with other
-    versions, whose bits may differ. retraction: of a violation that the process ended too early to write. violations:
-    the number recorded. evaluated, ended: the last scores and the end, if the run was interrupted after them on this
-    machine and versions. world, backend: where it ran last. last: the highest update that counts.
+    head: the digest of the ledger line that the checkpoint quotes; None if the ledger is shorter. steps: the last
+    record of each step after the checkpoint, which will be repeated; without retracted steps and those of another
+    machine or other versions, whose bits may differ. retraction: of a violation, if the process ended before writing
+    it. violations: the number recorded. evaluated, ended: the final scores and the end, if the process was interrupted
+    after writing them on this machine and versions. world, backend: of the last process. last: the last valid update.
     """
 
     head: str | None = None
@@ -62,25 +62,25 @@ class History:
 
 
 def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
-    """What `violation` takes back of a run with updates up to `last` and its last checkpoint of step `kept`, if any.
+    """The retraction of updates after `kept`, the last checkpoint's step, up to `last`; None without such updates.
 
-    A clause that is only checked now and then (the frozen base, an audit, a checkpoint read back) may have been broken
-    by any update after its last check. Every such clause is checked before a checkpoint, so the steps up to the
-    checkpoint stand and the steps after it cannot be trusted.
+    A clause that is checked only periodically (the frozen base, an audit, a checkpoint read back) may have been broken
+    by any update since its last check. All such clauses are checked before a checkpoint, so the steps up to the
+    checkpoint are valid and later steps cannot be trusted.
     """
     return Retraction(kept, last, violation.clause, violation.seen) if last > kept else None
 
 
 def begin_anew(config: Path) -> str:
-    """The command that begins the run of `config` anew, in another folder."""
+    """The command that starts the run of `config` from step 0 in another folder."""
     return command_line("andon", "train", config, "--run-dir", "ANOTHER_FOLDER")
 
 
 def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Checkpoint | None = None) -> History:
-    """What `ledger` tells of the run that goes on from `checkpoint` (None: that begins anew); nothing without one.
+    """The history in `ledger` of a run that resumes from `checkpoint` (None: from step 0); empty without a ledger.
 
-    fingerprint: of this machine and these versions. Only the steps that are done again are held in memory. Raises
-    `InputError` at the line of a ledger that is damaged.
+    fingerprint: of this machine and its versions. Only steps after the checkpoint are held in memory. Raises
+    `InputError` that names the line of a damaged ledger.
     """
     step, count = (checkpoint.step, checkpoint.head[0]) if checkpoint is not None else (0, 0)
     history = History(head=GENESIS if count == 0 else None)
@@ -89,7 +89,7 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
     comparable, saved = False, 0  # saved: the step of the last checkpoint
     try:
         for number, (record, digest) in enumerate(digested_ledger(ledger), start=1):
-            # After the checkpoint of the last step come only the last scores, of it or of the best step, and the end.
+            # After the last step's checkpoint come only the final scores (of it or of the best step) and the end.
             closing = checkpoint is not None and number > count and comparable
             if number == count:
                 history.head = digest
@@ -102,7 +102,7 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
                     history.evaluated = history.ended = None
                     history.last = max(history.last, record.step)
                     if record.step > step:
-                        history.steps.pop(record.step, None)  # the latest record counts, even from another machine
+                        history.steps.pop(record.step, None)  # only the latest record of a step counts
                         if comparable:
                             history.steps[record.step] = record
                 case Saved():
@@ -111,7 +111,7 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
                     history.evaluated = history.ended = None
                     history.violations += 1
                     history.retraction = retracted(record, saved, history.last)
-                    history.forget_after(saved)  # `last` stays until the retraction is in the ledger
+                    history.forget_after(saved)  # `last` changes with the retraction's own record
                 case Retraction():
                     history.retraction, history.last = None, min(history.last, record.step)
                     history.forget_after(record.step)
@@ -122,15 +122,15 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
     except LedgerError as error:
         anew = f"put the file back as it was, or begin anew: {begin_anew(ledger.with_name('config.yaml'))}"
         raise InputError([Problem("", f"{error}; the run cannot be resumed: {anew}")]) from error
-    if history.retraction is not None:  # it is written before anything else is
+    if history.retraction is not None:  # the resume writes it first
         history.last = history.retraction.step
     return history
 
 
 def violation_records(violation: Violation, step: int, weights: int, kept: int, last: int) -> Iterator[Record]:
-    """The last records of a run: the violation, what it takes back, and the end.
+    """The last records of a run: the violation, its retraction if any, and the end.
 
-    step, weights: the last update and the digest of its weights. kept, last: see `retracted`.
+    step, weights: the last update and the digest of its weights. kept, last: as for `retracted`.
     """
     finding = violation.finding
     broken = Broken(
@@ -150,15 +150,15 @@ def violation_records(violation: Violation, step: int, weights: int, kept: int, 
 
 
 def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:
-    """The ledger's record of one update: the same on every rank."""
-    unknown = dict.fromkeys(("content", "gradient", "weights", "optimizer"), UNKNOWN)
+    """The ledger's record of one update, equal on all ranks."""
+    placeholders = dict.fromkeys(("content", "gradient", "weights", "optimizer"), UNKNOWN)
     rows = batch.micro_batches(len(result.leaves))
     parts = []
     for rank in range(world_size):
         leaves = tuple(leaf.index for leaf in result.leaves if leaf.rank == rank)
-        held = {name: hex64(value) for name, value in result.ranks[rank].items()} if result.ranks else {}
+        digests = {name: hex64(value) for name, value in result.ranks[rank].items()} if result.ranks else {}
         ids = tuple(row for leaf in leaves for row in rows[leaf])
-        parts.append(RankPart(rank=rank, leaves=leaves, ids=ids, **(held or {"weights": UNKNOWN})))
+        parts.append(RankPart(rank=rank, leaves=leaves, ids=ids, **(digests or {"weights": UNKNOWN})))
     return Step(
         step=result.step,
         epoch=batch.epoch,
@@ -172,6 +172,6 @@ def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend
         terms=result.terms if result.terms != result.rows else None,
         world=world_size,
         backend=backend,
-        digests=StepDigests(**unknown | {name: hex64(value) for name, value in result.digests.items()}),
+        digests=StepDigests(**placeholders | {name: hex64(value) for name, value in result.digests.items()}),
         ranks=tuple(parts),
     )

@@ -1,4 +1,4 @@
-"""The writer of a run's folder: ledger, metrics, checkpoints; and what is shown meanwhile. Rank 0 alone writes."""
+"""Rank 0's writer of the run folder: ledger, metrics and checkpoints; and the progress display."""
 
 from __future__ import annotations
 
@@ -31,15 +31,14 @@ from andon_contracts.fields import Real
 from andon_contracts.record import Evaluation, Saved, Step, outside_change
 
 _SILENT_S = 12.0
-"""The longest time without a line: an update of a large model can take minutes, and its log is not a hung run."""
+"""Seconds after which an update prints a line in any case, so that slow updates do not look like a hung run."""
 
 
 class MetricsWriter:
-    """Appends lines of JSON, each whole or not at all, and gives every tracker every line.
+    """Appends JSON lines atomically to the metrics file, and passes each to every tracker.
 
-    A disk that refuses a line, and a file that another program truncated or replaced, is an `InputError`.
-    Lines that an interrupted run has left and that will be written again are dropped first: those after `done` steps,
-    and the scores of the rows never trained on.
+    Raises `InputError` if a line cannot be written, or if another program truncated or replaced the file. First removes
+    lines of an interrupted run that will be written again: those after step `done`, and the final scores.
     """
 
     def __init__(self, path: Path, done: int, trackers: Iterable[Tracker] = ()) -> None:
@@ -47,8 +46,8 @@ class MetricsWriter:
         self._trackers = tuple(trackers)
         if path.exists():
             with storage(path, "read"):
-                kept = b"".join(line for line in metrics_lines(path) if _is_up_to(line, done))
-            write_whole(path, kept)
+                remaining = b"".join(line for line in metrics_lines(path) if _is_up_to(line, done))
+            write_whole(path, remaining)
         with storage(path):
             self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._size = os.fstat(self._handle).st_size
@@ -62,7 +61,7 @@ class MetricsWriter:
             try:
                 write_all(self._handle, data)
             except BaseException:
-                # A line is whole or absent, even if the caller catches this and writes on.
+                # Remove a partial line, in case the caller catches the error and writes again.
                 os.ftruncate(self._handle, self._size)
                 raise
         self._size += len(data)
@@ -79,18 +78,18 @@ class MetricsWriter:
 
 def _is_up_to(line: bytes, done: int) -> bool:
     try:
-        found = json.loads(line)
-        of_last_rows = found.get("what") in (HELD_OUT, LAST_VALIDATION)
-        return line.endswith(b"\n") and int(found["step"]) <= done and not of_last_rows
+        values = json.loads(line)
+        is_final = values.get("what") in (HELD_OUT, LAST_VALIDATION)
+        return line.endswith(b"\n") and int(values["step"]) <= done and not is_final
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return False
 
 
 class ProgressView:
-    """Shows lines of metrics on standard error, in a form that `grep` can find; a rich bar if that is a terminal.
+    """Shows metrics on standard error, as a rich progress bar or as lines for `grep`.
 
-    mode: auto (a bar on a terminal), always (a bar), never (lines), quiet (nothing), json (the metrics on standard
-    output and nothing else). done: steps already taken.
+    mode: auto (a bar on a terminal, else lines), always (a bar), never (lines), quiet (nothing), json (only metrics, on
+    standard output). done: steps already done.
     """
 
     def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0) -> None:
@@ -99,7 +98,7 @@ class ProgressView:
         self._bar: Any = None
         try:
             on_terminal = sys.stderr.isatty()
-        except ValueError:  # it was closed
+        except ValueError:  # standard error is closed
             on_terminal = False
         if mode == "always" or (mode == "auto" and on_terminal):
             from rich.console import Console
@@ -133,8 +132,8 @@ class ProgressView:
         if self._mode == "json":
             write(f"{json.dumps(line)}\n", sys.stdout)
         loss = f" loss {line['loss']:.4f}" if "loss" in line else ""
-        told = " ".join(f"{word} {value:.4f}" for word, value in quoted(line).items())
-        self._line(f"{line['what']} after step {line['step']}: {told}{loss} ({line['rows']} rows)")
+        scores = " ".join(f"{word} {value:.4f}" for word, value in quoted(line).items())
+        self._line(f"{line['what']} after step {line['step']}: {scores}{loss} ({line['rows']} rows)")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -155,10 +154,10 @@ class ProgressView:
 
 @dataclass
 class FolderJournal(Journal):
-    """Writes the run folder. Each line is written at its step; a full disk is an `InputError` at that step.
+    """Writes the run folder. Lines are written at their step; a full disk raises `InputError` at that step.
 
-    tensors: the state to save. fixed_state: what every checkpoint says of the run. keep: checkpoints to keep. saved_at:
-    the step of the checkpoint that was saved, or loaded, last; 0 without one. counts_right: as a `ScoredTask` says it.
+    tensors: returns the tensors to save. fixed_state: entries in every checkpoint's state. keep: number of checkpoints
+    to keep. saved_at: step of the last checkpoint saved or loaded; 0 without one. counts_right: see `ScoredTask`.
     """
 
     folder: RunFolder
@@ -195,9 +194,9 @@ class FolderJournal(Journal):
         self.view.step(line)
 
     def evaluated(self, step: int, epoch: int, scores: Scores, what: str, *, recorded: bool = False) -> None:
-        """Write scores to the ledger, unless they are `recorded` there already, and to the metrics.
+        """Write scores to the metrics and, unless already `recorded`, to the ledger.
 
-        The confusion matrix is on the disk before the ledger's line that quotes it.
+        The confusion matrix is written before the ledger's line, which quotes its digest.
         """
         if scores.confusion is not None:
             write_confusion(self.folder.confusion, scores.confusion)
@@ -208,12 +207,12 @@ class FolderJournal(Journal):
         self.view.evaluated(line)
 
     def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """Write the whole state, whole or not at all; then remove old checkpoints, but never the best.
+        """Write a checkpoint atomically, then remove old checkpoints except the best.
 
-        Raises `InputError` if the disk refuses, and `Violation` if it reads back other bytes.
+        Raises `InputError` if it cannot be written, and `Violation` if reading it back gives other bytes.
         """
         self.ledger.sync()
-        # Reals as hex, so that a checkpoint's state is strict JSON and exact.
+        # Reals as hex strings: exact, and strict JSON even for infinities.
         exact = {name: value.hex() if isinstance(value, float) else value for name, value in asdict(progress).items()}
         state = {**self.fixed_state, "progress": exact}
         path = save_checkpoint(self.folder.checkpoints, progress.step, self.tensors(), state, self.ledger.head)
@@ -229,7 +228,7 @@ class FolderJournal(Journal):
 
 
 def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
-    """The ledger's record of scores after `step` updates."""
+    """The ledger record of scores after `step` updates."""
     reals = {name: Real.of(value) for name, value in _reals(scores).items()}
     confusion = digest_of(scores.confusion) if scores.confusion is not None else None
     return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=confusion)
@@ -240,11 +239,11 @@ def _reals(scores: Scores) -> dict[str, float]:
 
 
 def progress_from(checkpoint: Checkpoint) -> Progress:
-    """The progress that the checkpoint's state holds. Raises `InputError` for one of another form or step."""
+    """The progress in the checkpoint's state. Raises `InputError` if it is malformed or of another step."""
     try:
-        found = checkpoint.state["progress"]
+        saved = checkpoint.state["progress"]
         values: dict[str, Any] = {
-            name: float.fromhex(value) if isinstance(value, str) else int(value) for name, value in found.items()
+            name: float.fromhex(value) if isinstance(value, str) else int(value) for name, value in saved.items()
         }
         progress = Progress(**values)
         if progress.step != checkpoint.step or not 0 <= progress.best_step <= progress.step:

@@ -1,4 +1,4 @@
-"""What is checked of a plan before it is trained: notes to the user, and files that would be too large. No torch."""
+"""Checks of a plan before training: notes to the user, and errors for files that would be too large. No torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from andon_contracts.untrusted import MOST_JSON
 
 _FEW_UPDATES = 100
 _CLASS = 250
-"""Bytes that the scores of a class take in a summary at most, without its name: four numbers, indented."""
+"""The most bytes of a class's scores in a summary, without its name: four numbers, indented."""
 _RANK = 300
-"""Bytes of a step's line that one rank takes at most, without its rows and micro-batches: digests and names."""
+"""The most bytes of one rank in a step's line, without its rows and micro-batches: digests and names."""
 _REST = 1 << 16
-"""Bytes of a summary, or of a step's line, that depend on none of these numbers."""
+"""The most bytes of everything else in a summary or in a step's line."""
 
 
 def idleness(plan: BatchPlan, workers: int) -> str:
-    """How many of these workers would never train on a row, and why; empty if every worker has rows."""
+    """A note with the number of workers that would never train on a row, and why; empty if every worker has rows."""
     idle = plan.idle_ranks(workers)
     rows = min(plan.batch_size, len(plan.ids))
     unit = "row" if plan.updates is None else "pack"
@@ -32,13 +32,13 @@ def idleness(plan: BatchPlan, workers: int) -> str:
 
 
 def few_updates(plan: BatchPlan, config: Config) -> str:
-    """A note if a run on a pretrained base is so short that it will hardly have learned; else empty."""
+    """A note if a run on a pretrained base has too few updates to learn much; else empty."""
     few = config.model.base is not None and config.training.max_steps is None and plan.total_steps < _FEW_UPDATES
     return f"note: {plan.total_steps} updates are few; for so few rows raise training.epochs" if few else ""
 
 
 def learns_nothing(plan: BatchPlan, config: Config) -> str:
-    """A warning if the only update of the run is the last of its schedule, whose rate is the lowest; else empty."""
+    """A warning if the run's only update is the last of its schedule, with the lowest learning rate; else empty."""
     rate, peak = Schedule(config, plan.total_steps).rate(1), config.optimizer.lr
     if plan.total_steps > 1 or rate >= peak:
         return ""
@@ -50,9 +50,9 @@ def learns_nothing(plan: BatchPlan, config: Config) -> str:
 
 
 def require_records_fit(config: Config, rows: Rows, plan: BatchPlan, evaluated: int) -> None:
-    """Raise `InputError` for a run whose ledger, confusion matrices, summary or label names would be too long.
+    """Raise `InputError` if the run's ledger lines, confusion matrix, summary or label names may exceed their limits.
 
-    evaluated: the most rows that are scored at once. Each size is that of the worst case.
+    evaluated: the most rows of one evaluation. Sizes are worst cases.
     """
     problems = ProblemList()
     labels = rows.train.labels

@@ -1,6 +1,6 @@
-"""The folder that a run leaves to its next user: the adapter or model, its tokenizer, and a card.
+"""The output folder of a run: the adapter or model, its tokenizer, and a model card.
 
-The card is Markdown with a YAML header as model hubs read it (`card.md.j2`), written from the run's own record alone.
+The card (`card.md.j2`) is Markdown with the YAML header of model hubs. All its values come from the run folder.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from andon.training.material import HEADS
 from andon_contracts.legible import legible_line
 
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
-"""Classes that are listed, and up to which the confusion matrix is shown."""
+"""The most classes to list, and the most columns of a confusion matrix to show."""
 _VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
 _HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
-"""Keys of a run's identity that the card's command sets by a flag; the last one follows from `--backend`."""
+"""Identity keys that the card's command sets by flags; `run.device_kind` follows from `--backend`."""
 
 
 class _Score(NamedTuple):
-    """A score in the card: its key in the summary, its name here, its metric name on the hub, and what it is of (a key
-    in `_scores`). share: the score is a fraction of that count, so the card shows the number too."""
+    """A score in the card. key: in the summary. word: its name in the card. hub: its metric on the hub. of: the counted
+    unit, a key of `counts` in `_scores`. share: the score is a fraction of that count, so the card shows the number."""
 
     key: str
     word: str
@@ -91,8 +91,8 @@ _SCORES: Mapping[str, tuple[_Score, ...]] = {
 
 
 class Form(Enum):
-    """What lies in the folder of a card: an adapter alone, an adapter with its base beside it, a model of which every
-    weight was trained, or a base with the adapter added to its weights."""
+    """Contents of an output folder: an adapter, an adapter with the weights of its base, a model trained in full, or a
+    base with the adapter merged."""
 
     ADAPTER = "adapter"
     COMPLETE = "complete"
@@ -101,7 +101,7 @@ class Form(Enum):
 
 
 def form_of(config: Config) -> Form:
-    """What a run's own `adapter` folder holds."""
+    """The form of a run's own `adapter` folder."""
     if config.adapter.kind == "none":
         return Form.WHOLE
     return Form.COMPLETE if config.model.base is None else Form.ADAPTER
@@ -118,7 +118,7 @@ def write_model_files(
 ) -> None:
     """Write the adapter of `model`, or the whole model if it has none, and its tokenizer into the folder `path`.
 
-    reference: where an adapter's base is. asked: the prompt format of a model that answers.
+    reference: the path or hub id of an adapter's base. asked: the prompt format of an `sft` model, else None.
     """
     named = config.model
     export_adapter(model, path, reference, labels, revision=named.revision, with_base=named.base is None)
@@ -128,14 +128,14 @@ def write_model_files(
 def write_tokenizer(
     path: Path, tokenizer: Tokenizer, config: Config, labels: Sequence[str], asked: GenerationSettings | None, side: str
 ) -> None:
-    """Write the files of a tokenizer, and the prompt format of a model that answers. A classifier's tokenizer cuts
-    texts as in training, and pads them on `side`. Raises `InputError` if the disk refuses."""
+    """Write the files of a tokenizer, and the prompt format of an `sft` model (`asked`). A classifier's tokenizer
+    truncates texts as in training, and pads them on `side`. Raises `InputError` if a file cannot be written."""
     if asked is not None:
         asked.write(path, tokenizer.pad_id)
     try:
         tokenizer.save(path, config.model.max_length if labels else None, side)
     except Exception as error:
-        if type(error) is not Exception:  # the tokenizers library raises a bare Exception for a disk that refuses
+        if type(error) is not Exception:  # the tokenizers library raises a bare Exception if writing fails
             raise
         raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
 
@@ -155,20 +155,20 @@ def write_card(
 ) -> tuple[str, ...]:
     """Write the card of the run in `folder` into `path`.
 
-    rows: the number of training rows. matrix: the confusion matrix of the scores. name: of the model. notes: sentences
-    for one more paragraph; empty ones are left out. Returns lines that a user should read before prompting the model.
+    rows: the number of training rows. matrix: the confusion matrix of the scores. name: the model's. notes: sentences
+    for an extra paragraph; empty ones are skipped. Returns warnings about prompting the model.
     """
-    asks = None if asked is None else prompt_format(tokenizer, asked.form)
+    prompt = None if asked is None else prompt_format(tokenizer, asked.form)
     provenance = read_provenance(folder.provenance)
     task = config.task or CLASSIFICATION
     base = config.model.base
-    # A folder stands in a run's configuration by its whole path, of which only the name goes to others.
+    # A run's configuration has a local base's absolute path; the card shows only the folder's name.
     on_hub = base is not None and not base.startswith(("/", "~", "."))
-    short = base if base is None or on_hub else Path(base).name
+    base_name = base if base is None or on_hub else Path(base).name
     paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
-    data = provenance.digest("data")  # of the rows to train on, then of those to evaluate on if they are in other files
-    # The hub's word for what such models do, and the pipeline of transformers that does it.
+    data = provenance.digest("data")  # training rows, then rows of a separate evaluation file
+    # The task's name on the hub, which is also the name of its transformers pipeline.
     pipeline = {TOKEN_CLASSIFICATION: task, SFT: "text-generation"}.get(task, "text-classification")
 
     header: dict[str, Any] = {
@@ -200,7 +200,7 @@ def write_card(
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"plain": _plain, "code": _code, "listed": _listed, "fixed": "{:.4f}".format}
     template = (files("andon.training") / "card.md.j2").read_text(encoding="utf-8")
-    shown = environment.from_string(template).render(
+    card = environment.from_string(template).render(
         header=yaml.safe_dump(header, sort_keys=False, allow_unicode=True),
         name=name,
         form=form.value,
@@ -208,11 +208,11 @@ def write_card(
         config=config,
         labels=list(result.labels),
         paired=config.data.text_pair_column is not None,
-        own_base=short,
+        own_base=base_name,
         note=" ".join(f"{each[0].upper()}{each[1:]}." for each in notes if each),
         loader=LOADERS[HEADS[task]],
         pipeline=pipeline,
-        asking=asks,
+        asking=prompt,
         result=result,
         rows=rows,
         evaluated=evaluated,
@@ -224,10 +224,10 @@ def write_card(
         data=data,
         provenance=provenance,
         versions=[(each, provenance.fingerprint[each]) for each in _VERSIONS if each in provenance.fingerprint],
-        command=_command(config, result, short),
+        command=_command(config, result, base_name),
     )
-    (path / "README.md").write_text(f"{shown}\n", encoding="utf-8")  # where hubs look for the card of a model
-    return () if asks is None or not asks.note else (asks.note,)
+    (path / "README.md").write_text(f"{card}\n", encoding="utf-8")  # the file in which hubs expect a card
+    return () if prompt is None or not prompt.note else (prompt.note,)
 
 
 def _by_class(result: Summary) -> list[tuple[str, Mapping[str, Any]]]:
@@ -256,7 +256,7 @@ def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[
 
 
 def _command(config: Config, result: Summary, base: str | None) -> str:
-    """The command that repeats the run, for a shell, with files and folders by their names alone."""
+    """The shell command that repeats the run, with names of files and folders instead of paths."""
     weights = ["" if file.weight == 1 else f"={file.weight!r}" for file in config.data.files]
     names = short_names([file.path for file in config.data.files])
     named = {
@@ -279,9 +279,9 @@ def _command(config: Config, result: Summary, base: str | None) -> str:
     }
     for key, text in settings.items():
         words += [] if text is None else ["--set", f"{key}={json.dumps(text)}"]
-    named_alone = {"data": {"train": config.data.train}, "model": {"base": config.model.base}}
-    default = identity(Config.model_validate(named_alone))
-    if config.model.base is not None:  # automatic values may be chosen otherwise elsewhere
+    data_and_base = {"data": {"train": config.data.train}, "model": {"base": config.model.base}}
+    default = identity(Config.model_validate(data_and_base))
+    if config.model.base is not None:  # automatic values may differ on other machines, so all are set
         default = {key: value for key, value in default.items() if key not in automatic_keys(config)}
     for key, _, value in differences(default, identity(config)):
         if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights")):
@@ -295,10 +295,10 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of others as Markdown that means nothing but its letters, on one line."""
+    """Untrusted text on one line, with Markdown's special characters escaped."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>#|" else letter for letter in legible_line(text))
 
 
 def _code(text: str) -> str:
-    """`text` as it is written, between backticks; a backtick in it becomes an apostrophe."""
+    """Untrusted text as Markdown code; a backtick becomes an apostrophe, a pipe is escaped."""
     return f"`{legible_line(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"

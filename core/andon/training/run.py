@@ -1,6 +1,6 @@
-"""One run in one process, from top to bottom: restore it to where it stands, agree on that, train, and close it.
+"""A training run in one process: restore its state, check that all ranks agree on it, train, and finish.
 
-Rank 0 alone decides what to resume from and writes the folder; every rank takes part in all else.
+Rank 0 alone decides what to resume from and writes the folder; all ranks take part in everything else.
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ from andon_contracts.record import End, Plan, Resume, Start
 from andon_contracts.violation import Violation
 
 ResumePoint = tuple[Checkpoint | None, History]
-"""Where a run goes on from: a checkpoint (None: it begins anew), and what its ledger tells of before."""
-_ANEW, _DONE, _REFUSED = -1, -2, -3
-"""What rank 0 may send instead of the step of a checkpoint."""
+"""The checkpoint to resume from (None: start from step 0), and the history in the ledger."""
+_FROM_START, _DONE, _REFUSED = -1, -2, -3
+"""Answers of rank 0 other than the step of a checkpoint."""
 _CLOCKS_S, _MOST_REJECTED = 2.0, 5
-"""The largest difference between clocks without a warning; the number of rejected checkpoints that are named."""
+"""The largest difference of clocks without a warning; the number of rejected checkpoints to list."""
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
-    """Run, or resume, the training that `config` describes in `folder`; returns `Exit.OK` or `Exit.PREEMPTED`.
+    """Start or resume the training of `config` in `folder`; returns `Exit.OK` or `Exit.PREEMPTED`.
 
-    stop_asked: whether this process was asked to end at the next step boundary. started: when the command began, by
-    `time.monotonic` (None: now). Raises `InputError`, and `Violation` on every rank alike.
+    stop_asked: returns whether to stop at the next step boundary. started: the command's start by `time.monotonic`
+    (None: now). Raises `InputError`, and `Violation` on all ranks.
     """
     reset_evaluations()
     with assembled(config, folder, started) as session:
@@ -90,11 +90,11 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
         if run.writes and unfit_model(session.config):
             say(unfit_model(session.config))
         progress = progress_from(checkpoint) if checkpoint is not None else Progress()
-        agree_on_start(session, progress)  # from here on rank 0 may write to what all have read
+        agree_on_start(session, progress)  # all ranks have read the folder, so rank 0 may write to it
         writer = open_journal(session, checkpoint, history, progress) if run.writes else None
         journal, repeats = writer or Journal(), Repeats(history.steps)
-        scored = partial(session.evaluator, material.validation_task, material.validation_ids)
-        evaluate = scored if material.validation_ids else None
+        score = partial(session.evaluator, material.validation_task, material.validation_ids)
+        evaluate = score if material.validation_ids else None
         trainer = Trainer(run, journal, progress, repeats, evaluate, stop_asked, session.clock)
         try:
             reason = trainer.run()
@@ -102,16 +102,16 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
             journal.close()
         except BaseException as error:
             if writer is not None and isinstance(error, Violation):
-                # The last lines of the ledger, and a summary of the last step that held. Checkpoints stay.
-                held, weights, before = trainer.progress, trainer.weights, history.last
+                # Write the ledger's last lines and a summary of the last valid step; checkpoints stay.
+                valid, weights, before = trainer.progress, trainer.weights, history.last
                 try:
-                    for record in violation_records(error, held.step, weights, writer.saved_at, before):
+                    for record in violation_records(error, valid.step, weights, writer.saved_at, before):
                         writer.ledger.append(record)
                     again = replace(history, violations=history.violations + 1, ended=None)
-                    _write_summary(session, writer, _summary(session, "violation", held, weights, again))
-                except InputError as refused:  # a disk that refuses must not hide the violation
+                    _write_summary(session, writer, _summary(session, "violation", valid, weights, again))
+                except InputError as refused:  # a failing disk must not hide the violation
                     say(f"the violation could not be recorded: {refused}")
-            with suppress(InputError):  # the error that is being raised comes first
+            with suppress(InputError):  # the error that is being raised matters more
                 journal.close()
             raise
         if run.writes and reason != "preempted":
@@ -119,24 +119,24 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
     return Exit.PREEMPTED if reason == "preempted" else Exit.OK
 
 
-# Where the run goes on from
+# The state to start or resume from
 
 
 def restore(session: Session) -> ResumePoint | None:
-    """Load the checkpoint that rank 0 chose into every replica, and read the ledger, once on every rank.
+    """Load the checkpoint that rank 0 chose into every replica, and read the ledger once per rank. Collective.
 
-    None: the run is finished, and nothing is left to do. Raises `InputError` on rank 0 (`RankFailed` on the others) for
-    a run that was not asked to be resumed, that was another one, or whose ledger is damaged.
+    Returns None if the run is finished. Raises `InputError` on rank 0 (`RankFailed` on the others) if the folder
+    holds a run and `run.resume` is not set, if the run's identity differs, or if its ledger is damaged.
     """
     run = session.run
     point: ResumePoint | None = None
-    answer, refused = _ANEW, None
+    answer, refused = _FROM_START, None
     if run.writes:
         try:
-            point, answer = _choose(session)
+            point, answer = _choose_resume_point(session)
         except InputError as error:
             answer, refused = _REFUSED, error
-    # Also if rank 0 refuses: the others wait here, and would not learn why.
+    # Gather even if rank 0 fails, since the other ranks wait here.
     answer = int(run.backend.gather([torch.tensor([answer], device=device) for device in run.backend.devices])[0])
     if refused is not None:
         raise refused
@@ -145,20 +145,20 @@ def restore(session: Session) -> ResumePoint | None:
     if answer == _DONE:
         return None
     if point is None:
-        checkpoint = None if answer == _ANEW else _load(session, answer)
+        checkpoint = None if answer == _FROM_START else _load(session, answer)
         point = checkpoint, _history(session, checkpoint)
     if point[0] is not None:
         run.restore(point[0])
     return point
 
 
-def _choose(session: Session) -> tuple[ResumePoint | None, int]:
-    """What rank 0 resumes from, and the answer to the others. None: there is nothing to read, or nothing to do."""
+def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
+    """Rank 0's resume point and its answer to the other ranks; None if the run is new or finished."""
     folder, machine = session.folder, fingerprint(session.environment)
     if session.config.run.resume != "auto":
         if folder.begun():
             raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
-        return None, _ANEW
+        return None, _FROM_START
     if folder.state() is State.FINISHED:
         require_same_as_finished(session.config, folder)
         return None, _DONE
@@ -177,7 +177,7 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
         say(f"resume: rejected {reason}")
     if len(rejected) > _MOST_REJECTED:
         say(f"resume: rejected {len(rejected) - _MOST_REJECTED} more of {folder.checkpoints}")
-    # Before the settings are compared: the checkpoint of another run has other settings.
+    # Checked before the settings: the checkpoint of another run has other settings, which would hide the cause.
     if checkpoint is not None and history.head != checkpoint.head[1]:
         ledger = folder.ledger
         what = (
@@ -194,7 +194,7 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
         )
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
-        return (None, history), _ANEW
+        return (None, history), _FROM_START
     done, now = f"{checkpoint.step} of {session.material.plan.total_steps} steps done", session.run.backend.world_size
     resized = f", on {history.world} workers; now there are {now}" if history.world not in (0, now) else ""
     say(f"resume: from {checkpoint.path.name}, {done}{resized}")
@@ -202,7 +202,7 @@ def _choose(session: Session) -> tuple[ResumePoint | None, int]:
 
 
 def _digests(session: Session) -> dict[str, str]:
-    """Digests of all that the configuration only names, and of the weights that follow from it."""
+    """Digests of the data, the tokenizer, the base and the initial weights."""
     weights = {"base": session.run.base, "initial_weights": session.run.initial_weights}
     digests = {"data": session.material.rows.digest, "tokenizer": session.material.tokenizer.digest}
     return {name: hex64(digest) for name, digest in weights.items()} | digests
@@ -213,19 +213,19 @@ def _identity(session: Session, config: Config, digests: dict[str, Any]) -> dict
 
 
 def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tuple[str, Any, Any]]:
-    """(key, value before, value now) of what defines the run and differs from `checkpoint` (None: from its start)."""
+    """(key, old value, new value) of identity keys that differ from `checkpoint`'s (None: from the run's start)."""
     folder = session.folder
     if checkpoint is not None:
-        was = checkpoint.state.get("identity")
-        if not isinstance(was, dict):
+        old = checkpoint.state.get("identity")
+        if not isinstance(old, dict):
             what = "its state does not say what run it is of; move it away, to go on from the one before it"
             raise InputError([Problem(str(checkpoint.path), what)])
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
-        was = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
+        old = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
     else:
         return []
-    return differences(was, _identity(session, session.config, _digests(session)))
+    return differences(old, _identity(session, session.config, _digests(session)))
 
 
 def _history(session: Session, checkpoint: Checkpoint | None) -> History:
@@ -240,37 +240,37 @@ def _load(session: Session, step: int) -> Checkpoint:
         raise InputError([Problem(str(path), f"this rank cannot read it: {error}")]) from error
 
 
-# What all ranks begin from
+# Agreement of all ranks on the state to start from
 
 
 def agree_on_start(session: Session, progress: Progress) -> None:
-    """Every rank starts from the same state, data, versions and place in the plan. Raises `Violation` on all ranks."""
+    """Raise `Violation` on all ranks unless state, data, versions and progress are equal on all of them. Collective."""
     run, material = session.run, session.material
     warning = clocks_apart(run.backend)
-    if warning and run.writes:  # no more than a warning: reports and rendezvous depend on clocks, no bit does
+    if warning and run.writes:  # only a warning: no result depends on clocks
         say(f"warning: {warning}")
     mixed, masking = run.backend.name == "mixed", ""
-    alike: dict[str, object] = {"devices": [], "driver": None, "sources": {}} if mixed else {}
-    if not mixed:  # in `mixed`, ranks on CPUs give the model another mask than those on GPUs
-        found = masking_of(run.primary.model, run.primary.device)
-        masking = found.name
-        if run.writes and run.primary.device.type == "cuda" and found is Masking.TOKENS:
+    shared: dict[str, object] = {"devices": [], "driver": None, "sources": {}} if mixed else {}
+    if not mixed:  # in `mixed`, ranks on CPUs and GPUs use different masks
+        chosen = masking_of(run.primary.model, run.primary.device)
+        masking = chosen.name
+        if run.writes and run.primary.device.type == "cuda" and chosen is Masking.TOKENS:
             say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
     run.step.attest_start(
         {
-            "configuration": _number(config_digest(session.config)),
-            "data": _number(material.rows.digest),
-            "tokenizer": _number(material.tokenizer.digest),
-            "versions": _number(repr(sorted(fingerprint({**session.environment, **alike}).items()))),
-            "attention": _number(masking),
+            "configuration": _text_digest(config_digest(session.config)),
+            "data": _text_digest(material.rows.digest),
+            "tokenizer": _text_digest(material.tokenizer.digest),
+            "versions": _text_digest(repr(sorted(fingerprint({**session.environment, **shared}).items()))),
+            "attention": _text_digest(masking),
             "optimizer": run.primary.optimizer_digest(),
-            "progress": _number(repr(progress)),
+            "progress": _text_digest(repr(progress)),
         }
     )
 
 
 def clocks_apart(backend: Backend) -> str:
-    """The ranks whose clock differs from rank 0's by more than `_CLOCKS_S`; empty if none does. Collective."""
+    """A warning with the ranks whose clock differs from rank 0's by more than `_CLOCKS_S`; else empty. Collective."""
     if len(backend.ranks) == backend.world_size:
         return ""
 
@@ -280,23 +280,23 @@ def clocks_apart(backend: Backend) -> str:
     gathered(0)  # a barrier, so that all ranks read their clocks at about the same time
     seen = gathered(time.time_ns() // 1000)
     off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > _CLOCKS_S * 1e6}
-    told = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
-    return f"the clocks of the ranks are apart: {told}, by rank 0's" if off else ""
+    text = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
+    return f"the clocks of the ranks are apart: {text}, by rank 0's" if off else ""
 
 
-def _number(text: str) -> int:
-    """64 bits of SHA-256 of a text, to compare texts of ranks as integers."""
+def _text_digest(text: str) -> int:
+    """The first 64 bits of SHA-256 of `text`, to compare texts across ranks as integers."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-# What rank 0 writes before the first step
+# Files that rank 0 writes before the first step
 
 
 def open_journal(
     session: Session, checkpoint: Checkpoint | None, history: History, progress: Progress
 ) -> FolderJournal:
-    """Write what the run starts from, and then the ledger's line of the start or of the resume. Raises `InputError` for
-    a disk that refuses and for a ledger that is damaged."""
+    """Write the configuration, the environment and the provenance, then the ledger's line of the start or the resume.
+    Raises `InputError` if a file cannot be written, and for a damaged ledger."""
     run, folder, config, material = session.run, session.folder, session.config, session.material
     machine, digest, digests = fingerprint(session.environment), config_digest(config), _digests(session)
     write_whole(folder.config, to_yaml(resolved(config, folder)).encode())
@@ -313,7 +313,7 @@ def open_journal(
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
         raise InputError([Problem("", str(error))]) from error
-    data = hex64(_number(digests["data"]))
+    data = hex64(_text_digest(digests["data"]))
     common: dict[str, Any] = {
         "identity": digest,
         "fingerprint": machine,
@@ -339,7 +339,7 @@ def open_journal(
             ledger.append(history.retraction)
         name = checkpoint.path.name if checkpoint is not None else None
         ledger.append(Resume(step=progress.step, name=name, torn=ledger.torn, **common))
-    else:  # only files that are written after the end may be missing
+    else:  # the ledger is complete; files written after it may be missing
         say("resume: the ledger has the end of this run; what is written after it is written again")
     for note in filter(None, _announcements(session, progress.step)):
         say(note)
@@ -362,7 +362,7 @@ def open_journal(
 
 
 def _announcements(session: Session, done: int) -> list[str]:
-    """What a user reads before the first of the steps after `done`; empty strings are left out."""
+    """Notes for the user before step `done` + 1; empty strings are skipped."""
     config, material, backend, plan = session.config, session.material, session.run.backend, session.run.plan
     units, last, audit = "packs" if config.training.packing else "rows", plan.total_steps, session.run.step.audit
     idle, late = idleness(plan, backend.world_size), (config.training.max_steps or 0) > last
@@ -385,14 +385,14 @@ def _announcements(session: Session, done: int) -> list[str]:
     ]
 
 
-# What is left at the end
+# The end of the run
 
 
 def finish(session: Session, journal: FolderJournal | None, reason: str, progress: Progress, history: History) -> None:
-    """Load the best weights if they are kept, score the rows never trained on (every rank takes part), then write what
-    the run came to (rank 0). A run that was preempted gets neither scores nor an adapter: it goes on later.
+    """Load the best weights if `training.keep` is 'best', score the evaluation rows, and on rank 0 write the adapter,
+    the ledger's end and the summary. Collective. A preempted run gets neither scores nor an adapter.
 
-    What the ledger has from a process that ended before its summary must come out again, and is not written twice.
+    Scores and end that an interrupted process has already written to the ledger must repeat, and are not written again.
     """
     scores: Scores | None = None
     run, material, kept = session.run, session.material, 0
@@ -441,15 +441,15 @@ def load_best(session: Session, progress: Progress) -> None:
     except InputError as refused:
         again = f"put it back; or move away all checkpoints from step {step} on and resume: their steps are done again"
         error = InputError([replace(each, what=f"{each.what}; {again}") for each in refused.problems])
-    read = [torch.tensor([error is None, signed(each.weights_digest())], device=each.device) for each in run.replicas]
-    readable, digests = zip(*(each.tolist() for each in run.backend.gather(read)), strict=True)
+    sent = [torch.tensor([error is None, signed(each.weights_digest())], device=each.device) for each in run.replicas]
+    readable, digests = zip(*(each.tolist() for each in run.backend.gather(sent)), strict=True)
     if error is not None:
         raise error
     if not all(readable):
         raise RankFailed(f"rank {readable.index(0)} could not read the best checkpoint, of step {step}")
-    found = tuple(digest % UNSIGNED for digest in digests)
-    recorded = progress.best_weights or found[0]  # 0: contracts were off there
-    enforce(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": found}, step)))
+    loaded = tuple(digest % UNSIGNED for digest in digests)
+    recorded = progress.best_weights or loaded[0]  # 0: contracts were off at that step
+    enforce(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": loaded}, step)))
 
 
 def _summary(
@@ -462,10 +462,10 @@ def _summary(
     memory: Mapping[str, int] | None = None,
     kept: int = 0,
 ) -> Summary:
-    """What the run came to; `_write_summary` fills in what is known last."""
+    """The summary, without the fields that `_write_summary` fills in."""
     confusion = scores.confusion if scores is not None else None
     quoted = {"confusion": digest_of(confusion)} if confusion is not None else {}  # the matrix is in its own file
-    backend, ended = session.run.backend, history.ended is not None  # by an earlier process
+    backend, ended = session.run.backend, history.ended is not None  # an earlier process ended the run
     return Summary(
         run=session.folder.path.name,
         finished=reason in ("finished", "early-stopping"),
@@ -491,7 +491,7 @@ def _summary(
 
 
 def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -> None:
-    """Write the summary, last of all: a folder that holds a finished one is a finished run."""
+    """Write the summary, which must be the last file: with it, the folder counts as finished."""
     changed = changed_since(session.config, session.material.rows, session.began)
     for key, how in changed.items():
         say(f"warning: {key} is not what this run was trained on any more: it {how}")
@@ -508,27 +508,27 @@ def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -
 
 
 def write_adapter(session: Session, result: Summary, scores: Scores) -> None:
-    """Write the trained adapter as a PEFT folder with tokenizer and card, whole or not at all.
+    """Write the trained adapter atomically as a PEFT folder with tokenizer and card.
 
-    The embedded base lies in the adapter's folder for transformers, and beside it for peft, named by the path from
-    there: the run's folder may be moved. Another base is named by its whole path or hub id.
+    The embedded base is written twice: into the adapter's folder for transformers, and next to it for peft, which finds
+    it by a relative path, so that the run folder can be moved. Other bases are named by absolute path or hub id.
     """
     material, folder, model = session.material, session.folder, session.run.primary.model
     config = resolved(session.config, folder)
     if config.model.base is None and config.adapter.kind != "none":
         with whole_folder(folder.path / "base") as path:
             save_base(model, path, material.labels)
-    task = material.validation_task  # of the rows themselves, whatever is made of them to train on
-    asked = task.asked if isinstance(task, SftTask) else None
+    task = material.validation_task  # has the rows unpacked
+    settings = task.asked if isinstance(task, SftTask) else None
     with whole_folder(folder.adapter) as path:
         reference = config.model.base or "../base"
-        write_model_files(path, model, config, material.tokenizer, material.labels, reference, asked)
-        found, notes = (result, len(session.run.plan.ids), scores.confusion), (facts_of(model).own_code,)
-        write_card(path, folder, config, *found, form_of(config), folder.path.name, material.tokenizer, asked, notes)
+        write_model_files(path, model, config, material.tokenizer, material.labels, reference, settings)
+        facts, notes = (result, len(session.run.plan.ids), scores.confusion), (facts_of(model).own_code,)
+        write_card(path, folder, config, *facts, form_of(config), folder.path.name, material.tokenizer, settings, notes)
 
 
 def resolved(config: Config, folder: RunFolder) -> Config:
-    """`config` with its run folder named, and absolute paths, so that it can be used from anywhere."""
+    """`config` with its run folder and absolute paths, so that it can be used from any working directory."""
 
     def absolute(path: str) -> str:
         return str(Path(path).resolve())

@@ -1,5 +1,4 @@
-"""From a checked configuration to a run that has ended, for `andon train` and `andon.train`: whose folder, which
-processes, and how it ended."""
+"""Start a run of a checked configuration: choose its folder, start its processes, and report how it ended."""
 
 from __future__ import annotations
 
@@ -59,15 +58,15 @@ _PRELOAD = (
     "peft.utils.transformers_weight_conversion",
     "andon.launch.server_last",
 )
-"""Modules that ranks would otherwise each import: an optimizer needs `torch._dynamo`, as slow as torch."""
+"""Imported once, before ranks are forked. Optimizers need `torch._dynamo`, which imports as slowly as torch."""
 _RESTARTED = (Exit.RANK_LOST, Exit.RANK_SILENT, Exit.CRASHED)
-"""Ends after which ranks are started again. A user's mistake and a broken contract would only come again."""
+"""Exit codes after which ranks are restarted. After a user error or a violation, a restart would fail the same way."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """How a run ended, and its folder. why: the cause, or all of the user's mistakes; empty after `Exit.OK`. report: of
-    the rank process that failed first. asked_by: the signal to this process that asked for the end, or 0."""
+    """How a run ended, and its folder. why: the cause, or all user errors; empty after `Exit.OK`. report: of the rank
+    that failed first. asked_by: the signal to this process that requested the end, or 0."""
 
     folder: RunFolder
     exit: Exit
@@ -77,11 +76,11 @@ class RunOutcome:
 
 
 def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[str, Path] | None = None) -> RunOutcome:
-    """Train as configured, or go on, and say how it ended.
+    """Start or resume the run of `config`, and return how it ended.
 
-    started: when the command began, by `time.monotonic`. entry: what rank processes are started with, as
-    "module:function". given: by key (`train`, `eval`), temporary files of `config.data`; the run folder keeps copies.
-    Raises `InputError` before anything is started or written, and, without rank processes, what the run raised.
+    started: the command's start by `time.monotonic`. entry: the function that rank processes call, as
+    "module:function". given: temporary files of `config.data`, by key (`train`, `eval`), to copy into the run folder.
+    Raises `InputError` before anything is started or written, and without rank processes the run's own exceptions.
     """
     task = task_notice(config)
     require(config.run.report_to)
@@ -108,28 +107,28 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
     if task:
         say(task)
-    # All mistakes in the data at once, before ranks are started that would each find them.
+    # Report all errors in the data once, before ranks start, each of which would report them.
     rows = None if is_tokenised_as_read(config) else read_rows(config)
     for note in filter(None, (*(() if rows is None else notes(rows)), chosen, not_portable)):
         say(note)
-    made = folder is None
+    is_new = folder is None
     if folder is None:
         folder = RunFolder(new_folder())
         if resuming:
             say(f"resume: no unfinished run of this configuration under {RUNS}/, starting anew in {folder.path}")
-    before = folder.names() if not made and folder.path.exists() else None
+    before = folder.names() if not is_new and folder.path.exists() else None
     try:
         with portable_environment(config.run), folder.claimed():
             try:
-                if given and same_data(folder, config):  # others are refused, and nothing of them stays
+                if given and same_data(folder, config):  # other rows are refused later, so they are not copied
                     config, rows = kept(config, folder, given), None
-                # From here on no signal raises. If one did while the folder's lock is released, this process would
-                # keep the lock and could not remove what it leaves.
+                # From here on signals raise no exception. Raised while the folder's lock is being released, one would
+                # leave the folder locked and its files in place.
                 preemption.begin()
                 with folder.open_for_writing():
-                    place = cache_of(config, folder.tokens)
-                    if rows is not None and place is not None:  # so that ranks open no data file
-                        read_rows(config, folder=place, known=rows)
+                    cache = cache_of(config, folder.tokens)
+                    if rows is not None and cache is not None:  # ranks then read the cache and no data file
+                        read_rows(config, folder=cache, known=rows)
                 if config.run.backend == "inline":
                     ended = _train_here(config, folder, started)
                 else:
@@ -139,8 +138,8 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
             ended = _unfinished(folder, "every rank ended with exit code 0")
     finally:
-        if made:
-            with suppress(OSError):  # it stays if anything is in it
+        if is_new:
+            with suppress(OSError):  # fails if the folder is not empty
                 folder.path.rmdir()
     if ended.exit is Exit.OK:
         _report(folder, config)
@@ -148,35 +147,35 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
 
 
 def foreign(path: Path) -> Problem:
-    """What is wrong with a folder that holds something else than a run."""
+    """The problem of a run folder at `path` that holds files which are not a run's."""
     return Problem(str(path), "holds something that is no run; name a new or an empty folder")
 
 
 def _unfinished(folder: RunFolder, how: str) -> RunOutcome:
-    """The end of a run in which something called `sys.exit(0)`: it must not look like success."""
+    """The outcome of a run whose processes exited with code 0 early, for example by `sys.exit(0)`."""
     why = f"the run is not finished: {how} {progress_text(folder)}; go on with: {resume_command(folder)}"
     return RunOutcome(folder, Exit.RANK_LOST, why)
 
 
 def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome:
-    """All ranks in this process; a signal ends the run at its next step boundary, a second SIGINT at once."""
+    """Train all ranks in this process. A signal ends the run at the next step boundary, a second SIGINT immediately."""
     from andon.training.run import train
 
-    asked: list[int] = []
+    received: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        if signal.SIGINT in asked and signum == signal.SIGINT:
+        if signal.SIGINT in received and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        asked.append(signum)
+        received.append(signum)
 
     try:
         with ExitStack() as stack:
             if threading.current_thread() is threading.main_thread():  # only this thread may install handlers
                 for signum in preemption.PREEMPTION_SIGNALS:
                     stack.callback(signal.signal, signum, signal.signal(signum, note))
-            asked.extend(preemption.taken())
-            code = train(config, folder, lambda: bool(asked), started)
-            return RunOutcome(folder, code, asked_by=next(iter(asked), 0))
+            received.extend(preemption.taken())
+            code = train(config, folder, lambda: bool(received), started)
+            return RunOutcome(folder, code, asked_by=next(iter(received), 0))
     except SystemExit as ended:
         argument = "" if ended.code is None else repr(ended.code)
         return _unfinished(folder, f"something in it called sys.exit({argument})")
@@ -188,9 +187,9 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome
 
 
 def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
-    """The payload of `train_rank`: what to train, where, and when the command began (`time.monotonic`).
+    """The payload of `train_rank`. started: the command's start by `time.monotonic`.
 
-    Settings that nobody set are left out: every rank chooses the same for them from the data and the base.
+    Settings that the user did not set are left out: every rank chooses the same values from the data and the base.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
     now = stamps(data_files(config))
@@ -198,9 +197,9 @@ def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
-    """Be one rank of a run; returns an `Exit`. Called by the launcher in each of its processes.
+    """Run one rank; returns an `Exit`. The launcher calls it in each rank process.
 
-    Raises `InputError` if a data file has changed since the launcher looked at it.
+    Raises `InputError` if a data file has changed since `payload_of`.
     """
     from andon.training.run import train
 
@@ -211,10 +210,10 @@ def train_rank(payload: Mapping[str, Any]) -> int:
 
 
 def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> RunOutcome:
-    """Launch ranks, and after a failure launch them again, as often as `run.max_restarts` allows.
+    """Launch ranks, and relaunch them after a failure, at most `run.max_restarts` times.
 
-    A restart resumes from the last checkpoint, so it repeats the same computation to the bit. If it fails by the same
-    error at the same step, the error is deterministic and would only come again: the run ends.
+    A restart resumes from the last checkpoint and repeats the same computation bit for bit. If it fails with the same
+    error at the same step, the error is deterministic, and the run ends.
     """
     warm_up(_PRELOAD)
     most, failures = config.run.max_restarts, list[tuple[object, int]]()
@@ -235,11 +234,11 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
         if result.asked_by or result.exit not in _RESTARTED or not most:
             break
         reached = 0
-        with suppress(OSError, LedgerError):  # whoever resumes is told what is wrong with the ledger
+        with suppress(OSError, LedgerError):  # a resume reports what is wrong with the ledger
             for record in read_ledger(folder.ledger):
                 if isinstance(record, Step | Resume):
                     reached = record.step
-        # The error without what differs between two occurrences of it: ranks, seconds, addresses.
+        # Compare errors without details that vary between occurrences: ranks, seconds, addresses.
         error: object = result.cause
         if result.first is not None:
             error = result.exit, result.exits[result.first.rank]
@@ -258,18 +257,18 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
 
 
 def _report(folder: RunFolder, config: Config) -> None:
-    found = read_summary(folder.summary)
-    told = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(found.eval).items()][:2])
+    summary = read_summary(folder.summary)
+    scores = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(summary.eval).items()][:2])
     say(
-        f"done: {found.steps} steps on {found.world_size} {found.backend} workers in {found.wall_s:.1f} s, "
-        f"{found.evaluated_on} {told}"
+        f"done: {summary.steps} steps on {summary.world_size} {summary.backend} workers in {summary.wall_s:.1f} s, "
+        f"{summary.evaluated_on} {scores}"
     )
-    if found.reason == "early-stopping":
+    if summary.reason == "early-stopping":
         say(f"stopped early: the last {config.training.early_stopping_patience} evaluations had no better loss")
-    broken = f"violations before it was resumed: {found.violations}" if found.violations else "no violation"
-    if found.kept_step is not None:
-        say(f"kept the weights of step {found.kept_step}, which has the lowest validation loss (training.keep=best)")
-    say(f"weights {found.weights_digest}, {sum(found.contracts.values())} clause evaluations, {broken}")
+    broken = f"violations before it was resumed: {summary.violations}" if summary.violations else "no violation"
+    if summary.kept_step is not None:
+        say(f"kept the weights of step {summary.kept_step}, which has the lowest validation loss (training.keep=best)")
+    say(f"weights {summary.weights_digest}, {sum(summary.contracts.values())} clause evaluations, {broken}")
     say(f"run folder {folder.path}")
     use = "generate" if config.task == SFT else "predict"
     say(f"next: {command_line('andon', use, folder.path, '--data', 'FILE')}")

@@ -1,8 +1,7 @@
-"""Epochs, evaluation, checkpoints and early stopping around the step. The same decisions on every rank.
+"""The training loop: epochs, evaluation, checkpoints and early stopping. All ranks make the same decisions.
 
-Every decision is a function of bits that are equal on all ranks: the results of a step, the scores of a gathered table.
-Ranks only exchange what a single rank can know: a request to stop, a checkpoint that is due by rank 0's clock, and a
-checkpoint that could not be written.
+Decisions depend on bits that are equal on all ranks: results of a step, scores of a gathered table. Ranks exchange only
+what a single rank knows: a request to stop, a checkpoint that is due by rank 0's clock, a failure to write one.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from andon_contracts.liveness.diagnosis import UPDATE, StepClock
 from andon_contracts.record import Step
 from andon_contracts.violation import Violation
 
-_WAIT = 19
-"""Rank 0 waits this many times as long as the last checkpoint took, so that saving by time takes at most 5 %."""
+_SAVE_WAIT = 19
+"""Rank 0 waits this many times the duration of the last checkpoint, so that timed saving takes at most 5 % of time."""
 _WRITTEN, _REFUSED, _BROKEN = 0, 1, 2
-"""What became of a checkpoint on the rank that writes it."""
+"""Outcome of a checkpoint on the rank that writes it."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is: what a checkpoint holds besides tensors.
+    """Position and best result of a run, saved in checkpoints together with the tensors.
 
-    best_weights: the digest of the weights after `best_step`; 0 if contracts were off there. bad_evaluations: the
-    number of evaluations since then, none of which had a lower validation loss.
+    best_weights: the digest of the weights after `best_step`; 0 if contracts were off then. bad_evaluations: the number
+    of later evaluations, all without a lower validation loss.
     """
 
     step: int = 0
@@ -55,7 +54,7 @@ class Progress:
 
 
 class Journal:
-    """Records what happens in a run. This one records nothing: rank 0 alone writes files (`journal.FolderJournal`)."""
+    """Base class that records nothing, for ranks other than 0. Rank 0 writes files (`journal.FolderJournal`)."""
 
     def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
         """Record an update; `record` is its line of the ledger."""
@@ -64,19 +63,19 @@ class Journal:
         """Record scores after `step` updates."""
 
     def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """Save the whole state. best: it has the lowest validation loss so far."""
+        """Save the training state. best: it has the lowest validation loss so far."""
 
     def close(self) -> None:
-        """Release files. More than one call is harmless."""
+        """Close files. Idempotent."""
 
 
 @dataclass
 class Trainer:
-    """Trains `parts` from `progress`, the state that its replicas are in, to the end of the plan.
+    """Trains `parts` from `progress`, the current state of its replicas, to the end of the plan.
 
-    repeats: steps done before, which must be repeated exactly. evaluate: scores the validation rows; None if there are
-    none. stop_asked: whether this process was asked to end at the next step boundary. clock: is told where the run is.
-    progress, weights: where the run is and the digest of the weights there, after the last step that held.
+    repeats: recorded steps that must be repeated exactly. evaluate: scores the validation rows; None without such rows.
+    stop_asked: returns whether to stop at the next step boundary. clock: receives the current step and phase. progress,
+    weights: the progress and the weights' digest after the last valid step.
     """
 
     parts: Run
@@ -88,21 +87,21 @@ class Trainer:
     clock: StepClock = field(default_factory=StepClock)
     weights: int = field(init=False)
     _saved_at: int = field(default=-1, init=False)
-    _due_at: float = field(default=math.inf, init=False)
+    _save_deadline: float = field(default=math.inf, init=False)
     _under_way: list[tuple[GlobalBatch, Pending]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.weights = self.parts.primary.weights_digest()
 
     def run(self) -> str:
-        """Train from `progress` on, and return why that ended: `finished`, `early-stopping` or `preempted`.
+        """Train, and return why it ended: `finished`, `early-stopping` or `preempted`. Collective.
 
-        Raises `Violation` on every rank alike, `InputError` on a rank whose disk refuses (`RankFailed` on the others).
+        Raises `Violation` on all ranks; `InputError` on a rank that cannot write (`RankFailed` on the others).
         """
         stop, reason = False, "finished"
         self._schedule_save(0.0)
         for step in range(self.progress.step + 1, self.parts.plan.total_steps + 1):
-            if self._gives_up():
+            if self._out_of_patience():
                 reason = "early-stopping"
                 break
             if stop:
@@ -114,20 +113,20 @@ class Trainer:
         return reason
 
     def _advance(self, batch: GlobalBatch) -> bool:
-        """Do one update and what is due after it; returns whether a rank was asked to stop.
+        """Do one update and the work due after it; returns whether a rank requests a stop.
 
-        If updates are judged late, this update is launched before the last one is settled, unless something is due
-        after it that needs the weights as it leaves them.
+        With late judgement, an update is launched before the previous one is settled. If evaluation, a checkpoint or
+        the base digest is due after an update, it is settled before the next one is launched.
         """
         self.clock.at(batch.step, UPDATE)
-        # Signals and clocks differ between ranks, so the update's message carries each rank's requests to all.
-        asked = {"stop": self.stop_asked(), "save": monotonic() >= self._due_at}
+        # Signals and clocks differ between ranks, so each rank sends its requests to all with the update.
+        requests = {"stop": self.stop_asked(), "save": monotonic() >= self._save_deadline}
         rate, run_step = self.parts.schedule.rate(batch.step), self.parts.step
         if not run_step.late:
-            result = run_step(batch, rate, batch.step, **asked)
+            result = run_step(batch, rate, batch.step, **requests)
             self._settle(batch, result, stopping=result.stop, saving=result.save)
             return result.stop
-        self._under_way.append((batch, run_step.launch(batch, rate, batch.step, **asked)))
+        self._under_way.append((batch, run_step.launch(batch, rate, batch.step, **requests)))
         training, stop, save = self.parts.config.training, False, False
         regular = (self.parts.config.contracts.base_every, training.checkpoint_every, training.evaluate_every)
         due = any(self._is_due(batch.step, every) for every in regular)
@@ -142,20 +141,20 @@ class Trainer:
         return self.parts.plan.is_epoch_end(step) or (every is not None and step % every == 0)
 
     def _schedule_save(self, took: float) -> None:
-        """Rank 0 wants the next checkpoint after the configured time, or later if the last took long (`took` s)."""
+        """Set rank 0's deadline for the next timed checkpoint; `took`: seconds that the last one took."""
         minutes = self.parts.config.training.checkpoint_minutes
         if minutes is not None and self.parts.backend.ranks[0] == 0:
-            self._due_at = monotonic() + max(60 * minutes, _WAIT * took)
+            self._save_deadline = monotonic() + max(60 * minutes, _SAVE_WAIT * took)
 
-    def _gives_up(self) -> bool:
+    def _out_of_patience(self) -> bool:
         patience = self.parts.config.training.early_stopping_patience
         return patience is not None and self.progress.bad_evaluations >= patience
 
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
-        """Record an update that held, and do what is due after it. stopping: the run ends. saving: a rank asks."""
+        """Record a valid update, then evaluate, save and check the base if due. stopping, saving: ranks' requests."""
         step, backend, training = batch.step, self.parts.backend, self.parts.config.training
         record = step_record(batch, result, backend.world_size, backend.name)
-        self.repeats.judge(record)  # before it is written: the ledger must not have two results of one step
+        self.repeats.judge(record)  # before writing: the ledger must not get two results of a step
         self.progress = replace(self.progress, step=step, last_loss=result.loss)
         self.weights = result.digests.get("weights", self.weights)
         self.journal.step(batch, result, record)
@@ -171,8 +170,8 @@ class Trainer:
             elif loss is not None:
                 self.progress = replace(done, bad_evaluations=done.bad_evaluations + 1)
         began = monotonic()
-        saving = saving or stopping or best or self._gives_up() or self._is_due(step, training.checkpoint_every)
-        # Frozen weights are too large to be read at each update, but no checkpoint vouches for them unread.
+        saving = saving or stopping or best or self._out_of_patience() or self._is_due(step, training.checkpoint_every)
+        # Frozen weights are too large to check after each update, but they are checked before each checkpoint.
         if saving or step % self.parts.config.contracts.base_every == 0:
             self.parts.step.attest_base(step, self.parts.base)
         if saving:
@@ -181,7 +180,7 @@ class Trainer:
             self._schedule_save(monotonic() - began)
 
     def _save(self, *, best: bool) -> None:
-        """Have the checkpoint written, and tell every rank what became of it: all go on or none does."""
+        """Write a checkpoint and gather its outcome, so that all ranks continue or none does. Collective."""
         error: InputError | Violation | None = None
         self.clock.at(self.progress.step, "checkpoint")
         try:
@@ -189,7 +188,7 @@ class Trainer:
         except (InputError, Violation) as refused:
             error = refused
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED
-        # Also if this rank is about to raise: the others would wait for it in the next update.
+        # Gather even if this rank will raise, since the others wait here.
         backend = self.parts.backend
         outcomes = backend.gather([torch.tensor([outcome], device=device) for device in backend.devices])
         if error is not None:
@@ -204,25 +203,25 @@ class Trainer:
 
 @dataclass
 class Evaluator:
-    """Scores rows. Caches the last and the best evaluation, so that repeating one needs no forward pass.
+    """Scores rows. Caches the last and the best evaluation, so that repeating either needs no forward pass.
 
-    The key is the count of updates, which is equal on all ranks. With a digest of weights, a rank with damaged weights
-    would wait alone in a gather.
+    The key is the number of updates, which is equal on all ranks. If it were the weights' digest, a rank with damaged
+    weights would miss the cache and wait alone in a gather.
     """
 
     backend: Backend
     replicas: Sequence[Replica]
     batching: EvaluationBatching
-    _known: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
+    _cache: dict[tuple[int, int, tuple[int, ...]], Scores] = field(default_factory=dict)
 
     def __call__(self, task: ScoredTask, ids: Sequence[int], after: int | None = None) -> Scores:
-        """Scores as `evaluate` gives them. after: how many updates the weights have; None: as many as were made."""
+        """Scores by `evaluate`. after: the number of updates of the loaded weights; None: the replicas' own count."""
         key = (self.replicas[0].updates if after is None else after, id(task), tuple(ids))
-        if key not in self._known:
-            best = sorted(self._known.items(), key=lambda known: math.inf if known[1].loss is None else known[1].loss)
+        if key not in self._cache:
+            best = sorted(self._cache.items(), key=lambda entry: math.inf if entry[1].loss is None else entry[1].loss)
             models = [replica.model for replica in self.replicas]
-            self._known = dict(best[:1]) | {key: evaluate(self.backend, models, task, ids, self.batching)}
-        return self._known[key]
+            self._cache = dict(best[:1]) | {key: evaluate(self.backend, models, task, ids, self.batching)}
+        return self._cache[key]
 
 
 def evaluate(
@@ -232,20 +231,20 @@ def evaluate(
     ids: Sequence[int],
     batching: EvaluationBatching | None = None,
 ) -> Scores:
-    """Scores of the rows `ids` by the replicas' `models`, exactly the same on any number of ranks.
+    """Scores of the rows `ids` by the replicas' `models`, with the same bits for any number of ranks. Collective.
 
     Each rank evaluates whole batches. The raw outputs are gathered, and every rank scores the same table. Raises
-    `Violation` if that does not have each row once, in order, or is scored otherwise (`evaluation-once`), or is not
-    finite (`finite`).
+    `Violation` unless the table has each row once, in order, and all rows are scored (`evaluation-once`), and outputs
+    are finite (`finite`).
     """
     batches = (batching or EvaluationBatching()).of(task.lengths[list(ids)].tolist())
-    # In turns, since the batches are sorted by length.
+    # Dealt round-robin, since batches are sorted by length.
     owned = [batches[rank :: backend.world_size] for rank in range(backend.world_size)]
     most = max(sum(map(len, each)) for each in owned)
 
     def outputs_of(index: int) -> torch.Tensor:
         device = backend.devices[index]
-        # Padded with -1, since all ranks send one length to a collective. fp64 holds ids and fp32 outputs exactly.
+        # Filled with -1, since a gather needs equal shapes on all ranks. fp64 holds ids and fp32 outputs exactly.
         table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
         row = 0
         for batch in owned[backend.ranks[index]]:
@@ -258,14 +257,14 @@ def evaluate(
     table = torch.cat([part.cpu() for part in backend.gather(backend.map(outputs_of))])
     table = table[table[:, 0] >= 0]
     places = torch.tensor([place for each in owned for batch in each for place in batch], dtype=torch.int64)
-    if len(table) == len(places):  # a table with more or fewer rows goes to the contract as it came
+    if len(table) == len(places):  # a table of another length is left for the contract to reject
         table = table[places.argsort()]
     row_ids, outputs = [int(value) for value in table[:, 0].tolist()], table[:, 1:]
     evaluation = Evaluation(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
     enforce(Judgement(EVALUATED, evaluation))
     finite = outputs.isfinite().all(dim=1).tolist()
-    odd = tuple(row for row, whole in zip(row_ids, finite, strict=True) if not whole)
-    enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), odd)))
+    not_finite = tuple(row for row, is_finite in zip(row_ids, finite, strict=True) if not is_finite)
+    enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), not_finite)))
     result = task.score(row_ids, outputs)
     counted = {"rows": float(len(ids))}
     enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
