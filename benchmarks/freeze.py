@@ -29,11 +29,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.compliance.loop_power import LoopLaboratory
-from andon_falsify.compliance.power import Laboratory, untried
-from andon_falsify.faults import causal, looped
-from andon_falsify.faults.looped.fault import Inside
-from andon_falsify.faults.registry import FAULTS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
@@ -45,6 +40,11 @@ from falsify.nemesis.bench import Bench
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
 from falsify.nemesis.registry import nemeses
+from falsify.power import causal, looped
+from falsify.power.laboratory import Laboratory, untried
+from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.looped.fault import Inside
+from falsify.power.registry import FAULTS
 
 Row = dict[str, Any]
 _STEP = re.compile(r"\bsteps? (\d+)")

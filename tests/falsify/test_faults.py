@@ -15,20 +15,20 @@ from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.functions import TABLES, Tabulated
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.claims.table import CHECKERS
-from andon_falsify.compliance.loop_power import LoopLaboratory
-from andon_falsify.compliance.power import Laboratory
-from andon_falsify.faults import causal, looped, registry
-from andon_falsify.faults.looped import make, named
-from andon_falsify.faults.looped.fault import SGD, LoopFault, Outside
-from andon_falsify.faults.own_promises import MEMORY
-from andon_falsify.faults.planting import Fault
-from andon_falsify.faults.seed_mutants import ADDED, CAUGHT, MISSED
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
+from falsify.power import causal, looped, registry
+from falsify.power.laboratory import Laboratory
+from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.looped import make, named
+from falsify.power.looped.fault import SGD, LoopFault, Outside
+from falsify.power.own_promises import MEMORY
+from falsify.power.planting import Fault
+from falsify.power.seed_mutants import ADDED, CAUGHT, MISSED
 
 ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))

@@ -118,7 +118,7 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
     case = SGD.but(world=1, micro_batches=1)
-    wrong = LoopSubject("andon_falsify.faults.looped.rows:NeverTraining", pools=pools)
+    wrong = LoopSubject("falsify.power.looped.rows:NeverTraining", pools=pools)
     right = LoopSubject("andon_falsify.peers.plain:make", pools=pools)
     fallen, none = (judge_further(RANDOMNESS, subject, subject.run(case)) for subject in (wrong, right))
     assert str(fallen.counterexamples[0]).startswith("step 2, rank 0: training goes on without dropout")
@@ -127,7 +127,7 @@ def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> N
 
 def test_what_an_evaluation_changes_is_seen_of_any_model(pools: RankPools) -> None:
     """Of one that the reference does not know too; statistics that a rank takes over from rank 0 are no change."""
-    steps = "andon_falsify.faults.looped.reporting:SteppingEvaluation"
+    steps = "falsify.power.looped.reporting:SteppingEvaluation"
     loops = (f"{HERE}:OwnModelEvaluating", f"{HERE}:TakingOver", steps)
     changing, right, stepping = (verdicts(LoopSubject(name, pools=pools).run(SGD)) for name in loops)
     assert falsified(stepping) == {"evaluation-law"}

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from andon_falsify.reference.causal import TokenRow, mean_of, token_sum
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
 from andon_falsify.reference.params import Layers, Lora, Masks, Params, canonical, canonical_name, no_dropout
 from andon_falsify.reference.training import Model, Piece, gradient, row_gradients, row_losses, train
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip
-from andon_falsify.subjects.causal import CausalCase, CausalLaw, CausalSubject, distances
+from falsify.power.causal_law import TokenRow, mean_of, token_sum
+from falsify.power.causal_subject import CausalCase, CausalLaw, CausalSubject, distances
 
 ALPHA = 6
 RANK = 3

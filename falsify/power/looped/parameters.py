@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_falsify.faults.looped.fault import ADAMW, WATCHED, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.replicas import renew_head
-from andon_falsify.faults.looped.right import Grouped, Scheduled, Tied
 from andon_falsify.loops.task import optimizer
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
+
+from .fault import ADAMW, WATCHED, Inside, LoopFault, Outside, Timed
+from .replicas import renew_head
+from .right import Grouped, Scheduled, Tied
 
 
 class RateByMicroBatch(Scheduled):

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_falsify.faults.looped.arithmetic import Multiplied
-from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.right import SCALE, LossScaled, Wrapped
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, Poison
+
+from .arithmetic import Multiplied
+from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, Timed
+from .right import SCALE, LossScaled, Wrapped
 
 
 class ReplicasSummed(PlainLoop):

@@ -20,10 +20,11 @@ from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient
 from andon.step.step import StepResult
 from andon.step.task import LeafLoss
-from andon_falsify.faults.planting import (
-    ADAMW,
-    PLAIN,
-    SGD,
+from andon_falsify.compliance.cases import ADAMW, PLAIN, SGD
+from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.case import Poison
+
+from .planting import (
     Fault,
     Plant,
     after_updates,
@@ -40,8 +41,6 @@ from andon_falsify.faults.planting import (
     with_plan,
     with_result,
 )
-from andon_falsify.subjects.assembly import Parts
-from andon_falsify.subjects.case import Poison
 
 _UNSYNCED = "step 1, rank 1: the gradient differs"
 

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from andon_falsify.faults.looped.fault import WATCHED, Inside, LoopFault, Outside
-from andon_falsify.faults.looped.right import Tracking
 from andon_falsify.peers.plain import PlainLoop
+
+from .fault import WATCHED, Inside, LoopFault, Outside
+from .right import Tracking
 
 
 class PaddedEvaluation(PlainLoop):

@@ -11,11 +11,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, RandomSampler, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
-from andon_falsify.faults.looped.fault import SGD, WATCHED, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.right import Labelled, Loaded, Noisy, Streamed
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, make_rows
+
+from .fault import SGD, WATCHED, Inside, LoopFault, Outside, Timed
+from .right import Labelled, Loaded, Noisy, Streamed
 
 
 class Padded(PlainLoop):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from andon_falsify.faults.looped.right import RIGHT_LOOPS
 from andon_falsify.loops.task import loop_case
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, make_rows
+
+from .right import RIGHT_LOOPS
 
 SGD = loop_case(
     rows=make_rows(13), batch_size=8, micro_batches=4, optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0

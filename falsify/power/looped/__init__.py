@@ -1,17 +1,18 @@
 """Every fault of a data-parallel loop, each a small change of a right one: the catalogue of watch and falsifier.
 
-`andon falsify --subject andon_falsify.faults.looped:make --case '{"fault": "F16 sum instead of mean", ...}'`.
+`andon falsify --subject falsify.power.looped:make --case '{"fault": "F16 sum instead of mean", ...}'`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from andon_falsify.faults.looped import arithmetic, parameters, precision, replicas, reporting, resuming, rows
-from andon_falsify.faults.looped.fault import LoopFault
-from andon_falsify.faults.looped.right import RIGHT_LOOPS
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
+
+from . import arithmetic, parameters, precision, replicas, reporting, resuming, rows
+from .fault import LoopFault
+from .right import RIGHT_LOOPS
 
 FAULTS: tuple[LoopFault, ...] = (
     *replicas.FAULTS,

@@ -20,12 +20,14 @@ from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.table import judged_by
-from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
+
+from .planting import Fault
+from .registry import reference
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,8 @@ class Laboratory:
             trace = subject.run(case)
             return _observed(verdicts(trace, whole), trace)
         if fault.kind == "resume":
-            return self._resumed(fault.name if planted else None, case)
-        trace = self._trainer.run(case.but(fault=fault.name if planted else None))
+            return self._resumed(reference(fault) if planted else None, case)
+        trace = self._trainer.run(case.but(fault=reference(fault) if planted else None))
         base = None if case.memory else self._trainer.run(alone(case).but(contracts=True))
         return _observed(verdicts(trace, base), trace)
 

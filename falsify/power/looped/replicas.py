@@ -7,11 +7,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from andon_falsify.faults.looped.fault import ADAMW, Inside, LoopFault, Outside, Timed
-from andon_falsify.faults.looped.right import Averaged, Tracking, Wrapped
 from andon_falsify.loops.task import optimizer
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
+
+from .fault import ADAMW, Inside, LoopFault, Outside, Timed
+from .right import Averaged, Tracking, Wrapped
 
 
 class OwnStart(PlainLoop):

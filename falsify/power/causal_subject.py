@@ -24,9 +24,10 @@ from andon.step.plan import GlobalBatch
 from andon.step.step import TrainingStep
 from andon.tasks.sft import SftTask
 from andon.training.build import build_replicas
-from andon_falsify.reference.causal import TokenRow, TokenSum, mean_of, token_sum
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Lora, canonical, canonical_name
+
+from .causal_law import TokenRow, TokenSum, mean_of, token_sum
 
 VOCABULARY, PAD, STOP = 33, 32, 31
 LONGEST = 16

@@ -26,9 +26,10 @@ from andon.step.task import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon_contracts.violation import Violation
 from andon_falsify.checkers import gradient_law
-from andon_falsify.faults.planting import patched
-from andon_falsify.subjects.causal import LONGEST, CausalCase, CausalLaw, CausalSubject
 from andon_falsify.verdict import Outcome
+
+from .causal_subject import LONGEST, CausalCase, CausalLaw, CausalSubject
+from .planting import patched
 
 Check = Literal["start", "inside", "law"]
 CHECKS: tuple[Check, ...] = ("start", "inside", "law")

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
-from andon_falsify.faults.looped.right import Best, Scheduled
-from andon_falsify.faults.looped.rows import DROPOUT
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
+
+from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
+from .right import Best, Scheduled
+from .rows import DROPOUT
 
 
 class Loading(PlainLoop):

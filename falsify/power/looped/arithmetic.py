@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from andon_falsify.faults.looped.fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
 from andon_falsify.peers.plain import PlainLoop, cut
+
+from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
 
 
 class Multiplied(PlainLoop):

@@ -17,11 +17,10 @@ from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon.step.task import LeafLoss
 from andon_contracts.record import LedgerFile, Record, Step, chain, encode
-from andon_falsify.faults.planting import (
-    BIG,
-    MOMENTUM,
-    PLAIN,
-    SGD,
+from andon_falsify.compliance.cases import BIG, MOMENTUM, PLAIN, SGD
+from andon_falsify.subjects.assembly import Parts
+
+from .planting import (
     Fault,
     Plant,
     after_updates,
@@ -32,7 +31,6 @@ from andon_falsify.faults.planting import (
     with_rate,
     with_result,
 )
-from andon_falsify.subjects.assembly import Parts
 
 
 def _masks_by_rank(parts: Parts, _: ExitStack) -> None:

@@ -16,30 +16,11 @@ from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
 from andon.step.step import Pending, StepResult
 from andon_falsify.subjects.assembly import Parts
-from andon_falsify.subjects.case import Case, make_rows
+from andon_falsify.subjects.case import Case
 
 Plant = Callable[[Any, ExitStack], None]
 """Changes what the subject was assembled to (for `functions` nothing); the stack is for what has to be undone."""
 Kind = Literal["trainer", "resume", "coordinator", "functions"]
-
-SGD = Case(rows=make_rows(11), optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
-"""Batches of 5, 5 and 1 rows on 2 ranks; without clipping and moments, which hide scale."""
-ADAMW = Case(rows=make_rows(11))
-MOMENTUM = SGD.but(momentum=0.9)
-PLAIN = SGD.but(dropout=0.0)
-"""Without dropout the law needs no masks: for faults that draw other ones, or compute other micro-batches."""
-BIG = Case(
-    rows=make_rows(40),
-    batch_size=8,
-    micro_batches=8,
-    world=1,
-    hidden=64,
-    inner=128,
-    rank=16,
-    values=False,
-    memory=True,
-)
-"""Five updates of a model so large that the fixed cost of a digest does not hide a gradient or a base."""
 
 
 @dataclass(frozen=True)

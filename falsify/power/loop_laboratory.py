@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from andon_falsify.campaign.loop_bench import FURTHER, judge_further, judge_loop
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
-from andon_falsify.compliance.power import Observation, problems, shown
-from andon_falsify.faults.looped.fault import LoopFault, Outside
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import shaped
@@ -20,7 +18,10 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample
 
-LOOP = "andon_falsify.faults.looped:make"
+from .laboratory import Observation, problems, shown
+from .looped.fault import LoopFault, Outside
+
+LOOP = "falsify.power.looped:make"
 
 
 @dataclass(frozen=True)
