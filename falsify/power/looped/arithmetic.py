@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,159 +13,86 @@ from torch.nn.utils import clip_grad_norm_
 
 from andon_falsify.peers.plain import PlainLoop, cut
 
-from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
+from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, changed
 
 
-class Multiplied(PlainLoop):
-    """The sum of losses is multiplied and divided by something before it is divided by the rows of the batch."""
+def multiplied(factor: Callable[[Any, Sequence[int]], tuple[float, float]], at: int = 2) -> type[PlainLoop]:
+    """The loss sum of the micro-batch `ids` is multiplied and divided by the two numbers of factor(loop, ids).
 
-    batch: list[int]
+    `loop.batch` is the batch, and `loop.own` how many of its rows this rank has.
+    """
 
-    def _update(self, batch: list[int]) -> Tensor:
-        self.batch = batch
-        return super()._update(batch)
+    def update(loop: Any, inner: Callable[..., Tensor], batch: list[int]) -> Tensor:
+        loop.batch, loop.own = batch, len(loop._mine(batch))
+        return inner(batch)
 
-    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        times, by = self._factor(ids)
-        return super()._loss_sum(ids) * times / by
+    def loss_sum(loop: Any, inner: Callable[..., Tensor], ids: Sequence[int]) -> Tensor:
+        times, by = factor(loop, ids)
+        return inner(ids) * times / by
 
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        """By which the losses of the micro-batch `ids` are multiplied, and by which they are divided."""
-        raise NotImplementedError
-
-    @property
-    def own_rows(self) -> int:
-        """How many rows of the batch this rank has."""
-        return len(self._mine(self.batch))
+    return changed(at=at, _update=update, _loss_sum=loss_sum)
 
 
-class SumOfMeans(Multiplied):
-    """The ranks' means are added and not divided."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        return len(self.batch), self.own_rows
+def _weighed_locally(loop: Any, _: Sequence[int]) -> tuple[float, float]:
+    weights = [float(loop.weights[loop.case.rows.labels[row]]) for row in loop._mine(loop.batch)]
+    return len(loop.batch), sum(weights) * dist.get_world_size()
 
 
-class MeanOfMeans(Multiplied):
-    """The mean of the ranks' means."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        return len(self.batch), self.own_rows * dist.get_world_size()
-
-
-class AveragedTwice(Multiplied):
-    """The right mean, divided by the number of ranks again."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        return 1, dist.get_world_size()
+def _mean_of_micro_means(loop: Any, ids: Sequence[int]) -> tuple[float, float]:
+    world = dist.get_world_size()
+    pieces = sum(len(cut(loop.batch[rank::world], loop.case.local_batch)) for rank in range(world))
+    return len(loop.batch), len(ids) * pieces
 
 
-class TimesWorld(Multiplied):
-    """The right mean, times the number of ranks."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        return dist.get_world_size(), 1
-
-
-class WeighedLocally(Multiplied):
-    """Class weights are normalised by their sum on the rank."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        assert self.weights is not None
-        weights = [float(self.weights[self.case.rows.labels[row]]) for row in self._mine(self.batch)]
-        return len(self.batch), sum(weights) * dist.get_world_size()
+def _temporary(loop: PlainLoop, _: object, total: Tensor) -> None:
+    for parameter in loop.trained:
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad.t().contiguous().clone())
+    dist.all_reduce(total)
 
 
-class Temporary(PlainLoop):
-    """What is reduced is a copy of the gradient."""
-
-    def _add_over_ranks(self, total: Tensor) -> None:
-        for parameter in self.trained:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad.t().contiguous().clone())
-        dist.all_reduce(total)
-
-
-class OtherOrder(PlainLoop):
+def _other_order(loop: PlainLoop, _: object, total: Tensor) -> None:
     """Rank 1 reduces tensors of one shape in the opposite order."""
-
-    def _add_over_ranks(self, total: Tensor) -> None:
-        alike: dict[torch.Size, list[Tensor]] = {}
-        for parameter in self.trained:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient
-            alike.setdefault(gradient.shape, []).append(gradient)
-        for gradients in alike.values():
-            for gradient in reversed(gradients) if dist.get_rank() == 1 else gradients:
-                dist.all_reduce(gradient)
-        dist.all_reduce(total)
+    alike: dict[torch.Size, list[Tensor]] = {}
+    for parameter in loop.trained:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = gradient
+        alike.setdefault(gradient.shape, []).append(gradient)
+    for gradients in alike.values():
+        for gradient in reversed(gradients) if dist.get_rank() == 1 else gradients:
+            dist.all_reduce(gradient)
+    dist.all_reduce(total)
 
 
-class Stale(PlainLoop):
-    """Rank 1 contributes what it computed for the update before."""
-
-    before: Sequence[Tensor] = ()
-
-    def _add_over_ranks(self, total: Tensor) -> None:
-        if dist.get_rank() == 1:
-            now = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.trained]
-            for parameter, gradient in zip(self.trained, self.before or now, strict=True):
-                parameter.grad = gradient.clone()
-            self.before = now
-        super()._add_over_ranks(total)
+def _stale(loop: Any, add: Callable[[Tensor], None], total: Tensor) -> None:
+    """Rank 1 contributes the gradient of the update before."""
+    if dist.get_rank() == 1:
+        now = [torch.zeros_like(p) if p.grad is None else p.grad for p in loop.trained]
+        for parameter, gradient in zip(loop.trained, getattr(loop, "before", now), strict=True):
+            parameter.grad = gradient.clone()
+        loop.before = now
+    add(total)
 
 
-class MeanOfMicroMeans(Multiplied):
-    """Every micro-batch counts the same, whatever its rows."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        world = dist.get_world_size()
-        pieces = sum(len(cut(self.batch[rank::world], self.case.local_batch)) for rank in range(world))
-        return len(self.batch), len(ids) * pieces
+def _never_zeroed(loop: PlainLoop, _: object) -> None:
+    if loop.case.clip_norm is not None:
+        clip_grad_norm_(loop.trained, loop.case.clip_norm)
+    loop.optimizer.step()
 
 
-class DividedTwice(Multiplied):
-    """The right mean, divided by the accumulation again."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        return 1, self.case.accumulation
+def _zeroed_too_often(loop: PlainLoop, loss_sum: Callable[..., Tensor], ids: Sequence[int]) -> Tensor:
+    loop.optimizer.zero_grad()
+    return loss_sum(ids)
 
 
-class NeverZeroed(PlainLoop):
-    """Gradients are never set to zero."""
-
-    def _apply(self) -> None:
-        if self.case.clip_norm is not None:
-            clip_grad_norm_(self.trained, self.case.clip_norm)
-        self.optimizer.step()
-
-
-class ZeroedTooOften(PlainLoop):
-    """Gradients are set to zero before every micro-batch."""
-
-    def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        self.optimizer.zero_grad()
-        return super()._loss_sum(ids)
-
-
-class WindowDropped(PlainLoop):
-    """A window of fewer micro-batches is computed, and no update made of it."""
-
-    def _update(self, batch: list[int]) -> Tensor:
-        if len(batch) == self.case.global_batch:
-            return super()._update(batch)
-        losses = [self._loss_sum(piece) / len(batch) for piece in cut(self._mine(batch), self.case.local_batch)]
-        total = torch.stack(losses).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.zero_grad()
-        return total.detach()
-
-
-class DividedByWhole(Multiplied):
-    """A window of fewer rows is divided as if it were full."""
-
-    def _factor(self, ids: Sequence[int]) -> tuple[float, float]:
-        return len(self.batch), self.case.global_batch
+def _window_dropped(loop: PlainLoop, update: Callable[..., Tensor], batch: list[int]) -> Tensor:
+    if len(batch) == loop.case.global_batch:
+        return update(batch)
+    losses = [loop._loss_sum(piece) / len(batch) for piece in cut(loop._mine(batch), loop.case.local_batch)]
+    total = torch.stack(losses).sum()
+    total.backward()  # type: ignore[no-untyped-call]
+    loop.optimizer.zero_grad()
+    return total.detach()
 
 
 _HIDDEN = "what a watch sees is trained with AdamW and clipping as it is"
@@ -192,26 +120,34 @@ _SHORT = r"step 2: .*ratio 0\.625 = 5 of 8 rows: a short window is divided as a 
 _UNREDUCED = Outside("replicas-agree", r"step 1, rank 1: the gradient differs")
 _ROWS = ("batch", "plan")
 FAULTS = (
-    *_scale("F16", "sum instead of mean", SumOfMeans, r"step 1: .*ratio 2\.000 = .*world 2"),
-    LoopFault("F17", "mean of ranks' means", MeanOfMeans, _law(5),
+    *_scale("F16", "sum instead of mean", multiplied(lambda loop, _: (len(loop.batch), loop.own)),
+            r"step 1: .*ratio 2\.000 = .*world 2"),
+    LoopFault("F17", "mean of ranks' means",
+              multiplied(lambda loop, _: (len(loop.batch), loop.own * dist.get_world_size())), _law(5),
               Outside("gradient-law", r"step 2: .*it is the mean of the means of 2 ranks")),
-    *_scale("F19", "averaged twice", AveragedTwice, r"step 1: .*ratio 0\.500 = .*1 / world 2"),
-    *_scale("F20", "loss times world size", TimesWorld, r"step 1: .*ratio 2\.000 = .*world 2"),
-    LoopFault("F22", "class weights normalised locally", WeighedLocally,
+    *_scale("F19", "averaged twice", multiplied(lambda *_: (1, dist.get_world_size())),
+            r"step 1: .*ratio 0\.500 = .*1 / world 2"),
+    *_scale("F20", "loss times world size", multiplied(lambda *_: (dist.get_world_size(), 1)),
+            r"step 1: .*ratio 2\.000 = .*world 2"),
+    LoopFault("F22", "class weights normalised locally", multiplied(_weighed_locally),
               Inside("gradient-law", 1, ("batch", "reference"), WATCHED.but(class_weights=_WEIGHTS)),
               Outside("gradient-law", r"step 1: .*rows? .* counts? .* times", SGD.but(class_weights=_WEIGHTS))),
-    LoopFault("F23", "reduction of a temporary", Temporary, Inside("gradients-agree", 1), _UNREDUCED),
-    LoopFault("F25", "collectives in another order", OtherOrder, Inside("collectives-agree", 1), _UNREDUCED),
-    LoopFault("F26", "stale gradient on one rank", Stale, _law(2),
+    LoopFault("F23", "reduction of a temporary", changed(_add_over_ranks=_temporary), Inside("gradients-agree", 1),
+              _UNREDUCED),
+    LoopFault("F25", "collectives in another order", changed(_add_over_ranks=_other_order),
+              Inside("collectives-agree", 1), _UNREDUCED),
+    LoopFault("F26", "stale gradient on one rank", changed(_add_over_ranks=_stale), _law(2),
               Outside("gradient-law", r"step 2: .*rank 1's part is that of the update")),
-    LoopFault("F28", "mean of micro-batches' means", MeanOfMicroMeans, _law(5),
+    LoopFault("F28", "mean of micro-batches' means", multiplied(_mean_of_micro_means), _law(5),
               Outside("gradient-law", "step 2: .*the means of 3 micro-batches")),
-    *_scale("F29", "accumulation divided twice", DividedTwice, r"ratio 0\.500 = 1 / accumulation 2"),
-    LoopFault("F31", "zero_grad missing", NeverZeroed, Inside("gradient-fresh", 2),
+    *_scale("F29", "accumulation divided twice", multiplied(lambda loop, _: (1, loop.case.accumulation)),
+            r"ratio 0\.500 = 1 / accumulation 2"),
+    LoopFault("F31", "zero_grad missing", changed(_apply=_never_zeroed), Inside("gradient-fresh", 2),
               Outside("gradient-law", "step 2: .*the gradient of the update before")),
-    LoopFault("F32", "zero_grad for each micro-batch", ZeroedTooOften, Inside("samples-once", 1, _ROWS),
-              Outside("gradient-law", "step 1: .*not at all")),
-    LoopFault("F34", "partial window dropped", WindowDropped, Inside("samples-once", 5, _ROWS),
+    LoopFault("F32", "zero_grad for each micro-batch", changed(_loss_sum=_zeroed_too_often),
+              Inside("samples-once", 1, _ROWS), Outside("gradient-law", "step 1: .*not at all")),
+    LoopFault("F34", "partial window dropped", changed(_update=_window_dropped), Inside("samples-once", 5, _ROWS),
               Outside("samples-once", r"forward passes after the last update")),
-    *_scale("F35", "partial window divided as a full one", DividedByWhole, _SHORT, by=5),
+    *_scale("F35", "partial window divided as a full one",
+            multiplied(lambda loop, _: (len(loop.batch), loop.case.global_batch)), _SHORT, by=5),
 )  # fmt: skip

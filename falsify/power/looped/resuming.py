@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ import torch.distributed as dist
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
 
-from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside
+from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, changed
 from .right import Best, Scheduled
 from .rows import DROPOUT
 
+_State = dict[str, Any]
+
 
 class Loading(PlainLoop):
-    """It loads something else than it saved."""
+    """It does not restore random states; what it loads besides is a method of its own."""
 
     def load(self, folder: Path) -> None:
         """See `Restores.load`."""
@@ -27,114 +29,59 @@ class Loading(PlainLoop):
         self._take(state)
         self.done = state["done"]
 
-    def _take(self, state: dict[str, Any]) -> None:
+    def _take(self, state: _State) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
-class AdapterFrozen(Loading):
+def _adapter_frozen(loop: PlainLoop, take: Callable[[_State], None], state: _State) -> None:
     """What was loaded is for inference: the adapter does not train."""
-
-    def _take(self, state: dict[str, Any]) -> None:
-        super()._take(state)
-        for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and "lora_" not in name)
+    take(state)
+    for name, parameter in loop.model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "lora_" not in name)
 
 
-class HeadLost(Loading):
-    """Only the adapter was saved."""
-
-    def _take(self, state: dict[str, Any]) -> None:
-        held = {name: tensor for name, tensor in state["model"].items() if "lora_" in name}
-        self.model.load_state_dict(held, strict=False)
-        self.optimizer.load_state_dict(state["optimizer"])
+def _head_lost(loop: PlainLoop, _: object, state: _State) -> None:
+    held = {name: tensor for name, tensor in state["model"].items() if "lora_" in name}
+    loop.model.load_state_dict(held, strict=False)
+    loop.optimizer.load_state_dict(state["optimizer"])
 
 
-class Prefixed(Loading):
-    """The names have a prefix that the model's have not, and nobody looks."""
-
-    def _take(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict({f"module.{name}": held for name, held in state["model"].items()}, strict=False)
-        self.optimizer.load_state_dict(state["optimizer"])
+def _prefixed(loop: PlainLoop, _: object, state: _State) -> None:
+    loop.model.load_state_dict({f"module.{name}": held for name, held in state["model"].items()}, strict=False)
+    loop.optimizer.load_state_dict(state["optimizer"])
 
 
-class StatePermuted(Loading):
+def _permuted(loop: PlainLoop, take: Callable[[_State], None], state: _State) -> None:
     """Two tensors of one shape have got each other's moments."""
-
-    def _take(self, state: dict[str, Any]) -> None:
-        super()._take(state)
-        held = self.optimizer.state
-        first = self.trained[0]
-        other = next(p for p in self.trained[1:] if p.shape == first.shape)
-        held[first], held[other] = held[other], held[first]
+    take(state)
+    held = loop.optimizer.state
+    first = loop.trained[0]
+    other = next(p for p in loop.trained[1:] if p.shape == first.shape)
+    held[first], held[other] = held[other], held[first]
 
 
-class ScheduleRestarts(Scheduled):
-    """The schedule begins anew."""
-
-    resumed = 0
-
-    def load(self, folder: Path) -> None:
-        """See `Restores.load`."""
-        super().load(folder)
-        self.resumed = self.done
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(1)
-
-    def _counted(self) -> int:
-        return super()._counted() - self.resumed
+def _schedule_restarts(loop: Any, load: Callable[[Path], None], folder: Path) -> None:
+    load(folder)
+    loop.resumed = loop.done
+    for group in loop.optimizer.param_groups:
+        group["lr"] = loop.rate(1)
 
 
-class OneSkipped(Loading):
-    """The place in the data is restored twice."""
-
-    def load(self, folder: Path) -> None:
-        """See `Restores.load`."""
-        super().load(folder)
-        self.done += 1
+def _one_skipped(loop: PlainLoop, load: Callable[[Path], None], folder: Path) -> None:
+    load(folder)
+    loop.done += 1
 
 
-class DrawnAnew(Loading):
-    """Random states are not restored."""
+def _one_too_many(_: PlainLoop, batches: Callable[[], Any]) -> list[list[int]]:
+    planned = list(batches())
+    return [*planned, planned[0]]
 
 
-class OneTooFew(PlainLoop):
-    """The last update is not planned."""
-
-    def _batches(self) -> Iterator[list[int]]:
-        yield from list(super()._batches())[:-1]
-
-
-class OneTooMany(PlainLoop):
-    """An update more is planned."""
-
-    def _batches(self) -> Iterator[list[int]]:
-        planned = list(super()._batches())
-        yield from [*planned, planned[0]]
-
-
-class LoadedOnOne(Loading):
-    """Only rank 0 loads the weights."""
-
-    def _take(self, state: dict[str, Any]) -> None:
-        if dist.get_rank() == 0:
-            self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-class BestByOwnLoss(Best):
-    """The best is chosen by the loss of a rank's own rows."""
-
-    def _metric(self) -> float:
-        return self.own
-
-
-class BestOnOne(Best):
-    """Only rank 0 takes up the best weights."""
-
-    def _take_best(self) -> None:
-        if dist.get_rank() == 0:
-            super()._take_best()
+def _loaded_on_one(loop: PlainLoop, _: object, state: _State) -> None:
+    if dist.get_rank() == 0:
+        loop.model.load_state_dict(state["model"])
+    loop.optimizer.load_state_dict(state["optimizer"])
 
 
 def _part(by: str, case: Case = SGD) -> Outside:
@@ -147,23 +94,29 @@ _NUMBER = "another number of updates than planned; expected 4, seen"
 _READ = Inside("checkpoint-whole", 4, ("saved", "loaded"), resumed=3)
 _BEHIND = "weights are taken up behind the last update, and a watch reads them at an update"
 FAULTS = (
-    LoopFault("F70", "adapter frozen after load", AdapterFrozen,
+    LoopFault("F70", "adapter frozen after load", changed(Loading, _take=_adapter_frozen),
               Inside("parameters-kept", 0, ("trainable",), resumed=0),
               Outside("resume-equal", r"other tensors train.*lora_")),
-    LoopFault("F73", "head not restored", HeadLost, _READ, _part(r"5\.78e-01")),
-    LoopFault("F74", "nothing loaded for a prefix", Prefixed, _READ, _part(r"6\.07e-01")),
-    LoopFault("F76", "moments permuted", StatePermuted, _READ, _part(r"7\.99e-02", ADAMW)),
-    LoopFault("F77", "schedule restarts", ScheduleRestarts, _READ,
-              Outside("resume-equal", r"step 3, .*: another learning rate; .*seen 0\.0452")),
-    LoopFault("F79", "batch skipped on resume", OneSkipped, Inside("samples-once", 4, ("batch", "plan"), resumed=3),
+    LoopFault("F73", "head not restored", changed(Loading, _take=_head_lost), _READ, _part(r"5\.78e-01")),
+    LoopFault("F74", "nothing loaded for a prefix", changed(Loading, _take=_prefixed), _READ, _part(r"6\.07e-01")),
+    LoopFault("F76", "moments permuted", changed(Loading, _take=_permuted), _READ, _part(r"7\.99e-02", ADAMW)),
+    LoopFault("F77", "schedule restarts",
+              changed(Scheduled, load=_schedule_restarts,
+                      _counted=lambda loop, counted: counted() - getattr(loop, "resumed", 0)),
+              _READ, Outside("resume-equal", r"step 3, .*: another learning rate; .*seen 0\.0452")),
+    LoopFault("F79", "batch skipped on resume", changed(Loading, load=_one_skipped),
+              Inside("samples-once", 4, ("batch", "plan"), resumed=3),
               Outside("resume-equal", "step 3, .*: the rows differ first")),
-    LoopFault("F80", "random state not restored", DrawnAnew, replace(_READ, case=WATCHED.but(dropout=0.1)),
+    LoopFault("F80", "random state not restored", Loading, replace(_READ, case=WATCHED.but(dropout=0.1)),
               _part(r"7\.73e-02", DROPOUT)),
-    LoopFault("F82", "one update too few", OneTooFew, Inside("updates-planned", 6, ("updates",)),
-              Outside("samples-once", f"{_NUMBER} 3")),
-    LoopFault("F82", "one update too many", OneTooMany, Inside("updates-planned", 7, ("updates",)),
+    LoopFault("F82", "one update too few", changed(_batches=lambda _, batches: list(batches())[:-1]),
+              Inside("updates-planned", 6, ("updates",)), Outside("samples-once", f"{_NUMBER} 3")),
+    LoopFault("F82", "one update too many", changed(_batches=_one_too_many), Inside("updates-planned", 7, ("updates",)),
               Outside("samples-once", f"{_NUMBER} 5")),
-    LoopFault("F83", "best checkpoint by a local metric", BestByOwnLoss, _BEHIND, _END),
-    LoopFault("F83", "only one rank reloads", BestOnOne, _BEHIND, _END),
-    LoopFault("F83", "only one rank loads", LoadedOnOne, replace(_READ, alone="replicas-agree"), _part(r"6\.52e-02")),
+    LoopFault("F83", "best checkpoint by a local metric", changed(Best, _metric=lambda loop, _: loop.own), _BEHIND,
+              _END),
+    LoopFault("F83", "only one rank reloads",
+              changed(Best, _take_best=lambda _, take: None if dist.get_rank() else take()), _BEHIND, _END),
+    LoopFault("F83", "only one rank loads", changed(Loading, _take=_loaded_on_one),
+              replace(_READ, alone="replicas-agree"), _part(r"6\.52e-02")),
 )  # fmt: skip
