@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.trace import Remembering
 from falsify.power.laboratory import Laboratory, untried
 from falsify.power.registry import FAULTS, named
@@ -13,17 +12,13 @@ OF_THE_SEED = [fault.name for fault in FAULTS if fault.kind in ("coordinator", "
 BY_BACKEND = [fault.name for fault in FAULTS if fault.name not in OF_THE_SEED]
 
 
+pytestmark = pytest.mark.usefixtures("court")  # it counts the runs, and has `backend` be each backend in turn
+
+
 @pytest.fixture(scope="session")
-def session_laboratory(subject: Remembering) -> Laboratory:
+def laboratory(subject: Remembering) -> Laboratory:
     """Plants faults in our trainer, and keeps the runs without them for the whole session."""
     return Laboratory(subject)
-
-
-@pytest.fixture
-def laboratory(session_laboratory: Laboratory, court: Court) -> Laboratory:
-    """Plants faults in our trainer; the runs are counted with the test's."""
-    del court
-    return session_laboratory
 
 
 @pytest.mark.parametrize("name", BY_BACKEND)

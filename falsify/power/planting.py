@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any, Literal
 
 import torch
 
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
-from andon.step.step import Pending, StepResult
+from andon.step.step import StepResult
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.case import Case
 
@@ -40,12 +39,7 @@ class Fault:
 
 def around(thing: Any, method: str, call: Callable[..., Any]) -> None:
     """Replace the bound `method` of `thing` by call(original, *args, **kwargs)."""
-    original = getattr(thing, method)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return call(original, *args, **kwargs)
-
-    object.__setattr__(thing, method, wrapped)
+    object.__setattr__(thing, method, partial(call, getattr(thing, method)))
 
 
 def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -56,23 +50,14 @@ def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def of_function(name: str, claim: str, reason: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
-    """A fault of a free function: it has the body of `mutant`."""
-    return Fault(name, claim, reason, lambda _, stack: body_replaced(stack, function, mutant), kind="functions")
+    """A fault of a free function: under all of its contracts it has the body of `mutant`.
 
-
-def body_replaced(stack: ExitStack, function: Callable[..., Any], mutant: Callable[..., Any]) -> None:
-    """Give `function`, under all of its contracts, the body of `mutant` until `stack` closes.
-
-    The mutant may use its own arguments, builtins, and what the function's module has. Raises `ValueError` where it
-    closes over anything.
+    The mutant may use its own arguments, builtins, and what the function's module has.
     """
-    inner = inspect.unwrap(function)
-    assert isinstance(inner, FunctionType)
-    assert isinstance(mutant, FunctionType)
-    if mutant.__code__.co_freevars:
-        msg = f"{mutant.__name__} closes over {mutant.__code__.co_freevars}"
-        raise ValueError(msg)
-    patched(stack, inner, "__code__", mutant.__code__)
+    inner: Any = inspect.unwrap(function)
+    code = mutant.__code__
+    assert not code.co_freevars, f"{mutant.__name__} closes over {code.co_freevars}"
+    return Fault(name, claim, reason, lambda _, stack: patched(stack, inner, "__code__", code), kind="functions")
 
 
 class Changed:
@@ -90,18 +75,6 @@ class Changed:
         return self.__dict__.get("call", self._inner)(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class _Reporting:
-    """An update that was launched, and reports what `change` makes of its result."""
-
-    inner: Pending
-    change: Callable[[StepResult], StepResult]
-
-    def result(self) -> StepResult:
-        """See `Pending.result`."""
-        return self.change(self.inner.result())
-
-
 def around_updates(
     parts: Parts,
     begins: Callable[[GlobalBatch], object],
@@ -114,26 +87,17 @@ def around_updates(
         begins(batch)
         return change(batch, inner(batch, *args, **kwargs))
 
-    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> _Reporting:
+    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> Changed:
         begins(batch)
-        return _Reporting(inner.launch(batch, *args, **kwargs), partial(change, batch))
+        pending = inner.launch(batch, *args, **kwargs)
+        return Changed(pending, result=lambda: change(batch, pending.result()))
 
     parts.step = Changed(inner, call=call, launch=launch)  # type: ignore[assignment]
 
 
-def with_result(parts: Parts, change: Callable[[StepResult], StepResult]) -> None:
-    """Have every step report what `change` makes of its result."""
-    around_updates(parts, lambda batch: None, lambda batch, result: change(result))
-
-
-def with_plan(parts: Parts, change: Callable[[GlobalBatch], GlobalBatch], **attributes: Any) -> None:
-    """Have the plan give what `change` makes of its batches."""
-    inner = parts.plan
-
-    def batch(step: int) -> GlobalBatch:
-        return change(inner.batch(step))
-
-    parts.plan = Changed(inner, batch=batch, **attributes)  # type: ignore[assignment]
+def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
+    """Every step reports what `change` makes of its result."""
+    return lambda parts, _: around_updates(parts, lambda batch: None, lambda batch, result: change(result))
 
 
 def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
@@ -143,26 +107,43 @@ def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
     return lambda: held["now"]
 
 
-def followers(parts: Parts) -> Mapping[int, Replica]:
-    """The replicas of this process but rank 0's."""
-    return {rank: replica for rank, replica in parts.by_rank.items() if rank}
+def on_replicas(change: Callable[[Replica], object], first: int = 0) -> Plant:
+    """change(replica) for the replica of each rank from `first` on."""
+
+    def plant(parts: Parts, _: ExitStack) -> None:
+        for rank, replica in parts.by_rank.items():
+            if rank >= first:
+                change(replica)
+
+    return plant
 
 
-def after_updates(replicas: Iterable[Replica], change: Callable[[Replica], object]) -> None:
-    """Have change(replica) behind every update of each of `replicas`."""
-    for replica in replicas:
+def around_each(method: str, call: Callable[..., Any], first: int = 0) -> Plant:
+    """call(original, *args, **kwargs) replaces `method` of the replica of each rank from `first` on."""
+    return on_replicas(lambda replica: around(replica, method, call), first)
 
-        def apply(inner: Callable[[], None], own: Replica = replica) -> None:
+
+def after_updates(change: Callable[[Replica], object], first: int = 0) -> Plant:
+    """change(replica) after every update, on each rank from `first` on."""
+
+    def hook(replica: Replica) -> None:
+        def apply(inner: Callable[[], None]) -> None:
             inner()
-            change(own)
+            change(replica)
 
         around(replica, "apply", apply)
 
+    return on_replicas(hook, first)
 
-def with_rate(parts: Parts, step_of: Callable[[int], int]) -> None:
-    """Have each update at the rate of the update step_of(its number)."""
-    schedule = parts.schedule
-    parts.schedule = Changed(schedule, rate=lambda step: schedule.rate(step_of(step)))  # type: ignore[assignment]
+
+def with_rate(step_of: Callable[[Parts, int], int]) -> Plant:
+    """Each update has the rate of the update step_of(parts, its number)."""
+
+    def plant(parts: Parts, _: ExitStack) -> None:
+        rate = parts.schedule.rate
+        parts.schedule = Changed(parts.schedule, rate=lambda step: rate(step_of(parts, step)))  # type: ignore[assignment]
+
+    return plant
 
 
 def local_sum(replica: Replica, partial: PartialGradient) -> torch.Tensor:
@@ -170,24 +151,28 @@ def local_sum(replica: Replica, partial: PartialGradient) -> torch.Tensor:
     return sum(partial.roots.values(), torch.zeros_like(replica.parameters.gradient))
 
 
-def unsynced(replica: Replica, keeps: Callable[[str], bool]) -> None:
-    """The tensors whose names `keeps` accepts get this replica's own gradient instead of the reduced one."""
-    own: list[torch.Tensor] = []
+def unsynced(keeps: Callable[[str], bool] = lambda name: True, first: int = 1) -> Plant:
+    """The ranks from `first` on keep their own gradient of the tensors whose names `keeps` accepts."""
 
-    def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
-        partial = inner(*args, **kwargs)
-        own[:] = [local_sum(replica, partial)]
-        return partial
+    def hook(replica: Replica) -> None:
+        own: list[torch.Tensor] = []
 
-    def set_gradient(inner: Callable[..., None], pieces: Any, divisor: int) -> None:
-        inner(pieces, divisor)
-        mine = replica.parameters.views(own[0] / divisor)
-        for name, view in replica.reduced_gradient().items():
-            if keeps(name):
-                view.copy_(mine[name])
+        def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
+            partial = inner(*args, **kwargs)
+            own[:] = [local_sum(replica, partial)]
+            return partial
 
-    around(replica, "gradients", gradients)
-    around(replica, "set_gradient", set_gradient)
+        def set_gradient(inner: Callable[..., None], pieces: Any, divisor: int) -> None:
+            inner(pieces, divisor)
+            mine = replica.parameters.views(own[0] / divisor)
+            for name, view in replica.reduced_gradient().items():
+                if keeps(name):
+                    view.copy_(mine[name])
+
+        around(replica, "gradients", gradients)
+        around(replica, "set_gradient", set_gradient)
+
+    return on_replicas(hook, first)
 
 
 def scaled_partials(replica: Replica, factor: Callable[[PartialGradient], float]) -> None:

@@ -12,7 +12,6 @@ FAULTS: tuple[Fault, ...] = (
     *own_promises.MEMORY,
     *own_promises.FAULTS,
 )
-"""Every fault, in the order of the matrix."""
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
 
@@ -23,10 +21,7 @@ FAULTS: tuple[LoopFault, ...] = (
     *resuming.FAULTS,
     *reporting.FAULTS,
 )
-"""Every fault, in the order of the matrix."""
-
-RIGHT: Mapping[str, type[PlainLoop]] = {kind.__name__: kind for kind in (PlainLoop, *RIGHT_LOOPS)}
-"""The right loops by the names of their classes."""
+_RIGHT = {kind.__name__: kind for kind in (PlainLoop, *RIGHT_LOOPS)}
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -41,4 +36,4 @@ def make(case: Case) -> PlainLoop:
     Raises `KeyError` for another name.
     """
     name = case.fault or PlainLoop.__name__
-    return (RIGHT[name] if name in RIGHT else named(name).loop)(case)
+    return (_RIGHT[name] if name in _RIGHT else named(name).loop)(case)

@@ -24,7 +24,6 @@ class Loading(PlainLoop):
     """It does not restore random states; what it loads besides is a method of its own."""
 
     def load(self, folder: Path) -> None:
-        """See `Restores.load`."""
         state = torch.load(folder / "state.pt", weights_only=True)
         self._take(state)
         self.done = state["done"]
