@@ -29,22 +29,22 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.compliance.loop_power import LoopLaboratory
-from andon_falsify.compliance.power import Laboratory, untried
-from andon_falsify.faults import causal, looped
-from andon_falsify.faults.looped.fault import Inside
-from andon_falsify.faults.registry import FAULTS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering
-from andon_falsify.verdict import Counterexample
+from andon_falsify.verdict import Counterexample, Outcome
 from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
 from falsify.nemesis.bench import Bench
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
 from falsify.nemesis.registry import nemeses
+from falsify.power import causal, looped
+from falsify.power.laboratory import Laboratory, Observation, untried
+from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.looped.fault import Inside
+from falsify.power.registry import FAULTS
 
 Row = dict[str, Any]
 _STEP = re.compile(r"\bsteps? (\d+)")
@@ -83,8 +83,8 @@ def trainer(backends: Sequence[str] = CPU_BACKENDS) -> Iterator[Row]:
                     "fault": fault.name,
                     "backend": backend,
                     "claim": fault.claim,
-                    "clause": trial.guarded.clause,
-                    "fallen": sorted(trial.bare.fallen),
+                    "clause": trial.guarded.clause if trial.guarded else "",
+                    "fallen": sorted(trial.planted.fallen),
                     "problems": [_reason(each) for each in trial.problems],
                     **_found(trial.shown),
                 }
@@ -101,28 +101,36 @@ def loops() -> Iterator[Row]:
             trial = laboratory.attempt(fault)
             yield {
                 "fault": fault.name,
-                "claim": trial.outside.claim,
+                "claim": trial.claim,
                 "fallen": sorted(trial.planted.fallen),
                 "problems": [_reason(each) for each in trial.problems],
                 **_found(trial.shown),
             }
 
 
+def _seen(observation: Observation) -> dict[str, str]:
+    """What each check says, in words; "" if it holds."""
+    said = {}
+    for check, verdict in observation.verdicts.items():
+        text = "; ".join(map(str, verdict.counterexamples)) or verdict.why
+        said[check] = "" if verdict.outcome is Outcome.HOLDS else _reason(text)
+    return said
+
+
 def instructions() -> Iterator[Row]:
     """Faults of instruction tuning, and controls: the checks that see each."""
-    controls = {case: causal.attempt(case) for case in causal.CONTROLS}
     for fault in causal.FAULTS:
-        said = causal.attempt(fault.case, fault.plant)
+        trial = causal.attempt(fault)
         yield {
             "fault": fault.name,
-            "check": fault.killer,
-            "problems": [_reason(each) for each in causal.problems(fault, controls[fault.case], said)],
-            "step": _step(said.get(fault.killer, "")),
-            "seen": {check: _reason(text) for check, text in said.items()},
+            "check": fault.check,
+            "problems": [_reason(each) for each in trial.problems],
+            "step": _step(str(trial.shown)),
+            "seen": _seen(trial.planted),
         }
-    for case, said in controls.items():
+    for case in causal.CONTROLS:
         name = f"none: {case.family}, {'packed' if case.packed else 'rows'}"
-        seen = {check: _reason(text) for check, text in said.items()}
+        seen = _seen(causal.observe(case))
         yield {"fault": name, "check": "", "problems": [text for text in seen.values() if text], "seen": seen}
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.faults import looped
-from andon_falsify.faults.causal import CHECKS
-from andon_falsify.faults.looped.fault import Inside, LoopFault
 from benchmarks.runs import table
+from falsify.power import looped
+from falsify.power.causal import CHECKS
+from falsify.power.looped.fault import Inside, LoopFault
 
 Row = Mapping[str, Any]
 ROOT = Path(__file__).parents[1]

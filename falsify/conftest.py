@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+import andon_falsify
 from andon_falsify.compliance.plugin import register
 
 _PACKAGE = Path(__file__).parent / "andon_falsify"
+
+
+def pytest_configure() -> None:
+    """Under tox the installed wheel is judged. Raises `UsageError` if the source tree would be."""
+    if "TOX_ENV_NAME" in os.environ and _PACKAGE in Path(str(andon_falsify.__file__)).parents:
+        msg = f"tox judges the installed andon_falsify, and {_PACKAGE} was imported"
+        raise pytest.UsageError(msg)
 
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:

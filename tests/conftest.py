@@ -44,7 +44,7 @@ _FORKED = (
     "transformers.models.qwen3.modeling_qwen3",
     "peft.utils.transformers_weight_conversion",
     "andon_contracts.watch.opening",
-    "andon_falsify.faults.looped",
+    "andon_falsify.peers.plain",
     "andon.training.run",
     "andon.launch.rank",
     "andon.launch.server_last",

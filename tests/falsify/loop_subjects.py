@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from andon_falsify import Case, Told
-from andon_falsify.faults.looped.right import Grouped, Tracking
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop, cut
+from falsify.power.looped.right import Grouped, Tracking
 
 
 class Undivided(PlainLoop):

@@ -31,7 +31,12 @@ from andon_falsify.verdict import Counterexample, Outcome, Verdict, unknown
 from tests.falsify.oracle import SUM, Oracle, Says, holds
 
 SMALL = {"rows": [5, 0], "batch_size": 4, "hidden": 8, "heads": 1, "inner": 8, "rank": 1, "dropout": 0.0}
-BROKEN = SMALL | {"fault": "last shard not trained", "contracts": False, "optimizer": "sgd", "clip_norm": None}
+BROKEN = SMALL | {
+    "fault": "falsify.power.registry:last shard not trained",
+    "contracts": False,
+    "optimizer": "sgd",
+    "clip_norm": None,
+}
 HERE = ("--backend", "inline", "--world", "2", "--accumulation", "1")
 FELL = Verdict("gradient-law", Outcome.FALSIFIED, checked=1, counterexamples=(Counterexample("it is off"),))
 CLOSING = re.compile(r"checked \d+ of \d+ claims, \d+ runs, \d+ not applicable, \d+ unknown")

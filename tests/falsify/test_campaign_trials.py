@@ -310,8 +310,8 @@ def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial() -> 
 
 def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
     tiny = {"optimizer": "sgd", "clip_norm": None, "dropout": 0.0, "hidden": 8, "heads": 1, "inner": 8, "rank": 1}
-    faulty = Case(rows=make_rows(7), batch_size=3, micro_batches=3, world=3, fault="last shard not trained", **tiny)
-    case = faulty.but(contracts=False)
+    faulty = Case(rows=make_rows(7), batch_size=3, micro_batches=3, world=3, **tiny)
+    case = faulty.but(contracts=False, fault="falsify.power.registry:last shard not trained")
     with RankPools() as pools:
         bench = AndonBench(AndonTrainer(pools))
         one = Campaign(bench, (Trial(LAW, case),), frozenset({"gradient-law"}), replace(QUICK, shrink_s=60.0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,20 +14,20 @@ from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.functions import TABLES, Tabulated
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.claims.table import CHECKERS
-from andon_falsify.compliance.loop_power import LoopLaboratory
-from andon_falsify.compliance.power import Laboratory
-from andon_falsify.faults import causal, looped, registry
-from andon_falsify.faults.looped import make, named
-from andon_falsify.faults.looped.fault import SGD, LoopFault, Outside
-from andon_falsify.faults.own_promises import MEMORY
-from andon_falsify.faults.planting import Fault
-from andon_falsify.faults.seed_mutants import ADDED, CAUGHT, MISSED
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
+from falsify.power import causal, looped, registry
+from falsify.power.laboratory import Laboratory
+from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.looped import make, named
+from falsify.power.looped.fault import SGD, LoopFault, Outside
+from falsify.power.own_promises import MEMORY
+from falsify.power.planting import Fault
+from falsify.power.seed_mutants import ADDED, CAUGHT, MISSED
 
 ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
@@ -81,9 +80,6 @@ def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(mo
     assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
 
 
-said = cache(causal.attempt)
-
-
 @pytest.mark.parametrize(
     "fault",
     [
@@ -93,22 +89,20 @@ said = cache(causal.attempt)
     ],
 )
 def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault: causal.CausalFault) -> None:
-    control, planted = said(fault.case), said(fault.case, fault.plant)
-    assert causal.problems(fault, control, planted) == []
-    (silent,) = causal.problems(fault, control, {})
-    (otherwise,) = causal.problems(replace(fault, reason="of another"), control, planted)
-    assert (silent, otherwise[:40]) == (f"not seen by {fault.killer}", "seen for another reason than 'of another")
-    assert causal.problems(fault, planted, planted)[0].startswith("without the fault, ")
+    found = causal.attempt(fault)
+    assert found.problems == []
+    assert replace(found, controls={"without": found.planted}).problems[0].startswith("without: ")
 
 
 def test_no_check_sees_anything_in_rows_that_are_not_packed() -> None:
-    assert not any(said(causal.CausalCase(packed=False)).values())
+    verdicts = causal.observe(causal.CausalCase(packed=False)).verdicts
+    assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(causal.CHECKS, Outcome.HOLDS)
 
 
 PAGES = {
     "trainer": ("mutants.md", {fault.name: fault.claim for fault in registry.FAULTS}),
     "loops": ("loop-faults.md", {fault.name: getattr(fault.outside, "claim", None) for fault in looped.FAULTS}),
-    "causal": ("causal-mutants.md", {fault.name: fault.killer for fault in causal.FAULTS}),
+    "causal": ("causal-mutants.md", {fault.name: fault.check for fault in causal.FAULTS}),
 }
 
 

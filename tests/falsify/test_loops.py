@@ -118,18 +118,18 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
     case = SGD.but(world=1, micro_batches=1)
-    wrong = LoopSubject("andon_falsify.faults.looped.rows:NeverTraining", pools=pools)
-    right = LoopSubject("andon_falsify.peers.plain:make", pools=pools)
-    fallen, none = (judge_further(RANDOMNESS, subject, subject.run(case)) for subject in (wrong, right))
+    subject = LoopSubject("falsify.power.looped:make", pools=pools)
+    wrong = case.but(fault="F58 training in evaluation mode")
+    fallen, none = (judge_further(RANDOMNESS, subject, subject.run(each)) for each in (wrong, case))
     assert str(fallen.counterexamples[0]).startswith("step 2, rank 0: training goes on without dropout")
     assert (none.outcome, none.why) == (Outcome.NOT_APPLICABLE, "one rank has nobody to draw the same as")
 
 
 def test_what_an_evaluation_changes_is_seen_of_any_model(pools: RankPools) -> None:
     """Of one that the reference does not know too; statistics that a rank takes over from rank 0 are no change."""
-    steps = "andon_falsify.faults.looped.reporting:SteppingEvaluation"
-    loops = (f"{HERE}:OwnModelEvaluating", f"{HERE}:TakingOver", steps)
-    changing, right, stepping = (verdicts(LoopSubject(name, pools=pools).run(SGD)) for name in loops)
+    loops = (f"{HERE}:OwnModelEvaluating", f"{HERE}:TakingOver", "falsify.power.looped:make")
+    case = SGD.but(fault="F89 weights changed by the evaluation")
+    changing, right, stepping = (verdicts(LoopSubject(name, pools=pools).run(case)) for name in loops)
     assert falsified(stepping) == {"evaluation-law"}
     (said,) = changing["evaluation-law"].counterexamples
     assert str(said).startswith("after the last update: the evaluation changed 1 tensors of the model")

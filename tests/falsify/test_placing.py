@@ -16,15 +16,15 @@ from andon_falsify.claims.gradient import UNMIXED_TOLERANCE, unmixed
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import memory
 from andon_falsify.claims.table import judged_by
-from andon_falsify.compliance.power import untried
-from andon_falsify.faults.planting import BIG, PLAIN, SGD
-from andon_falsify.faults.registry import named
+from andon_falsify.compliance.cases import BIG, PLAIN, SGD
 from andon_falsify.ranks.pool import RankPool, RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, why_not
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Outcome
+from falsify.power.laboratory import untried
+from falsify.power.registry import named
 
 pytestmark = pytest.mark.xdist_group("test_placing")
 HERE = "tests.falsify.rank_work"

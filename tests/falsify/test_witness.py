@@ -22,8 +22,6 @@ from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.one_run import finite, halted
 from andon_falsify.claims.statements import NORM
 from andon_falsify.claims.table import judged, judged_by
-from andon_falsify.compliance.power import Laboratory
-from andon_falsify.faults.registry import named
 from andon_falsify.history import read_lines
 from andon_falsify.loops import record as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made
@@ -35,6 +33,8 @@ from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Remembering, Reported, Sightings, Values, assemble_trace
 from andon_falsify.verdict import Outcome
+from falsify.power.laboratory import Laboratory
+from falsify.power.registry import named
 
 PLACES = ((1,), (2,), (3,))
 pytestmark = pytest.mark.xdist_group("test_witness")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from andon_contracts.watch import updates
-from andon_falsify.faults.looped import FAULTS
-from andon_falsify.faults.looped.fault import Inside
-from andon_falsify.faults.planting import patched
 from andon_falsify.ranks.pool import RankPool
+from falsify.power.looped import FAULTS
+from falsify.power.looped.fault import Inside
+from falsify.power.planting import patched
 from tests.support.ranks import run_ranks as run_ranks
 from tests.watch.watched import Trace, Watched
 

@@ -11,10 +11,10 @@ import torch
 from torch.utils._device import DeviceContext
 from torch.utils.data import DataLoader
 
-from andon_falsify.faults.looped import right, rows
-from andon_falsify.faults.planting import patched
 from andon_falsify.loops import task
 from andon_falsify.peers import plain
+from falsify.power.looped import right, rows
+from falsify.power.planting import patched
 from tests.support.ranks import run_ranks
 from tests.watch import watched
 from tests.watch.test_planted_faults import SEEN, WORLD, Found, Pair, alone, both, hold

@@ -28,7 +28,7 @@ from andon_contracts.violation import Violation
 from andon_contracts.watch import Watch, updates
 from andon_contracts.watch.checks.weights import Reducer, State, Synchrony
 from andon_contracts.watch.exchange import Replicas, replicas_of
-from andon_falsify.faults.planting import patched
+from falsify.power.planting import patched
 from tests.watch.clean import ignore
 from tests.watch.clean_communication import backward
 from tests.watch.clean_kinds import run_twin, unannounced

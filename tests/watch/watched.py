@@ -18,11 +18,11 @@ import andon
 from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Violation
 from andon_contracts.watch.values import state_digest
-from andon_falsify.faults.looped.fault import WATCHED, Inside
-from andon_falsify.faults.looped.right import Labelled, Scheduled
-from andon_falsify.faults.planting import around
 from andon_falsify.loops.task import collate, dataset, model
 from andon_falsify.peers.plain import PlainLoop
+from falsify.power.looped.fault import WATCHED, Inside
+from falsify.power.looped.right import Labelled, Scheduled
+from falsify.power.planting import around
 from tests.watch.clean import Seen, path_of_all_ranks, seen_by
 
 

@@ -24,7 +24,6 @@ from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.suite import Suite
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.compliance import counting
-from andon_falsify.compliance.power import Laboratory
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
@@ -35,7 +34,6 @@ from andon_falsify.verdict import Verdict
 _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that was named; not there where none was."""
 _OF_A_SUBJECT = "test_subject.py"
-_HERE = "andon_falsify.compliance."
 _ONCE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _AGAIN = ("claim", "expected_failed")
 _PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
@@ -192,11 +190,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each claim and place of a subject; for each selected backend, skipped where it cannot run here."""
     if "claim_at_place" in metafunc.fixturenames:
         metafunc.parametrize("claim_at_place", list(metafunc.config.stash[_SUITE].tests()), ids=str)
-    ours = metafunc.function.__module__.startswith(_HERE)
-    if not ours or "backend" not in metafunc.fixturenames:
-        return
-    chosen = metafunc.config.getoption("--backend", None) or CPU_BACKENDS
-    metafunc.parametrize("backend", [_param(name) for name in dict.fromkeys(chosen)])
+    if {"court", "backend"} <= {*metafunc.fixturenames}:
+        chosen = metafunc.config.getoption("--backend", None) or CPU_BACKENDS
+        metafunc.parametrize("backend", [_param(name) for name in dict.fromkeys(chosen)])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -212,11 +208,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _shows_more(item: pytest.Item, chosen: Sequence[str]) -> bool:
-    module = getattr(getattr(item, "function", None), "__module__", "")
-    if not module.startswith(_HERE) or module.endswith(_OF_A_SUBJECT.removesuffix(".py")):
-        return True
-    callspec = getattr(item, "callspec", None)
-    return (callspec is not None and "backend" in callspec.params) or "inline" in chosen
+    names = getattr(item, "fixturenames", ())
+    return "court" not in names or "claim_at_place" in names or "backend" in names or "inline" in chosen
 
 
 def _param(backend: str) -> Any:
@@ -263,19 +256,6 @@ def court(request: pytest.FixtureRequest, subject: Remembering) -> Iterator[Cour
     before = runs()
     yield Court(request, subject)
     request.node.user_properties.append((counting.RUNS, str(runs() - before)))
-
-
-@pytest.fixture(scope="session")
-def session_laboratory(subject: Remembering) -> Laboratory:
-    """Plants faults in our trainer, and keeps the runs without them for the whole session."""
-    return Laboratory(subject)
-
-
-@pytest.fixture
-def laboratory(session_laboratory: Laboratory, court: Court) -> Laboratory:
-    """Plants faults in our trainer; the runs are counted with the test's."""
-    del court
-    return session_laboratory
 
 
 def register(pluginmanager: pytest.PytestPluginManager) -> None:

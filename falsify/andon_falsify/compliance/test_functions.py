@@ -6,8 +6,8 @@ import pytest
 
 from andon_falsify.claims.functions import average, face, non_finite, shards
 from andon_falsify.claims.of_trainer import verdicts
+from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.compliance.plugin import Court
-from andon_falsify.faults.planting import PLAIN
 from andon_falsify.subjects.coordinator import CoordinatorSubject
 
 

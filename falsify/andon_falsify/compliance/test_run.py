@@ -23,8 +23,8 @@ from andon_falsify.claims.statements import NORM, UPDATE
 from andon_falsify.claims.table import judged
 from andon_falsify.claims.trainer_law import planned, rate_law
 from andon_falsify.claims.update import base
+from andon_falsify.compliance.cases import BIG
 from andon_falsify.compliance.plugin import Court
-from andon_falsify.faults.planting import BIG
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.subjects.placing import room_for
 

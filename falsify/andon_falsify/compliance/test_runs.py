@@ -18,8 +18,8 @@ from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.table import judged_by
 from andon_falsify.claims.trainer_law import TrainerLaw, shares
+from andon_falsify.compliance.cases import ADAMW, MOMENTUM
 from andon_falsify.compliance.plugin import Court
-from andon_falsify.faults.planting import ADAMW, MOMENTUM
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.placing import room_for
 from andon_falsify.verdict import Outcome, not_applicable

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch.distributed as dist
 
 from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
-from andon_falsify.faults.registry import named
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.drive import drive
+from andon_falsify.subjects.drive import Plant, drive
 from andon_falsify.subjects.placing import IN_A_GROUP, devices_of
 from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace
 
@@ -51,4 +52,13 @@ def train(case: Case) -> Sightings:
 
 def train_on(backend: Backend, case: Case, *, late: bool | None = None) -> Sightings:
     """Run `case`, with the fault that it names, on all ranks that `backend` has in this process."""
-    return drive(case, backend, None if case.fault is None else named(case.fault).plant, late=late)
+    return drive(case, backend, None if case.fault is None else _plant(case.fault), late=late)
+
+
+def _plant(fault: str) -> Plant:
+    module, _, name = fault.partition(":")
+    if not name:
+        msg = f"the fault {fault!r} must be package.module:name"
+        raise ValueError(msg)
+    plant: Plant = import_module(module).named(name).plant
+    return plant

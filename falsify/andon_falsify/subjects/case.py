@@ -60,7 +60,9 @@ class Case:
 
     hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight. dropout: in attention
     and adapter. stop_after: the run is cut off after that update, as by a kill. values: gradients, weights and masks
-    are recorded; memory: live bytes are counted. folder: where files go, for a run that is to be resumed.
+    are recorded; memory: live bytes are counted. folder: where files go, for a run that is to be resumed. fault: what
+    is planted. In our trainer that is `named(NAME).plant` of a module, written as `package.module:NAME`; a loop reads
+    the text itself.
     """
 
     rows: Rows = field(default_factory=lambda: make_rows(13))

@@ -62,8 +62,7 @@ class Tracking(PlainLoop):
     @property
     def mean(self) -> Tensor:
         """float32 [hidden]: the running mean."""
-        mean: Any = self.head.running_mean
-        assert isinstance(mean, Tensor)
+        mean: Tensor = self.head.get_buffer("running_mean")
         return mean
 
     def _track(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -83,7 +82,6 @@ class Scheduled(PlainLoop):
     """Its rate falls by half a cosine from update to update, as it declares."""
 
     def rate(self, update: int) -> float:
-        """See `Schedules.rate`."""
         return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + self.case.updates(self.case.global_batch))))
 
     def _counted(self) -> int:
@@ -111,7 +109,6 @@ class Grouped(PlainLoop):
         return "norm" not in name
 
     def decay(self, name: str) -> float:
-        """See `Decays.decay`."""
         return 0.0 if "norm" in name else self.case.weight_decay
 
 
@@ -203,7 +200,6 @@ class Best(PlainLoop):
         self.best: list[Tensor] = []
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         super().train(told)
         self._take_best()
 
@@ -234,12 +230,7 @@ class Loaded(PlainLoop):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.sampler = self._sampler()
-        self.loader = DataLoader(
-            self.rows,
-            batch_size=case.local_batch,
-            sampler=self.sampler,
-            collate_fn=collate,
-        )
+        self.loader = DataLoader(self.rows, batch_size=case.local_batch, sampler=self.sampler, collate_fn=collate)
 
     def _sampler(self) -> Sampler[int]:
         """What says which rows this rank has, and in which order."""

@@ -1,9 +1,9 @@
-"""All faults by name; a rank looks up here what it is to plant."""
+"""All faults of our trainer by name; a rank looks up here the fault that its case names."""
 
 from __future__ import annotations
 
-from andon_falsify.faults import own_promises, seed_mutants
-from andon_falsify.faults.planting import Fault
+from . import own_promises, seed_mutants
+from .planting import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *seed_mutants.MISSED,
@@ -12,7 +12,6 @@ FAULTS: tuple[Fault, ...] = (
     *own_promises.MEMORY,
     *own_promises.FAULTS,
 )
-"""Every fault, in the order of the matrix."""
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 
@@ -20,3 +19,8 @@ _BY_NAME = {fault.name: fault for fault in FAULTS}
 def named(name: str) -> Fault:
     """The fault of that name. Raises `KeyError`."""
     return _BY_NAME[name]
+
+
+def reference(fault: Fault) -> str:
+    """How `Case.fault` names it, so that a rank finds it."""
+    return f"falsify.power.registry:{fault.name}"

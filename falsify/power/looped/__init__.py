@@ -1,17 +1,16 @@
 """Every fault of a data-parallel loop, each a small change of a right one: the catalogue of watch and falsifier.
 
-`andon falsify --subject andon_falsify.faults.looped:make --case '{"fault": "F16 sum instead of mean", ...}'`.
+`andon falsify --subject falsify.power.looped:make --case '{"fault": "F16 sum instead of mean", ...}'`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from andon_falsify.faults.looped import arithmetic, parameters, precision, replicas, reporting, resuming, rows
-from andon_falsify.faults.looped.fault import LoopFault
-from andon_falsify.faults.looped.right import RIGHT_LOOPS
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
+
+from . import arithmetic, parameters, precision, replicas, reporting, resuming, rows
+from .fault import LoopFault
+from .right import RIGHT_LOOPS
 
 FAULTS: tuple[LoopFault, ...] = (
     *replicas.FAULTS,
@@ -22,10 +21,7 @@ FAULTS: tuple[LoopFault, ...] = (
     *resuming.FAULTS,
     *reporting.FAULTS,
 )
-"""Every fault, in the order of the matrix."""
-
-RIGHT: Mapping[str, type[PlainLoop]] = {kind.__name__: kind for kind in (PlainLoop, *RIGHT_LOOPS)}
-"""The right loops by the names of their classes."""
+_RIGHT = {kind.__name__: kind for kind in (PlainLoop, *RIGHT_LOOPS)}
 _BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -40,4 +36,4 @@ def make(case: Case) -> PlainLoop:
     Raises `KeyError` for another name.
     """
     name = case.fault or PlainLoop.__name__
-    return (RIGHT[name] if name in RIGHT else named(name).loop)(case)
+    return (_RIGHT[name] if name in _RIGHT else named(name).loop)(case)

@@ -6,41 +6,22 @@ The control is the same loop without the fault. What a loop checks itself does n
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 from andon_falsify.campaign.loop_bench import FURTHER, judge_further, judge_loop
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
-from andon_falsify.compliance.power import Observation, problems, shown
-from andon_falsify.faults.looped.fault import LoopFault, Outside
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Counterexample
 
-LOOP = "andon_falsify.faults.looped:make"
+from .laboratory import Attempt, Observation
+from .looped.fault import LoopFault
 
-
-@dataclass(frozen=True)
-class LoopAttempt:
-    """A fault that was planted, what is judged of it, and the right loop on the same case."""
-
-    fault: LoopFault
-    outside: Outside
-    clean: Observation
-    planted: Observation
-
-    @property
-    def shown(self) -> Counterexample | None:
-        """The counterexample to the claim of the fault, and for its reason; None where there is none."""
-        return shown(self.outside.claim, self.outside.reason, self.planted)
-
-    @property
-    def problems(self) -> list[str]:
-        """See `power.problems`."""
-        return problems(self.outside.claim, self.outside.reason, {"without the fault": self.clean}, self.planted)
+LOOP = "falsify.power.looped:make"
 
 
 class LoopLaboratory:
@@ -55,7 +36,7 @@ class LoopLaboratory:
         self._every_claim = every_claim
         self._kept: dict[tuple[Case, str], Observation] = {}
 
-    def attempt(self, fault: LoopFault) -> LoopAttempt:
+    def attempt(self, fault: LoopFault) -> Attempt:
         """Plant `fault`, and observe the right loop on its case. Raises `ValueError` for one that has no claim."""
         outside = fault.outside
         if isinstance(outside, str):
@@ -66,7 +47,7 @@ class LoopLaboratory:
         if (right, further) not in self._kept:
             self._kept[right, further] = self._observe(right, further)
         planted = self._observe(outside.case.but(fault=fault.name), further)
-        return LoopAttempt(fault, outside, self._kept[right, further], planted)
+        return Attempt(outside.claim, outside.reason, {"without the fault": self._kept[right, further]}, planted)
 
     def _observe(self, case: Case, further: str) -> Observation:
         seen = _Recording(self._subject)
@@ -88,22 +69,14 @@ class _Recording:
         self._subject = subject
 
     def run(self, case: Case) -> Trace:
-        """See `Subject.run`."""
         self.traces.append(self._subject.run(case))
         return self.traces[-1]
 
 
 def _signature(trace: Trace) -> str:
     """A digest of everything that a fault could have changed."""
-    own = [
-        (
-            sorted(part.evaluation.items()),
-            sorted(part.around_evaluation[1].items()),
-            sorted(part.running.items()),
-            sorted(part.draws.items()),
-            part.leftover,
-        )
-        for part in trace.parts
-        if isinstance(part, LoopSightings)
-    ]
+    own: list[object] = []
+    for part in (part for part in trace.parts if isinstance(part, LoopSightings)):
+        noted: tuple[Mapping[Any, Any], ...] = (part.evaluation, part.around_evaluation[1], part.running, part.draws)
+        own += [*(sorted(each.items()) for each in noted), part.leftover]
     return f"{trace.signature()} {own!r}"

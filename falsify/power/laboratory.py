@@ -20,12 +20,14 @@ from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.table import judged_by
-from andon_falsify.faults.planting import Fault
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
+
+from .planting import Fault
+from .registry import reference
 
 
 @dataclass(frozen=True)
@@ -42,62 +44,57 @@ class Observation:
         return tuple(name for name, verdict in self.verdicts.items() if verdict.outcome is Outcome.FALSIFIED)
 
 
-def shown(claim: str, reason: str, planted: Observation) -> Counterexample | None:
-    """The first counterexample to `claim` whose text matches the pattern `reason`."""
-    verdict = planted.verdicts.get(claim)
-    found = verdict.counterexamples if verdict is not None else ()
-    return next((each for each in found if re.search(reason, str(each))), None)
-
-
-def problems(claim: str, reason: str, controls: Mapping[str, Observation], planted: Observation) -> list[str]:
-    """What is wrong with the suite, or with the fault; empty if `claim` catches the fault for its `reason`.
-
-    controls: runs without the fault, by description. In each, `claim` must hold and no other claim may fall. A claim
-    may be unknown only if a clause stopped the run. `planted` must differ from the last control.
-    """
-    found = []
-    for words, control in controls.items():
-        if claim not in control.verdicts:
-            found.append(f"{words}: {claim} was not judged")
-        for name, verdict in control.verdicts.items():
-            unsure = verdict.outcome is Outcome.UNKNOWN and not control.clause
-            unheld = name == claim and verdict.outcome is not Outcome.HOLDS
-            if unheld or unsure or verdict.outcome is Outcome.FALSIFIED:
-                found.append(f"{words}: {verdict}")
-    if planted.signature == [*controls.values()][-1].signature:
-        found.append("the fault changed nothing")
-    if claim not in planted.fallen:
-        found.append(f"not seen by {claim}; fallen: {planted.fallen or 'none'}; {planted.verdicts.get(claim)}")
-    elif shown(claim, reason, planted) is None:
-        found.append(f"seen for another reason than {reason!r}: {planted.verdicts[claim]}")
-    return found
-
-
 @dataclass(frozen=True)
 class Attempt:
-    """A fault and its controls. guarded: planted, contracts on; bare: planted, contracts off; both clean ones alike."""
+    """A planted fault, what was observed of it, and of the same runs without it.
 
-    fault: Fault
-    backend: str
-    clean: Observation
-    clean_bare: Observation
-    guarded: Observation
-    bare: Observation
+    claim, reason: what must fall, and a regular expression that the text of its counterexample must match. controls:
+    runs without the fault, by description; the last one is like `planted`. guarded: planted with contracts on, where
+    `planted` has them off; None for a loop.
+    """
+
+    claim: str
+    reason: str
+    controls: Mapping[str, Observation]
+    planted: Observation
+    guarded: Observation | None = None
+    poisoned: bool = False
 
     @property
     def shown(self) -> Counterexample | None:
-        """The counterexample to the claim of the fault, for its reason, seen from outside."""
-        return shown(self.fault.claim, self.fault.reason, self.bare)
+        """The first counterexample to the claim for the reason."""
+        verdict = self.planted.verdicts.get(self.claim)
+        found = verdict.counterexamples if verdict is not None else ()
+        return next((each for each in found if re.search(self.reason, str(each))), None)
 
     @property
     def problems(self) -> list[str]:
-        """As the function `problems`; with the contracts on, a clause or the claim must also detect the fault."""
-        controls = {"without the fault": self.clean, "without the fault and contracts": self.clean_bare}
-        found = problems(self.fault.claim, self.fault.reason, controls, self.bare)
-        if self.fault.case.poison is None:  # a NaN in the data is stopped without the fault, too
-            found += [f"{words}: stopped by {run.clause}" for words, run in controls.items() if run.clause]
-        if not self.guarded.clause and self.fault.claim not in self.guarded.fallen:
-            found.append(f"with the contracts on neither a clause nor {self.fault.claim} noticed it")
+        """What is wrong with the suite, or with the fault; empty if the claim catches the fault for its reason.
+
+        Without the fault the claim must hold and no other claim may fall. A claim may be unknown only if a clause
+        stopped the run. The fault must change something. With the contracts on, a clause or the claim must detect it.
+        """
+        found = []
+        for words, control in self.controls.items():
+            if self.claim not in control.verdicts:
+                found.append(f"{words}: {self.claim} was not judged")
+            for name, verdict in control.verdicts.items():
+                unsure = verdict.outcome is Outcome.UNKNOWN and not control.clause
+                unheld = name == self.claim and verdict.outcome is not Outcome.HOLDS
+                if unheld or unsure or verdict.outcome is Outcome.FALSIFIED:
+                    found.append(f"{words}: {verdict}")
+            if control.clause and not self.poisoned:  # a NaN in the data is stopped without the fault, too
+                found.append(f"{words}: stopped by {control.clause}")
+        planted = self.planted
+        if planted.signature == [*self.controls.values()][-1].signature:
+            found.append("the fault changed nothing")
+        if self.claim not in planted.fallen:
+            fallen = planted.fallen or "none"
+            found.append(f"not seen by {self.claim}; fallen: {fallen}; {planted.verdicts.get(self.claim)}")
+        elif self.shown is None:
+            found.append(f"seen for another reason than {self.reason!r}: {planted.verdicts[self.claim]}")
+        if self.guarded is not None and not self.guarded.clause and self.claim not in self.guarded.fallen:
+            found.append(f"with the contracts on neither a clause nor {self.claim} noticed it")
         return found
 
 
@@ -114,14 +111,12 @@ class Laboratory:
         # The plan of memory counts the contracts' digests. Only a contract stops a poisoned run: without them the right
         # trainer breaks the claim too.
         bare = case if case.memory or case.poison is not None else case.but(contracts=False)
-        return Attempt(
-            fault,
-            backend,
-            clean=self._clean(fault, case),
-            clean_bare=self._clean(fault, bare),
-            guarded=self._observe(fault, case, planted=True),
-            bare=self._observe(fault, bare, planted=True),
-        )
+        controls = {
+            "without the fault": self._clean(fault, case),
+            "without the fault and contracts": self._clean(fault, bare),
+        }
+        guarded, planted = (self._observe(fault, each, planted=True) for each in (case, bare))
+        return Attempt(fault.claim, fault.reason, controls, planted, guarded, case.poison is not None)
 
     def _clean(self, fault: Fault, case: Case) -> Observation:
         key = (fault.kind, case, fault.claim if fault.kind == "functions" else "")
@@ -138,15 +133,13 @@ class Laboratory:
             trace = subject.run(case)
             return _observed(verdicts(trace, whole), trace)
         if fault.kind == "resume":
-            return self._resumed(fault.name if planted else None, case)
-        trace = self._trainer.run(case.but(fault=fault.name if planted else None))
+            wrong = reference(fault) if planted else None
+            found = cut_and_resume(self._trainer, case.but(epochs=2), after=3, every=2, world=case.world, fault=wrong)
+            verdict = judged_by(resume_equal.CLAIM, found.evidence)
+            return _observed({verdict.claim: verdict}, found.taken_up)
+        trace = self._trainer.run(case.but(fault=reference(fault) if planted else None))
         base = None if case.memory else self._trainer.run(alone(case).but(contracts=True))
         return _observed(verdicts(trace, base), trace)
-
-    def _resumed(self, fault: str | None, case: Case) -> Observation:
-        found = cut_and_resume(self._trainer, case.but(epochs=2), after=3, every=2, world=case.world, fault=fault)
-        verdict = judged_by(resume_equal.CLAIM, found.evidence)
-        return _observed({verdict.claim: verdict}, found.taken_up)
 
 
 def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:

@@ -17,22 +17,21 @@ from andon.step.replica import Replica
 from andon.step.step import TrainingStep
 from andon.step.task import LeafLoss
 from andon_contracts.record import LedgerFile, Record, Step, chain, encode
-from andon_falsify.faults.planting import (
-    BIG,
-    MOMENTUM,
-    PLAIN,
-    SGD,
+from andon_falsify.compliance.cases import BIG, MOMENTUM, PLAIN, SGD
+from andon_falsify.subjects.assembly import Parts
+
+from .planting import (
     Fault,
     Plant,
     after_updates,
     around,
-    followers,
+    around_each,
     of_function,
+    on_replicas,
     patched,
     with_rate,
     with_result,
 )
-from andon_falsify.subjects.assembly import Parts
 
 
 def _masks_by_rank(parts: Parts, _: ExitStack) -> None:
@@ -58,9 +57,8 @@ def _last_batch_dropped(parts: Parts, _: ExitStack) -> None:
     parts.plan = BatchPlan(plan.ids, plan.batch_size, plan.micro_batches, plan.seed, 1, plan.total_steps - 1)
 
 
-def _rate_by_micro_batch(parts: Parts, _: ExitStack) -> None:
-    total = parts.plan.total_steps
-    with_rate(parts, lambda step: min(total, (step - 1) * parts.case.micro_batches + 1))
+def _rate_by_micro_batch(parts: Parts, step: int) -> int:
+    return min(parts.plan.total_steps, (step - 1) * parts.case.micro_batches + 1)
 
 
 def _layout_reversed(parts: Parts, _: ExitStack) -> None:
@@ -76,15 +74,8 @@ def _layout_reversed(parts: Parts, _: ExitStack) -> None:
     )
 
 
-def _base_touched(parts: Parts, _: ExitStack) -> None:
-    def touch(own: Replica) -> None:
-        next(iter(own.frozen().values())).view(-1)[0] += 1e-3
-
-    after_updates(followers(parts).values(), touch)
-
-
-def _nan_reported(parts: Parts, _: ExitStack) -> None:
-    with_result(parts, lambda result: replace(result, loss=float("nan") if result.step == 2 else result.loss))
+def _base_touched(replica: Replica) -> None:
+    next(iter(replica.frozen().values())).view(-1)[0] += 1e-3
 
 
 def _line_lost(parts: Parts, stack: ExitStack) -> None:
@@ -100,17 +91,8 @@ def _line_lost(parts: Parts, stack: ExitStack) -> None:
     patched(stack, LedgerFile, "append", losing)
 
 
-def _moments_lost(parts: Parts, _: ExitStack) -> None:
-    for replica in parts.replicas:
-
-        def restore(inner: Any, weights: Any, state: Any, updates: int) -> None:
-            inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
-
-        around(replica, "restore", restore)
-
-
-def _started_over(parts: Parts, _: ExitStack) -> None:
-    with_rate(parts, lambda step: max(1, step - parts.seen.resumed_from))
+def _moments_lost(inner: Any, weights: Any, state: Any, updates: int) -> None:
+    inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
 
 
 def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False) -> Any:
@@ -120,21 +102,24 @@ def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None
 # what is kept that need not be
 
 
-def _every_leaf_kept(parts: Parts, _: ExitStack) -> None:
-    for replica in parts.replicas:
-        kept: list[torch.Tensor] = []
+def _every_leaf_kept(replica: Replica) -> None:
+    kept: list[torch.Tensor] = []
 
-        def leaf(inner: Callable[..., Any], *args: Any, held: Any = kept, own: Any = replica, **named: Any) -> Any:
-            report = inner(*args, **named)
-            held.append(own.parameters.gradient.clone())
-            return report
+    def leaf(inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        report = inner(*args, **named)
+        kept.append(replica.parameters.gradient.clone())
+        return report
 
-        def gradients(inner: Callable[..., Any], *args: Any, held: Any = kept, **named: Any) -> Any:
-            held.clear()
-            return inner(*args, **named)
+    around(replica, "_leaf", leaf)
+    _cleared_by_updates(replica, kept)
 
-        around(replica, "_leaf", leaf)
-        around(replica, "gradients", gradients)
+
+def _cleared_by_updates(replica: Replica, kept: list[torch.Tensor]) -> None:
+    def gradients(inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        kept.clear()
+        return inner(*args, **named)
+
+    around(replica, "gradients", gradients)
 
 
 def _graph_kept(parts: Parts, stack: ExitStack) -> None:
@@ -151,20 +136,15 @@ def _graph_kept(parts: Parts, stack: ExitStack) -> None:
         kept[id(model)].append(loss.loss_sum)
         return loss
 
-    def gradients(inner: Callable[..., Any], *args: Any, held: Any, **named: Any) -> Any:
-        held.clear()
-        return inner(*args, **named)
-
     around(parts.task, "loss_sum", loss_sum)
     for replica in parts.replicas:
-        held = kept[id(replica.model)]
-        around(replica, "gradients", lambda inner, *a, own=held, **k: gradients(inner, *a, held=own, **k))
+        _cleared_by_updates(replica, kept[id(replica.model)])
 
 
 def _kept_after_updates(make: Callable[[Replica], list[torch.Tensor]], *, once: bool = True) -> Plant:
     """After the update every replica holds what `make` makes of it: anew each time, or more and more."""
 
-    def plant(parts: Parts, _: ExitStack) -> None:
+    def plant(parts: Parts, stack: ExitStack) -> None:
         kept: dict[int, list[torch.Tensor]] = {}
 
         def keep(own: Replica) -> None:
@@ -173,7 +153,7 @@ def _kept_after_updates(make: Callable[[Replica], list[torch.Tensor]], *, once: 
                 held.clear()
             held += make(own)
 
-        after_updates(parts.replicas, keep)
+        after_updates(keep)(parts, stack)
 
     return plant
 
@@ -199,21 +179,24 @@ FAULTS = (
     Fault("last short batch dropped", "plan-followed",
           "step 3: 1 planned updates were never made", _last_batch_dropped, SGD),
     Fault("rate counted by micro-batch", "schedule",
-          "step 2: the learning rate is off .*seen 1e-06", _rate_by_micro_batch, SGD),
+          "step 2: the learning rate is off .*seen 1e-06", with_rate(_rate_by_micro_batch), SGD),
     Fault("layout reversed on a rank", "layout-equal",
           r"tensor 0, rank 1 .*: the layout differs; .*seen \S+score\.", _layout_reversed, PLAIN),
-    Fault("base touched", "base-frozen", r"rank \d: a frozen weight changed", _base_touched, SGD),
-    Fault("NaN reported as the loss", "loss-finite", "step 2: the loss is not finite", _nan_reported, SGD),
+    Fault("base touched", "base-frozen", r"rank \d: a frozen weight changed",
+          after_updates(_base_touched, first=1), SGD),
+    Fault("NaN reported as the loss", "loss-finite", "step 2: the loss is not finite",
+          with_result(lambda result: replace(result, loss=float("nan")) if result.step == 2 else result), SGD),
     Fault("line of the ledger lost", "chain-intact", "line 3: it does not follow the line before it", _line_lost, SGD),
     Fault("moments lost in a resume", "resume-equal",
-          "step 3 of resumed: the weights done again", _moments_lost, MOMENTUM, "resume"),
+          "step 3 of resumed: the weights done again", around_each("restore", _moments_lost), MOMENTUM, "resume"),
     Fault("schedule started over in a resume", "resume-equal",
-          "step 3 of resumed: the learning rate done again", _started_over, MOMENTUM, "resume"),
+          "step 3 of resumed: the learning rate done again",
+          with_rate(lambda parts, step: max(1, step - parts.seen.resumed_from)), MOMENTUM, "resume"),
     of_function("no fallback to the CPU", "cpu-fallback",
                 "nccl without a GPU: .*seen RuntimeError: no CUDA", devices.placement, _no_fallback),
 )  # fmt: skip
 MEMORY = (
-    Fault("every leaf's gradient kept", "memory-budget", r"the peak is 1\.4", _every_leaf_kept, BIG),
+    Fault("every leaf's gradient kept", "memory-budget", r"the peak is 1\.4", on_replicas(_every_leaf_kept), BIG),
     Fault("graphs retained", "memory-budget", r"the peak is 1\.3", _graph_kept, BIG),
     Fault("moments in fp64", "memory-budget", r"the peak is 1\.2", _double_moments, BIG),
     Fault("second copy of the base", "memory-budget", r"the peak is 1\.1", _second_base, BIG),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from andon_falsify.faults.looped.right import RIGHT_LOOPS
 from andon_falsify.loops.task import loop_case
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, make_rows
+
+from .right import RIGHT_LOOPS
 
 SGD = loop_case(
     rows=make_rows(13), batch_size=8, micro_batches=4, optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0
@@ -81,12 +85,26 @@ class LoopFault:
         return next(kind for kind in self.loop.__mro__[1:] if kind in (PlainLoop, *RIGHT_LOOPS))
 
 
-class Timed(PlainLoop):
-    """A loop that goes wrong at one update, or from it on."""
+def changed(
+    right: type[PlainLoop] = PlainLoop,
+    *,
+    at: int = 2,
+    made: Callable[[Any], object] = lambda loop: None,
+    **methods: Callable[..., Any],
+) -> type[PlainLoop]:
+    """The loop `right` with one thing wrong.
 
-    at = 2
+    A method that is named calls change(loop, inner, *arguments) instead; `inner` is that of the right loop. made(loop)
+    runs after the right loop was made. at: the update at which the fault acts; `loop.due` says whether it is this one.
+    """
 
-    @property
-    def due(self) -> bool:
-        """Whether the update that is being made is that one."""
-        return self.done + 1 == self.at
+    def start(self: PlainLoop, case: Case) -> None:
+        right.__init__(self, case)
+        made(self)
+
+    def around(inner: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *arguments: change(self, partial(inner, self), *arguments)
+
+    wrong = {name: around(getattr(right, name), change) for name, change in methods.items()}
+    due = property(lambda self: self.done + 1 == self.at)
+    return type(right.__name__, (right,), {"__init__": start, "at": at, "due": due, **wrong})

@@ -7,11 +7,11 @@ claim gradient-law compares the two.
 
 from __future__ import annotations
 
-import re
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -26,9 +26,12 @@ from andon.step.task import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon_contracts.violation import Violation
 from andon_falsify.checkers import gradient_law
-from andon_falsify.faults.planting import patched
-from andon_falsify.subjects.causal import LONGEST, CausalCase, CausalLaw, CausalSubject
-from andon_falsify.verdict import Outcome
+from andon_falsify.subjects.trace import digest
+from andon_falsify.verdict import Counterexample, Outcome, Verdict
+
+from .causal_subject import LONGEST, CausalCase, CausalSubject
+from .laboratory import Attempt, Observation
+from .planting import patched
 
 Check = Literal["start", "inside", "law"]
 CHECKS: tuple[Check, ...] = ("start", "inside", "law")
@@ -39,84 +42,78 @@ _RESTARTED = CausalCase(lora=False, family="gpt2")
 
 @dataclass(frozen=True)
 class CausalFault:
-    """A wrong, and the check that is named for it: others may see it too.
-
-    reason: a regular expression that the text of the check must match. plant: undone when the stack closes.
-    """
+    """A wrong, the check that must see it, and a regular expression that the check's text must match."""
 
     name: str
-    killer: Check
+    check: Check
     reason: str
     plant: Callable[[ExitStack], None]
     case: CausalCase = field(default_factory=CausalCase)
 
 
-def attempt(case: CausalCase, plant: Callable[[ExitStack], None] = lambda _: None) -> dict[Check, str]:
-    """What each check said of one update with the fault planted: in words where it saw it, '' where it was silent.
+@cache
+def observe(case: CausalCase, plant: Callable[[ExitStack], None] | None = None) -> Observation:
+    """What each check says of one update with the fault planted.
 
-    A check that could not look is left out: the law, behind a step that was stopped and for models it does not have.
+    The law is left out after a step that was stopped, and for models that it does not have.
     """
-    found: dict[Check, str] = dict.fromkeys(("start", "inside"), "")
+    said: dict[str, Verdict] = {name: Verdict(name, Outcome.HOLDS, checked=1) for name in ("start", "inside")}
     with ExitStack() as stack:
-        plant(stack)
+        if plant is not None:
+            plant(stack)
         subject = CausalSubject(case)
         try:
             subject.start()
         except InputError as error:
-            found["start"] = str(error)
+            said["start"] = _falsified("start", error)
         batch, before = subject.batch(1), subject.weights()
         try:
-            _, gradients = subject.update(batch)
+            loss, gradients = subject.update(batch)
         except Violation as violation:
-            found["inside"] = str(violation)
-            return found
+            said["inside"] = _falsified("inside", violation)
+            return Observation(said, str(violation))
         if case.family == "qwen3":
-            wanted = CausalLaw(subject)(before, subject, batch)[1]
-            verdict = gradient_law.check(gradients, wanted, tolerance=FAR, where="step 1")
-            said = "; ".join(map(str, verdict.counterexamples)) or verdict.why
-            found["law"] = "" if verdict.outcome is Outcome.HOLDS else said
-    return found
+            wanted = subject.law(before, batch)[1]
+            said["law"] = gradient_law.check(gradients, wanted, tolerance=FAR, where="step 1")
+    return Observation(said, f"{said['start']} {loss} {digest(gradients)}")
 
 
-def problems(fault: CausalFault, control: Mapping[Check, str], planted: Mapping[Check, str]) -> list[str]:
-    """What is wrong with the checks, or with the fault. control: what each said of the case without the fault."""
-    found = [f"without the fault, {check} says: {said}" for check, said in control.items() if said]
-    if fault.killer not in control:
-        found.append(f"without the fault, {fault.killer} could not look")
-    said = planted.get(fault.killer, "")
-    if not said:
-        found.append(f"not seen by {fault.killer}")
-    elif not re.search(fault.reason, said):
-        found.append(f"seen for another reason than {fault.reason!r}: {said}")
-    return found
+def _falsified(check: Check, error: Exception) -> Verdict:
+    return Verdict(check, Outcome.FALSIFIED, checked=1, counterexamples=(Counterexample(str(error)),))
+
+
+def attempt(fault: CausalFault) -> Attempt:
+    """Plant `fault` in its case, and observe the case without it."""
+    controls = {"without the fault": observe(fault.case)}
+    return Attempt(fault.check, fault.reason, controls, observe(fault.case, fault.plant))
+
+
+def _around(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[ExitStack], None]:
+    """call(original, *args, **kwargs) replaces a function of a module or class."""
+
+    def plant(stack: ExitStack) -> None:
+        inner = getattr(owner, name)
+        patched(stack, owner, name, lambda *args, **named: call(inner, *args, **named))
+
+    return plant
 
 
 def _weighed(change: Callable[[Sequence[float]], Sequence[float]]) -> Callable[[ExitStack], None]:
     """Rows have the weights that `change` makes of theirs; once, since a task of packs is made of one of rows."""
 
-    def plant(stack: ExitStack) -> None:
-        build: Callable[..., None] = SftTask.__init__
+    def build(inner: Callable[..., None], task: SftTask, rows: Sequence[EncodedRow], **named: Any) -> None:
+        if named.get("packs") is None:
+            rows = [replace(row, weights=array("f", change(row.weights))) for row in rows]
+        inner(task, rows, **named)
 
-        def changed(self: SftTask, rows: Sequence[EncodedRow], **named: Any) -> None:
-            if named.get("packs") is None:
-                rows = [replace(row, weights=array("f", change(row.weights))) for row in rows]
-            build(self, rows, **named)
-
-        patched(stack, SftTask, "__init__", changed)
-
-    return plant
+    return _around(SftTask, "__init__", build)
 
 
 def _loss(change: Callable[[Batch, LeafLoss], LeafLoss], planned: int | None) -> Callable[[ExitStack], None]:
     """A micro-batch's loss is what `change` makes of it; planned: the terms of each pack, where they change too."""
 
     def plant(stack: ExitStack) -> None:
-        inner = SftTask.loss_sum
-
-        def changed(self: SftTask, model: nn.Module, batch: Batch) -> LeafLoss:
-            return change(batch, inner(self, model, batch))
-
-        patched(stack, SftTask, "loss_sum", changed)
+        _around(SftTask, "loss_sum", lambda inner, task, model, batch: change(batch, inner(task, model, batch)))(stack)
         if planned is not None:
             patched(stack, SftTask, "planned_terms", lambda self, ids: (planned,) * len(ids))
 
@@ -133,14 +130,6 @@ def _counted(batch: Batch, count: int) -> torch.Tensor:
     return torch.tensor(count, device=batch["rows"].device)
 
 
-def _hidden(change: Callable[[Callable[..., torch.Tensor], nn.Module, Batch], torch.Tensor]) -> Any:
-    def plant(stack: ExitStack) -> None:
-        inner = andon.model.causal.hidden_of
-        patched(stack, andon.model.causal, "hidden_of", lambda model, batch: change(inner, model, batch))
-
-    return plant
-
-
 def _mask_of_ones(inner: Callable[..., torch.Tensor], model: nn.Module, batch: Batch) -> torch.Tensor:
     return inner(model, {**batch, "rows": torch.ones_like(batch["rows"])})
 
@@ -153,15 +142,13 @@ def _default_cache(_: Callable[..., torch.Tensor], model: nn.Module, batch: Batc
 
 
 def _running_positions(stack: ExitStack) -> None:
-    inner = andon.model.causal.collate_packs
-
-    def changed(*arguments: Any) -> Mapping[str, torch.Tensor]:
+    def collate(inner: Callable[..., Batch], *arguments: Any) -> Batch:
         batch = inner(*arguments)
         running = torch.arange(batch["rows"].shape[1]).expand_as(batch["rows"]).contiguous()
         return {**batch, "positions": running}
 
     for module in (andon.model.causal, andon.tasks.sft):
-        patched(stack, module, "collate_packs", changed)
+        _around(module, "collate_packs", collate)(stack)
 
 
 _APART = "'{}' gives packed rows other logits than each row alone"
@@ -175,8 +162,10 @@ FAULTS = (
                 _weighed(lambda weights: [*weights[1:], 0.0])),
     CausalFault("stop token not trained", "law", r"step 1: .*seen \S+up_proj\.lora_B\.weight 1\.32",
                 _weighed(lambda weights: [*weights[:-1], 0.0])),
-    CausalFault("rows of a pack see each other: a mask of ones", "start", _QWEN, _hidden(_mask_of_ones)),
-    CausalFault("rows of a pack see each other: the default cache", "start", _QWEN, _hidden(_default_cache)),
+    CausalFault("rows of a pack see each other: a mask of ones", "start", _QWEN,
+                _around(andon.model.causal, "hidden_of", _mask_of_ones)),
+    CausalFault("rows of a pack see each other: the default cache", "start", _QWEN,
+                _around(andon.model.causal, "hidden_of", _default_cache)),
     CausalFault("padded tokens counted", "inside", r"micro-batch \d+ sums \d+ terms, but its rows have \d+",
                 _loss(lambda batch, loss: replace(loss, terms=_counted(batch, batch["rows"].numel())), None)),
     CausalFault("padded tokens counted, and planned", "law", r"step 1: .*ratio 0\.674",

@@ -1,0 +1,193 @@
+"""What a fault is, and the ways of planting one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from andon.step.plan import GlobalBatch
+from andon.step.replica import PartialGradient, Replica
+from andon.step.step import StepResult
+from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.case import Case
+
+Plant = Callable[[Any, ExitStack], None]
+"""Changes what the subject was assembled to (for `functions` nothing); the stack is for what has to be undone."""
+Kind = Literal["trainer", "resume", "coordinator", "functions"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong, the claim that must fall by it, and the case that shows it.
+
+    reason: a regular expression that the text of a counterexample must match. plant: runs in every process of the run.
+    """
+
+    name: str
+    claim: str
+    reason: str
+    plant: Plant
+    case: Case = field(default_factory=Case)
+    kind: Kind = "trainer"
+
+
+def around(thing: Any, method: str, call: Callable[..., Any]) -> None:
+    """Replace the bound `method` of `thing` by call(original, *args, **kwargs)."""
+    object.__setattr__(thing, method, partial(call, getattr(thing, method)))
+
+
+def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of a module or class until `stack` closes."""
+    before = getattr(owner, name)
+    stack.callback(setattr, owner, name, before)
+    setattr(owner, name, value)
+
+
+def of_function(name: str, claim: str, reason: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
+    """A fault of a free function: under all of its contracts it has the body of `mutant`.
+
+    The mutant may use its own arguments, builtins, and what the function's module has.
+    """
+    inner: Any = inspect.unwrap(function)
+    code = mutant.__code__
+    assert not code.co_freevars, f"{mutant.__name__} closes over {code.co_freevars}"
+    return Fault(name, claim, reason, lambda _, stack: patched(stack, inner, "__code__", code), kind="functions")
+
+
+class Changed:
+    """A thing of which some attributes are others; calls and all else go to the original."""
+
+    def __init__(self, inner: Any, **attributes: Any) -> None:
+        self._inner = inner
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The attribute `call` where there is one."""
+        return self.__dict__.get("call", self._inner)(*args, **kwargs)
+
+
+def around_updates(
+    parts: Parts,
+    begins: Callable[[GlobalBatch], object],
+    change: Callable[[GlobalBatch, StepResult], StepResult],
+) -> None:
+    """Call begins(batch) before every update, and have it report change(batch, result): at once or a step later."""
+    inner = parts.step
+
+    def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
+        begins(batch)
+        return change(batch, inner(batch, *args, **kwargs))
+
+    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> Changed:
+        begins(batch)
+        pending = inner.launch(batch, *args, **kwargs)
+        return Changed(pending, result=lambda: change(batch, pending.result()))
+
+    parts.step = Changed(inner, call=call, launch=launch)  # type: ignore[assignment]
+
+
+def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
+    """Every step reports what `change` makes of its result."""
+    return lambda parts, _: around_updates(parts, lambda batch: None, lambda batch, result: change(result))
+
+
+def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
+    """A function that says which batch is being trained on."""
+    held: dict[str, GlobalBatch] = {}
+    around_updates(parts, partial(held.__setitem__, "now"), lambda batch, result: result)
+    return lambda: held["now"]
+
+
+def on_replicas(change: Callable[[Replica], object], first: int = 0) -> Plant:
+    """change(replica) for the replica of each rank from `first` on."""
+
+    def plant(parts: Parts, _: ExitStack) -> None:
+        for rank, replica in parts.by_rank.items():
+            if rank >= first:
+                change(replica)
+
+    return plant
+
+
+def around_each(method: str, call: Callable[..., Any], first: int = 0) -> Plant:
+    """call(original, *args, **kwargs) replaces `method` of the replica of each rank from `first` on."""
+    return on_replicas(lambda replica: around(replica, method, call), first)
+
+
+def after_updates(change: Callable[[Replica], object], first: int = 0) -> Plant:
+    """change(replica) after every update, on each rank from `first` on."""
+
+    def hook(replica: Replica) -> None:
+        def apply(inner: Callable[[], None]) -> None:
+            inner()
+            change(replica)
+
+        around(replica, "apply", apply)
+
+    return on_replicas(hook, first)
+
+
+def with_rate(step_of: Callable[[Parts, int], int]) -> Plant:
+    """Each update has the rate of the update step_of(parts, its number)."""
+
+    def plant(parts: Parts, _: ExitStack) -> None:
+        rate = parts.schedule.rate
+        parts.schedule = Changed(parts.schedule, rate=lambda step: rate(step_of(parts, step)))  # type: ignore[assignment]
+
+    return plant
+
+
+def local_sum(replica: Replica, partial: PartialGradient) -> torch.Tensor:
+    """What this replica alone has summed, [size]."""
+    return sum(partial.roots.values(), torch.zeros_like(replica.parameters.gradient))
+
+
+def unsynced(keeps: Callable[[str], bool] = lambda name: True, first: int = 1) -> Plant:
+    """The ranks from `first` on keep their own gradient of the tensors whose names `keeps` accepts."""
+
+    def hook(replica: Replica) -> None:
+        own: list[torch.Tensor] = []
+
+        def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
+            partial = inner(*args, **kwargs)
+            own[:] = [local_sum(replica, partial)]
+            return partial
+
+        def set_gradient(inner: Callable[..., None], pieces: Any, divisor: int) -> None:
+            inner(pieces, divisor)
+            mine = replica.parameters.views(own[0] / divisor)
+            for name, view in replica.reduced_gradient().items():
+                if keeps(name):
+                    view.copy_(mine[name])
+
+        around(replica, "gradients", gradients)
+        around(replica, "set_gradient", set_gradient)
+
+    return on_replicas(hook, first)
+
+
+def scaled_partials(replica: Replica, factor: Callable[[PartialGradient], float]) -> None:
+    """This replica's share of the sum is multiplied before it is handed over."""
+
+    def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
+        partial = inner(*args, **kwargs)
+        scale = factor(partial)
+        for root in partial.roots.values():
+            root.mul_(scale)
+        return partial
+
+    around(replica, "gradients", gradients)
+
+
+def rows_of(partial: PartialGradient) -> int:
+    """How many rows a replica's partial gradient is of."""
+    return int(partial.reports[:, 1].sum()) if len(partial.reports) else 0
