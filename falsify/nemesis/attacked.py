@@ -23,8 +23,7 @@ from pathlib import Path
 from .attacker import Caller, Forger, listeners
 from .left_behind import Undisturbed
 from .processes import family, send
-from .run import SETTINGS, row_lines
-from .trainer import command, environment
+from .run import SETTINGS, command, environment, row_lines
 from .watched_loop import REASON
 
 WORKERS = 4

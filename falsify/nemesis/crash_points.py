@@ -25,7 +25,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TypeAlias
 
-from . import markdown
+from .table import table as markdown_table
 from .tracing import attached, missing
 
 KILL, EIO, ENOSPC = "SIGKILL", "EIO", "ENOSPC"
@@ -204,7 +204,7 @@ def table(found: Sequence[Found]) -> str:
         codes = Counter(each.code for each in members)
         cells = (act, call, faults[KILL], faults[EIO], faults[ENOSPC], codes[2] + codes[70], codes[0])
         counted.append((*cells, sum(bool(each.wrong) for each in members)))
-    return markdown.table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
+    return markdown_table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
 
 
 def main() -> int:

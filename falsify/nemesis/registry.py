@@ -1,4 +1,4 @@
-"""All nemeses by name, in the order of the table."""
+"""All nemeses, in the order of the table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .language import Nemesis, Tier
 UNPLAYED: Mapping[int, str] = {
     19: "no run meets an old one: keys of a store carry an identity of their own, and ports are the kernel's choice",
 }
-"""Rows of the catalogue (reliability, issue 5) that have no nemesis, and why."""
+"""Rows of the catalogue (reliability, issue 5) without a nemesis, and the reason."""
 
 
 def nemeses(tier: Tier = "minutes", only: Sequence[str] = ()) -> tuple[Nemesis, ...]:
-    """Those of a tier (minutes: all), or those whose name holds one of `only`. Raises `ValueError` for none."""
+    """The nemeses of a tier (minutes: all), or those with one of `only` in their names. Raises `ValueError` if none."""
     found = [each for module in (signals, inside, rows, disk, network) for each in module.NEMESES]
     if only:
         chosen = [each for each in found if any(part in each.name for part in only)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint
-from falsify.nemesis import hosts, judging, power_cut, processes, tracing
+from falsify.nemesis import hosts, judging, processes, tracing
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import told, verdict
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
@@ -312,7 +312,7 @@ def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, nam
     (tmp_path / "log").write_bytes(b"old" + b"new")
     (tmp_path / "kept").write_bytes(b"ok")
     log = LOG.format(tmp_path) + f"7 fsync(8<{tmp_path}>) = 0\n" * synced
-    proof = power_cut.cut(log.splitlines(), tmp_path, names=names)
+    proof = tracing.power_cut(log.splitlines(), tmp_path, names=names)
     place = "done" if synced or not names else "new"
     assert (tmp_path / place / "a").read_bytes() == b"synced"
     assert (tmp_path / "log").read_bytes() == b"old"
