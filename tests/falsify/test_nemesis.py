@@ -26,8 +26,8 @@ from falsify.nemesis.bench import Bench
 from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
 from falsify.nemesis.disk import DAMAGES
 from falsify.nemesis.disk_acts import ACTS, CONTROL
+from falsify.nemesis.fuzz.__main__ import fuzz
 from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
-from falsify.nemesis.fuzz.run import fuzz
 from falsify.nemesis.fuzz.samples import ledger_lines
 from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
 from falsify.nemesis.hosts import Lan

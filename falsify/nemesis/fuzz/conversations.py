@@ -1,4 +1,4 @@
-"""Conversations and the templates that write them, damaged: refused, or rows in which what is trained was written."""
+"""Damaged conversations and chat templates: rejected, or encoded into valid rows."""
 
 from __future__ import annotations
 
@@ -55,30 +55,26 @@ _DATED = (
 
 
 def conversations(draw: random.Random, folder: Path) -> str:
-    """A file of conversations: rows with a trained token each, or `InputError` that names the file."""
+    """A file of conversations: rows with at least one trained token, or `InputError` that names the file."""
     name, content = draw.choice(_FILES)
-    path = folder / name
+    path, tokenizer = folder / name, _tokenizer(True)
     path.write_bytes(damaged(draw, content))
     try:
         found = read_conversations(path)
-        rows: list[EncodedRow] = []
-        encode_each(_bytes(), found.form, found.rows, _LONGEST, "assistant", rows.append)
+        rows = _encoded(tokenizer, found)
     except InputError as error:
         return "" if str(path) in str(error) else "the message does not name the file"
-    return _fault(found, rows, _bytes())
+    return _fault(found, rows, tokenizer)
 
 
-def template(draw: random.Random, folder: Path) -> str:
-    """A model's chat template: what it trains is in its answers, or `InputError` in one line without control codes."""
-    del folder
-    tokenizer = _read_out()
-    tokenizer.base.chat_template = damaged(draw, draw.choice((_BY_PREFIXES, _BY_MARKS, _DATED)).encode()).decode(
-        "utf-8", "replace"
-    )
+def template(draw: random.Random, _folder: Path) -> str:
+    """A model's chat template: it trains the answers, or `InputError` without control codes."""
+    tokenizer = _tokenizer(False)
+    chosen = draw.choice((_BY_PREFIXES, _BY_MARKS, _DATED))
+    tokenizer.base.chat_template = damaged(draw, chosen.encode()).decode("utf-8", "replace")
     data = ConversationSet((Conversation(0, _TALK, "rows.jsonl:1"),), "rows.jsonl", "messages")
     try:
-        rows: list[EncodedRow] = []
-        encode_each(tokenizer, data.form, data.rows, _LONGEST, "assistant", rows.append)
+        rows = _encoded(tokenizer, data)
     except InputError as error:
         return "" if all(line.isprintable() for line in str(error).split("\n")) else "the message holds control codes"
     (row,) = rows
@@ -89,8 +85,14 @@ def template(draw: random.Random, folder: Path) -> str:
     return _fault(data, rows, tokenizer)
 
 
+def _encoded(tokenizer: Tokenizer, data: ConversationSet) -> list[EncodedRow]:
+    rows: list[EncodedRow] = []
+    encode_each(tokenizer, data.form, data.rows, _LONGEST, "assistant", rows.append)
+    return rows
+
+
 def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) -> str:
-    """What is wrong with encoded rows, whatever they were made of."""
+    """What is wrong with encoded rows."""
     if [row.id for row in rows] != [row.id for row in data.rows] or not rows:
         return "other rows were encoded than were read"
     for row in rows:
@@ -104,19 +106,15 @@ def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) 
 
 
 @cache
-def _bytes() -> Tokenizer:
-    return byte_tokenizer()
-
-
-@cache
-def _read_out() -> Tokenizer:
-    """One that reads special tokens out of a text, as those of models do."""
+def _tokenizer(split_special_tokens: bool) -> Tokenizer:
+    """The tokenizers of models recognize special tokens in a text; the byte tokenizer by default does not."""
     tokenizer = byte_tokenizer()
-    tokenizer.base.split_special_tokens = False
+    if not split_special_tokens:
+        tokenizer.base.split_special_tokens = False
     return tokenizer
 
 
 def prepare() -> None:
-    """Tokenizers are made, and the renderer of templates is imported."""
+    """Create the tokenizers and import the renderer of templates."""
     template(random.Random(0), Path())
-    _bytes()
+    _tokenizer(True)

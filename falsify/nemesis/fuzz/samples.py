@@ -1,4 +1,4 @@
-"""Well-formed inputs to start from: whatever is damaged was right before."""
+"""Well-formed inputs, which the fuzzer damages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _delimited(delimiter: str) -> bytes:
 
 
 def _parquet() -> tuple[tuple[str, bytes], ...]:
-    """A Parquet file, where its library is installed."""
+    """A Parquet file, if pyarrow is installed."""
     try:
         arrow = importlib.import_module("pyarrow")
         arrow_parquet = importlib.import_module("pyarrow.parquet")
@@ -93,7 +93,7 @@ def ledger_lines(draw: random.Random) -> list[bytes]:
 
 
 def run_files() -> dict[str, bytes]:
-    """What lies right in the folder of a run of three updates, but for its provenance."""
+    """The files in the folder of a run of three updates, without its provenance."""
     return {
         "ledger.jsonl": b"".join(_run(3)),
         "config.yaml": to_yaml(Config()).encode(),
@@ -104,7 +104,7 @@ def run_files() -> dict[str, bytes]:
 
 @cache
 def messages() -> tuple[tuple[bytes, Callable[[object], object]], ...]:
-    """What ranks tell each other, each with the form by which it is read."""
+    """Messages between ranks, each with its parser."""
     cause = Cause("violation", "they differ", 1, 3, "replicas-agree", "they differ", "w", (1,))
     progress = Progress(Position(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
     return (
@@ -120,7 +120,7 @@ def _bytes(part: Part) -> bytes:
 
 @cache
 def report_file() -> bytes:
-    """The report of a campaign with one finding of each outcome."""
+    """The report of a campaign with a finding of each outcome."""
     example = Counterexample("it is another", "step 3, rank 1", "1.0", "1.5", 1.5, "3 / 2", 1, "again")
     law = functools.partial(Finding, "gradient-law", 1, "ddp", "2.13.0", "gloo", 2, 1)
     findings = (
@@ -134,7 +134,6 @@ def report_file() -> bytes:
 
 @cache
 def summary_file() -> bytes:
-    """The summary of a run."""
     found = Summary(
         run="r",
         finished=True,
