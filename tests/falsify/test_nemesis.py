@@ -504,5 +504,5 @@ def test_a_watch_believes_nobody_who_is_no_rank(tmp_path: Path) -> None:
     assert (alone.loss, attacked.loss, attacked.halted) == ("", "", "")
     assert min(attacked.said[kind] for kind in ("left", "pulled", "beat", "unguarded", "deleted", "replayed")) >= 3
     for rank in range(WORKERS):
-        assert f"andon: rank {rank} dropped " in (tmp_path / "attacked" / "said").read_text()
-        assert "dropped" not in (tmp_path / "alone" / "said").read_text()
+        assert f"andon: rank {rank} dropped " in (tmp_path / "attacked" / "said-1").read_text()
+        assert "dropped" not in (tmp_path / "alone" / "said-1").read_text()
