@@ -41,10 +41,9 @@ from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Counterexample
 from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
-from falsify.nemesis.bench import Bench
+from falsify.nemesis.bench import Bench, nemeses
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
-from falsify.nemesis.registry import nemeses
 
 Row = dict[str, Any]
 _STEP = re.compile(r"\bsteps? (\d+)")

@@ -13,9 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from .bench import Bench
+from .bench import Bench, nemeses
 from .language import Nemesis, Row
-from .registry import nemeses
 from .table import document, line
 
 
@@ -44,16 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bench = Bench.prepare(Path(base), options.seed)
             rows = _played(bench, chosen, options.jobs, began + options.deadline, options.table)
     except _Asked as asked:
-        return 128 + asked.signum
+        return 128 + int(asked.args[0])
     print(f"{told(rows)}; {time.monotonic() - began:.0f} s")
     return verdict(rows)
 
 
 class _Asked(BaseException):
-    """A signal asked this command to end."""
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
+    """A signal, its only argument, asked this command to end."""
 
 
 @contextmanager

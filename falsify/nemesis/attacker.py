@@ -126,39 +126,25 @@ class Forger:
             "of another": self._of_another,
         }
 
-    def boards(self) -> dict[str, list[int]]:
-        """The boards of guards, with the ranks that send heartbeats on each."""
-        found: dict[str, list[int]] = {}
+    def forge(self, kind: str = "") -> None:
+        """Write something of this kind, or a random one, on every board in the name of one of its ranks."""
+        boards: dict[str, list[int]] = {}
         for key in self._store.list_keys():
-            match = re.fullmatch(r"/?(.*andon/.*/)beat (\d+)", key)
-            if match:
-                found.setdefault(match[1], []).append(int(match[2]))
-        return found
-
-    def forge(self, kind: str = "") -> int:
-        """Write something on every board in the name of one of its ranks. Returns the number of boards."""
-        boards = self.boards()
+            if match := re.fullmatch(r"/?(.*andon/.*/)beat (\d+)", key):
+                boards.setdefault(match[1], []).append(int(match[2]))
         for board, ranks in boards.items():
             for rank in ranks:
-                self._keep(f"{board}beat {rank}")
+                key = f"{board}beat {rank}"
+                value, kept = self._store.compare_set(key, "-", "-"), self._kept.setdefault(key, [])  # does not wait
+                if value not in (b"-", *kept):
+                    kept.append(value)
+                    del kept[:-8]
             name = kind or self._random.choice(list(self.kinds))
             self.kinds[name](board, self._random.choice(ranks))
             self.forged[name] += 1
-        return len(boards)
 
     def _set(self, board: str, key: str, value: str | bytes) -> None:
         self._store.set(board + key, value)
-
-    def _read(self, key: str) -> bytes:
-        """The value now, without waiting for one."""
-        found: bytes = self._store.compare_set(key, "-", "-")
-        return found
-
-    def _keep(self, key: str) -> None:
-        found, kept = self._read(key), self._kept.setdefault(key, [])
-        if found not in (b"-", *kept[-8:]):
-            kept.append(found)
-            del kept[:-8]
 
     def _garbage(self, board: str, rank: int) -> None:
         key = self._random.choice([f"beat {rank}", "pulled", "unguarded", f"left {rank}"])

@@ -6,16 +6,33 @@ import random
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import judging
-from .language import Nemesis, Phase, Row
+from . import disk, inside, judging, network, rows, signals
+from .language import Nemesis, Phase, Row, Tier
 from .left_behind import Undisturbed
 from .planting import Struck, idle
 from .run import LIMIT_S, SLACK_S, UPDATES, ClosingError, Launch, NotStruckError, Run, row_lines
+
+UNPLAYED: Mapping[int, str] = {
+    19: "no run meets an old one: keys of a store carry an identity of their own, and ports are the kernel's choice",
+}
+"""Rows of the catalogue (reliability, issue 5) without a nemesis, and the reason."""
+
+
+def nemeses(tier: Tier = "minutes", only: Sequence[str] = ()) -> tuple[Nemesis, ...]:
+    """The nemeses of a tier (minutes: all), or those with one of `only` in their names. Raises `ValueError` if none."""
+    found = [each for module in (signals, inside, rows, disk, network) for each in module.NEMESES]
+    if only:
+        chosen = [each for each in found if any(part in each.name for part in only)]
+    else:
+        chosen = [each for each in found if tier == "minutes" or each.tier == "seconds"]
+    if not chosen:
+        raise ValueError(f"no nemesis is called {' or '.join(only)}; there are: {', '.join(n.name for n in found)}")
+    return tuple(chosen)
 
 
 @dataclass
@@ -90,7 +107,7 @@ class Bench:
         """One disturbed run, resumed from the same folder once for each of `heals` (with the guard, without)."""
         with self._opened("guarded" if guarded else "unguarded", nemesis) as run:
             phase = self._fault(nemesis, run, guarded=guarded)
-            if not nemesis.promise.heals or (not guarded and judging.wrong_before_healing(nemesis.promise, phase)):
+            if not guarded and judging.wrong_before_healing(nemesis.promise, phase):
                 return [phase]  # without its guard it is already wrong, so resuming would add nothing
             kept = run.folder.with_name(f"{run.folder.name}-kept")
             found: list[Phase] = []

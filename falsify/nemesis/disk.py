@@ -9,8 +9,8 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .language import Fault, Guard, Nemesis, Place, Promise
@@ -25,11 +25,11 @@ _DAMAGED = (TENSORS, STATE, MANIFEST)
 """The damaged file of each of the newest checkpoints."""
 
 
+@dataclass(frozen=True)
 class SmallDisk(Place):
     """A small file system for the run folder."""
 
-    def __init__(self, size: str) -> None:
-        self.size = size
+    size: str
 
     def needs(self) -> str | None:
         with tempfile.TemporaryDirectory() as place:
@@ -86,7 +86,7 @@ def _forbid_checkpoints(run: Run) -> Struck:
     """Forbid writing to the folder of checkpoints."""
     at, step = run.reach(5, 12)
     folder = run.folder / "checkpoints"
-    _forbid(folder)
+    _read_only(folder, True)
     try:
         (folder / "file").touch()
     except PermissionError as error:
@@ -95,31 +95,25 @@ def _forbid_checkpoints(run: Run) -> Struck:
 
 
 def not_forbidden() -> str | None:
-    """Why a folder cannot be made read-only. Permissions do not bind root; the attribute `immutable` does."""
+    """Why a folder cannot be made read-only."""
     with tempfile.TemporaryDirectory() as place:
         try:
-            _forbid(Path(place))
+            _read_only(Path(place), True)
             (Path(place) / "file").touch()
         except (OSError, subprocess.CalledProcessError) as error:
             return None if isinstance(error, PermissionError) else f"chattr does not work here: {error}"
         finally:
-            _allow(Path(place))
+            _read_only(Path(place), False)
     return "this user may write to a folder that is read-only"
 
 
-def _forbid(folder: Path) -> None:
-    if os.geteuid() == 0:
-        subprocess.run(["chattr", "+i", str(folder)], check=True, capture_output=True)
-    else:
-        folder.chmod(0o555)
-
-
-def _allow(folder: Path) -> None:
-    with suppress(OSError):  # the folder is gone; without chattr nothing was forbidden
+def _read_only(folder: Path, on: bool) -> None:
+    """Permissions do not bind root, but the attribute `immutable` does."""
+    with nullcontext() if on else suppress(OSError):  # nothing was forbidden, or the folder is gone
         if os.geteuid() == 0:
-            subprocess.run(["chattr", "-i", str(folder)], check=False, capture_output=True)
+            subprocess.run(["chattr", "+i" if on else "-i", str(folder)], check=on, capture_output=True)
         else:
-            folder.chmod(0o755)
+            folder.chmod(0o555 if on else 0o755)
 
 
 def _dies_saving(run: Run) -> Struck:
@@ -288,7 +282,7 @@ NEMESES = (
         *("checkpoints read-only", (40,)),
         "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
         _unwritable("no permission to write", *_RESUMED),
-        (Fault(_forbid_checkpoints, heal=lambda run: _allow(run.folder / "checkpoints"), needs=not_forbidden),),
+        (Fault(_forbid_checkpoints, lambda run: _read_only(run.folder / "checkpoints", False), needs=not_forbidden),),
         _FATAL,
     ),
     Nemesis(

@@ -1,7 +1,7 @@
 """Two or three hosts on this machine, so that a network between them can be broken.
 
     with Lan.of(2) as lan:
-        job = lan.hosts[0].start(["python", "job.py"], {}, log)
+        subprocess.Popen(lan.hosts[0].command(["python", "job.py"], {}))
         lan.hosts[0].drop(lan.hosts[1])
 
 A host is a network namespace with one interface, connected to a bridge in a namespace for itself. Its processes see
@@ -64,15 +64,6 @@ class Host:
         apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "env", *variables]
         return ["ip", "netns", "exec", self.name, *apart, "sh", "-c", _SETTLE, self.hostname, *command]
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-        """Run a command on this host in a new session, with its output in `log`."""
-        inside, none = self.command(command, environment), subprocess.DEVNULL
-        with log.open("ab") as file:
-            return subprocess.Popen(inside, stdin=none, stdout=file, stderr=file, start_new_session=True)
-
-    def pids(self) -> list[int]:
-        return _pids(self.name)
-
     def unplug(self) -> None:
         """Cut the link: the interface goes down."""
         ip("-n", self.name, "link", "set", INTERFACE, "down")
@@ -90,13 +81,10 @@ class Host:
         if _NOWHERE in ip("-n", self.name, "neigh", "show", other.address, "dev", INTERFACE):
             ip("-n", self.name, "neigh", "del", other.address, "dev", INTERFACE)
 
-    def throttle(self, rate: str) -> None:
-        """Limit what this host sends to `rate` (as `tc` writes it: 10mbit)."""
+    def throttle(self, rate: str) -> str:
+        """Limit what this host sends to `rate` (as `tc` writes it: 10mbit). Returns the kernel's queue."""
         bucket = ("rate", rate, "burst", "32kbit", "latency", "400ms")
         ran("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
-
-    def sends_by(self) -> str:
-        """The kernel's queue for what this host sends: "qdisc tbf ... rate 24Kbit ..."."""
         return ran("tc", "-n", self.name, "qdisc", "show", "dev", INTERFACE).strip()
 
     def unthrottle(self) -> None:
@@ -235,7 +223,7 @@ def _remove(lan: str) -> None:
     """Remove what belongs to this LAN: processes, namespaces with their links, the folder."""
     names = [name for name in namespaces() if name.startswith(f"{lan}-")]
     deadline = time.monotonic() + _GONE_S
-    while pids := [pid for name in names for pid in _pids(name)]:
+    while pids := [pid for name in names for pid in pids_in(name)]:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -247,7 +235,7 @@ def _remove(lan: str) -> None:
     shutil.rmtree(FOLDER / lan, ignore_errors=True)
 
 
-def _pids(namespace: str) -> list[int]:
+def pids_in(namespace: str) -> list[int]:
     return [int(pid) for pid in ip("netns", "pids", namespace).split()]
 
 

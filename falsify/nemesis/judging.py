@@ -14,7 +14,7 @@ def wrong(promise: Promise, phase: Phase) -> tuple[str, ...]:
     if phase.healing is not None:
         found += [f"healing: {each}" for each in not_calm(phase.healing, phase.result)]
         found += [f"healing: {each}" for each in _unsaid(promise.heal_says, phase.healing.said)]
-    elif promise.heals:
+    else:
         found.append("healing: it was not resumed")
     return tuple(found)
 

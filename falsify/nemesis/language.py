@@ -7,7 +7,7 @@
         struck = [fault.strike(run), ...]    # each returns its proof
         ... every process of the run ends, and the bench checks `promise` ...
         fault.heal(run)                      # the last fault first
-        place.start(run, resumed)            # if `promise.heals`: must end with the bits of the undisturbed run
+        place.start(run, resumed)            # must end with the bits of the undisturbed run
 
 All faults of a nemesis strike one run, in their order. Two controls follow: the same launch without faults must end
 well, with the undisturbed bits; and with the guard switched off the same judge must find something wrong.
@@ -34,26 +34,20 @@ class Promise:
     """What a user sees of a fault (docs/reliability.md). A text `one|other` stands for either.
 
     codes: possible exit codes of each command. says: texts in their output. within_s: seconds from the fault to the end
-    of the last process. at_once: no checkpoint and no ledger line after the step of the fault is accepted. heals:
-    resuming ends with the undisturbed bits. heal_says: texts in the output of the resumed run.
+    of the last process. at_once: no checkpoint and no ledger line after the step of the fault is accepted. heal_says:
+    texts in the output of the resumed run, which always ends with the undisturbed bits.
     """
 
     codes: tuple[int, ...]
     says: tuple[str, ...] = ()
     within_s: float = inf
     at_once: bool = False
-    heals: bool = True
     heal_says: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
 class Place:
     """Where a run is started, and how: `andon train` on this machine. Equal places share a control without faults."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
 
     def needs(self) -> str | None:
         """What this machine lacks for this place (rights, tools), if anything."""

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import permutations
 
 from .hosts import Host, Lan, unavailable
@@ -29,11 +30,12 @@ _LAST_INTERFACE = "ANDON_LAST_HOST_IFNAME"
 """In a launch's environment: the network interface for the last host's rank."""
 
 
+@dataclass(frozen=True)
 class Hosts(Place):
     """`size` hosts, with torchrun on each. restarts: torchrun continues after its rank has failed."""
 
-    def __init__(self, size: int = 2, *, restarts: bool = False) -> None:
-        self.size, self.restarts = size, restarts
+    size: int
+    restarts: bool = False
 
     def needs(self) -> str | None:
         return unavailable() or None
@@ -71,6 +73,7 @@ def _ranks_of(run: Run) -> list[int]:
     return [pid for pid in members if is_rank(command_line(pid))]
 
 
+@dataclass(frozen=True)
 class Cut:
     """A broken connection between hosts.
 
@@ -78,8 +81,8 @@ class Cut:
     `link` (the last host's interface goes down), or the lost messages: `both`, `to` the second host, `from` it.
     """
 
-    def __init__(self, way: str = "both", pair: tuple[int, ...] = ()) -> None:
-        self.way, self.pair = way, pair
+    way: str = "both"
+    pair: tuple[int, ...] = ()
 
     def make(self, run: Run) -> None:
         if self.way == "link":
@@ -172,8 +175,7 @@ def slowed(rate: str, *, ends: bool = False) -> Fault:
     def strike(run: Run) -> Struck:
         at, step = run.reach(_STRIKES)
         last, made = run.hosts[-1], ""
-        last.throttle(rate)
-        bucket = last.sends_by()
+        bucket = last.throttle(rate)
         if not bucket.startswith("qdisc tbf "):
             raise NotStruckError(f"the last host sends by {bucket}")
         if not ends:

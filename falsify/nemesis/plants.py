@@ -94,7 +94,6 @@ def _strikes(plan: Planting, proof: str) -> None:
 
 @before_step
 def raises(plan: Planting, _step: TrainingStep) -> None:
-    """The rank raises an unforeseen error."""
     _strikes(plan, " raises")
     raise RuntimeError("planted: an error of one rank")
 
@@ -129,7 +128,6 @@ def where_weights_lie(scratch: Path) -> Path:
 
 @replaces("andon.tasks.text:ClassificationTask.loss_sum", "in step")
 def loss_is_nan(plan: Planting, former: Any, *args: Any) -> Any:
-    """The loss of one micro-batch is NaN."""
     found = former(*args)
     _strikes(plan, ": a loss is NaN")
     return replace(found, loss_sum=found.loss_sum * float("nan"))
@@ -177,7 +175,6 @@ def skips_a_step(plan: Planting, former: Any, self: Any, step: int) -> Any:
 
 @replaces("andon.step.replica:Replica.set_rate", "in step")
 def other_rate(plan: Planting, former: Any, self: Replica, rate: float) -> None:
-    """The rank uses twice the scheduled learning rate in one update."""
     _strikes(plan, f" takes {2 * rate:.2e}, not {rate:.2e}")
     former(self, 2 * rate)
 
@@ -194,7 +191,6 @@ def other_config(plan: Planting, former: Any, config: Any, *args: Any, **named: 
 
 @replaces("andon.step.plan:BatchPlan.batch", "here")
 def other_order(plan: Planting, former: Any, self: Any, step: int) -> Any:
-    """The rank reverses the rows of each batch."""
     found = former(self, step)
     if step == 1:
         _strikes(plan, f" takes {found.ids[::-1]}, not {found.ids}")
@@ -203,7 +199,6 @@ def other_order(plan: Planting, former: Any, self: Any, step: int) -> Any:
 
 @replaces("andon.training.build:build_base", "here")
 def other_base(plan: Planting, former: Any, *args: Any) -> Any:
-    """One frozen weight of the rank is larger by 1."""
     model = former(*args)
     name, tensor = next(iter(model.named_parameters()))
     tensor.data.view(-1)[0] += 1.0
@@ -213,14 +208,12 @@ def other_base(plan: Planting, former: Any, *args: Any) -> Any:
 
 @replaces("andon.data.tokens:Tokenizer.encode", "here")
 def other_tokens(plan: Planting, former: Any, self: Any, texts: Any, max_length: int) -> list[list[int]]:
-    """The rank's tokenizer drops the last token of every text."""
     _strikes(plan, f" leaves out the last token of {len(texts)} texts")
     return [ids[:-1] or ids for ids in former(self, texts, max_length)]
 
 
 @replaces("andon.training.session:environment", "here")
 def other_library(plan: Planting, former: Any, *args: Any) -> dict[str, Any]:
-    """The rank has another version of torch."""
     found = dict(former(*args))
     _strikes(plan, f" has torch 2.0.0, not {found['packages']['torch']}")
     return found | {"packages": found["packages"] | {"torch": "2.0.0"}}
@@ -282,13 +275,11 @@ def deaf_ranks(plan: Planting) -> None:
 
 @replaces("andon.launch.rank:_record")
 def no_reports(plan: Planting, _former: Any, _report: Any) -> None:
-    """Ranks do not report why they ended."""
     plan.acted()
 
 
 @replaces("andon.console.problems:ProblemList.add")
 def lenient_reader(plan: Planting, _former: Any, _self: Any, _where: str, _what: str) -> None:
-    """Unusable rows are skipped silently."""
     plan.acted()
 
 
@@ -335,7 +326,6 @@ def forgiven(plan: Planting) -> None:
 
 @replaces("os:fsync")
 def no_fsync(plan: Planting, _former: Any, _fd: int) -> None:
-    """Nothing is ever synced."""
     plan.acted()
 
 

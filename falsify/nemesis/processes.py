@@ -84,19 +84,6 @@ def alive(pid: int) -> bool:
     return state_of(pid) != "dead"
 
 
-def wait_until_gone(pids: Iterable[int], limit_s: float = 60.0) -> float:
-    """Wait for the end of the processes that have these ids now. Returns the seconds that it took.
-
-    Raises `RuntimeError` that lists the processes that still run after `limit_s`.
-    """
-    start, left = time.perf_counter(), identified(pids)
-    while left := [process for process in left if still_runs(process)]:
-        if time.perf_counter() - start > limit_s:
-            raise RuntimeError(f"processes outlive the run: {[process.pid for process in left]}")
-        time.sleep(0.01)
-    return time.perf_counter() - start
-
-
 def still_runs(process: psutil.Process) -> bool:
     return process.is_running() and alive(process.pid)
 

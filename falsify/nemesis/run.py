@@ -18,7 +18,7 @@ from pathlib import Path
 from .hosts import Host
 from .left_behind import Undisturbed
 from .planting import VARIABLE, Plant, Struck, first_strike, written
-from .processes import family, marked, ranks, session
+from .processes import marked, processes_of, session
 
 SETTINGS = (
     "training.batch_size=8",
@@ -55,7 +55,7 @@ class NotStruckError(RuntimeError):
 
 
 class ClosingError(NotStruckError):
-    """This command was asked to end: it starts and awaits nothing further, and undoes its faults."""
+    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Run:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks that `andon train` has started, in order."""
-        return ranks(family(self.launcher.pid))
+        return processes_of("rank", self.launcher.pid)
 
     def said(self) -> str:
         """The output of this launch so far, with paths relative to `scratch`."""

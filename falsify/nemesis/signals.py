@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from .language import Fault, Guard, Nemesis, Place, Promise
@@ -39,14 +39,14 @@ def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> 
     return Fault(strike)
 
 
+@dataclass(frozen=True)
 class Torchrun(Place):
     """A user's own torchrun, if the launch's environment gives a number of ranks; else `andon train`.
 
     apart: drop torchrun's own output, because its traceback does not concern the ranks.
     """
 
-    def __init__(self, *, apart: bool = False) -> None:
-        self.apart = apart
+    apart: bool = False
 
     def start(self, run: Run, launch: Launch) -> None:
         ranks = dict(launch.environment).get(_WORLD)

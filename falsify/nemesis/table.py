@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .bench import UNPLAYED
 from .judging import codes_of, last_line, line_with
 from .language import Phase, Row
-from .registry import UNPLAYED
 
 _WHAT = (
     "Each fault was brought about in a run of `andon train`, proved to have happened, and held to its promise: how the "

@@ -78,7 +78,7 @@ def guarded(folder: Path) -> Iterator[Callable[[], str]]:
 
 
 def _made(write: Callable[[Path], Path]) -> Callable[[], Files]:
-    """Make a function that writes a folder and returns it into one that caches its files as bytes."""
+    """Call `write` once, in a temporary folder, and cache the files of the folder that it returns."""
 
     @cache
     def files() -> Files:

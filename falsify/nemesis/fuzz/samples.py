@@ -12,6 +12,7 @@ from io import BytesIO
 
 from andon.config.load import to_yaml
 from andon.config.schema import Config
+from andon.data.conversations import Message
 from andon.run.summary import Head, Summary
 from andon_contracts.fields import Part, Real
 from andon_contracts.liveness.diagnosis import Position
@@ -30,8 +31,7 @@ def _records() -> list[tuple[str, str]]:
     return [(f"{text} {number}", "yes" if number % 2 else "no") for number, text in enumerate(_TEXTS * 2)]
 
 
-def _json_lines() -> bytes:
-    rows = [{"id": number, "text": text, "label": label} for number, (text, label) in enumerate(_records())]
+def _lines(*rows: object) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
@@ -55,11 +55,46 @@ def _parquet() -> tuple[tuple[str, bytes], ...]:
 
 
 DATA_FILES: tuple[tuple[str, bytes], ...] = (
-    ("rows.jsonl", _json_lines()),
+    ("rows.jsonl", _lines(*({"id": n, "text": text, "label": label} for n, (text, label) in enumerate(_records())))),
     ("rows.csv", _delimited(",")),
     ("rows.tsv", _delimited("\t")),
     *_parquet(),
 )
+
+
+TALK = (
+    Message("system", "be brief"),
+    Message("user", "one good day"),
+    Message("assistant", "ünïcödé ☃"),
+    Message("user", 'a "quoted", comma'),
+    Message("assistant", "0", 0.5),
+)
+_ROW = {"messages": [{"role": each.role, "content": each.content} for each in TALK]}
+_WEIGHED = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]}
+_PAIR = {"prompt": "what", "completion": "that", "id": 7}
+_TEXT = {"text": "as it is", "source": "a book"}
+
+
+CONVERSATION_FILES = (
+    ("rows.jsonl", _lines(_ROW, _WEIGHED, _ROW)),
+    ("rows.jsonl", _lines(_PAIR, {**_PAIR, "id": 8})),
+    ("rows.json", _lines(_TEXT, _TEXT)),
+    ("rows.csv", b'prompt,completion\r\n"a, ""b""",c\r\nd,"e\nf"\r\n'),
+)
+_BY_PREFIXES = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+_BY_MARKS = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>"
+    "{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+)
+_DATED = (
+    "{{ bos_token }}{{ strftime_now('%d %b %Y') }}{% for m in messages %}"
+    "{{ raise_exception('odd') if m.role == 'tool' }}{{ '[' ~ m.role ~ ']' ~ m.content ~ eos_token }}{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt }}"
+)
+TEMPLATES = (_BY_PREFIXES, _BY_MARKS, _DATED)
 
 
 def _digest(number: int) -> str:

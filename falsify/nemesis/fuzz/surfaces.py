@@ -7,9 +7,11 @@ another kind than the promised one, or an accepted input that differs from the o
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,9 +19,11 @@ import torch
 from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config, Model
 from andon.console.problems import InputError
+from andon.data.chat import EncodedRow, encode_each
+from andon.data.conversations import Conversation, ConversationSet, read_conversations
 from andon.data.readers import read
 from andon.data.rows import DataSet
-from andon.data.tokens import pretrained_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
@@ -38,10 +42,11 @@ from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 
-from . import conversations, folders
+from . import folders, samples
 from .folders import attacked, guarded
 from .mutations import damaged
-from .samples import DATA_FILES, ledger_lines, messages, report_file, summary_file
+
+_LONGEST = 400
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def override(draw: random.Random, _folder: Path) -> str:
 
 def data(draw: random.Random, folder: Path) -> str:
     """A data file: rows that can be trained on, or `InputError`."""
-    name, content = draw.choice(DATA_FILES)
+    name, content = draw.choice(samples.DATA_FILES)
     path = _written(draw, folder / name, content)
     try:
         found = read(DataSet, path)
@@ -130,7 +135,7 @@ def checkpoint(draw: random.Random, folder: Path) -> str:
 
 def ledger(draw: random.Random, folder: Path) -> str:
     """A ledger: rejected, or the first lines of the original; a changed last line has another head."""
-    lines = ledger_lines(draw)
+    lines = samples.ledger_lines(draw)
     path = _written(draw, folder / "ledger.jsonl", b"".join(lines))
     try:
         heads = [digest for _, digest in digested_ledger(path)]
@@ -146,7 +151,7 @@ def ledger(draw: random.Random, folder: Path) -> str:
 
 def history(draw: random.Random, folder: Path) -> str:
     """A ledger for the checkers: they never fail, and never find that a broken chain `holds`."""
-    lines = ledger_lines(draw)
+    lines = samples.ledger_lines(draw)
     path = _written(draw, folder / "ledger.jsonl", b"".join(lines))
     verdicts = {verdict.claim: verdict for verdict in verify([read_run(path)])}
     if failed := [verdict.why for verdict in verdicts.values() if "the checker failed" in verdict.why]:
@@ -160,23 +165,88 @@ def history(draw: random.Random, folder: Path) -> str:
 def summary(draw: random.Random, folder: Path) -> str:
     """A summary: read, or `ValueError`."""
     with contextlib.suppress(ValueError):
-        read_summary(_written(draw, folder / "summary.json", summary_file()))
+        read_summary(_written(draw, folder / "summary.json", samples.summary_file()))
     return ""
 
 
 def report(draw: random.Random, folder: Path) -> str:
     """A campaign's report: read, or `InputError`."""
     with contextlib.suppress(InputError):
-        read_json(_written(draw, folder / "report.json", report_file()))
+        read_json(_written(draw, folder / "report.json", samples.report_file()))
     return ""
 
 
 def message(draw: random.Random, _folder: Path) -> str:
     """A value in the ranks' store: parsed, or dropped and counted; never an error in a guard."""
-    value, form = draw.choice(messages())
+    value, form = draw.choice(samples.messages())
     raw, checked = damaged(draw, value), StrictReader()
     found = checked.read("key", raw, form)
     return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
+
+
+@cache
+def _tokenizer(split_special_tokens: bool) -> Tokenizer:
+    """The tokenizers of models recognize special tokens in a text; the byte tokenizer by default does not."""
+    tokenizer = byte_tokenizer()
+    if not split_special_tokens:
+        tokenizer.base.split_special_tokens = False
+    return tokenizer
+
+
+def conversations(draw: random.Random, folder: Path) -> str:
+    """A file of conversations: rows with at least one trained token, or `InputError` that names the file."""
+    name, content = draw.choice(samples.CONVERSATION_FILES)
+    path, tokenizer = _written(draw, folder / name, content), _tokenizer(True)
+    try:
+        found = read_conversations(path)
+        rows = _encoded(tokenizer, found)
+    except InputError as error:
+        return _not_named(path, error)
+    return _fault(found, rows, tokenizer)
+
+
+def template(draw: random.Random, _folder: Path) -> str:
+    """A model's chat template: it trains the answers, or `InputError` without control codes."""
+    tokenizer = _tokenizer(False)
+    chosen = draw.choice(samples.TEMPLATES)
+    tokenizer.base.chat_template = damaged(draw, chosen.encode()).decode("utf-8", "replace")
+    data = ConversationSet((Conversation(0, samples.TALK, "rows.jsonl:1"),), "rows.jsonl", "messages")
+    try:
+        rows = _encoded(tokenizer, data)
+    except InputError as error:
+        return "" if all(line.isprintable() for line in str(error).split("\n")) else "the message holds control codes"
+    (row,) = rows
+    answers = [each.content for each in samples.TALK if each.role == "assistant"]
+    learned = str(tokenizer.base.decode([id_ for id_, weight in zip(row.ids, row.weights, strict=True) if weight]))
+    if row.cut == 0 and not all(answer in learned for answer in answers):
+        return f"an answer is not learned: {learned!r}"
+    return _fault(data, rows, tokenizer)
+
+
+def _encoded(tokenizer: Tokenizer, data: ConversationSet) -> list[EncodedRow]:
+    rows: list[EncodedRow] = []
+    encode_each(tokenizer, data.form, data.rows, _LONGEST, "assistant", rows.append)
+    return rows
+
+
+def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) -> str:
+    """What is wrong with encoded rows."""
+    if [row.id for row in rows] != [row.id for row in data.rows] or not rows:
+        return "other rows were encoded than were read"
+    for row in rows:
+        if len(row.ids) != len(row.weights) or len(row.ids) > _LONGEST or row.weights[0] != 0.0:
+            return f"row {row.id} has {len(row.ids)} ids, {len(row.weights)} weights"
+        if not any(row.weights) or not all(0.0 <= weight < math.inf for weight in row.weights):
+            return f"row {row.id} has the weights {[*row.weights]}"
+        if not all(0 <= id_ < tokenizer.vocab_size for id_ in row.ids):
+            return f"row {row.id} has an id that the vocabulary has not"
+    return ""
+
+
+def _prepare_conversations() -> None:
+    """Create the tokenizers and import the renderer of templates."""
+    template(random.Random(0), Path())
+    _tokenizer(True)
 
 
 def model_folder(draw: random.Random, folder: Path) -> str:
@@ -233,8 +303,8 @@ SURFACES: tuple[Surface, ...] = (
     Surface("config", config),
     Surface("--set", override),
     Surface("data file", data),
-    Surface("conversations", conversations.conversations, conversations.prepare),
-    Surface("chat template", conversations.template, conversations.prepare),
+    Surface("conversations", conversations, _prepare_conversations),
+    Surface("chat template", template, _prepare_conversations),
     Surface("checkpoint", checkpoint),
     Surface("ledger", ledger),
     Surface("history", history),
