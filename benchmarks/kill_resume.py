@@ -113,8 +113,7 @@ def killed(
         else:
             os.kill(ranks(members)[rank] if target == "rank" else launcher.pid, sent)
     _, said = launcher.communicate()
-    _, left = psutil.wait_procs(identified(members), timeout=60.0)
-    if left:
+    if left := psutil.wait_procs(identified(members), timeout=60.0)[1]:
         raise RuntimeError(f"processes outlive the run: {[process.pid for process in left]}")
     return time.perf_counter() - start, launcher.returncode, (said.strip().splitlines() or [""])[-1]
 

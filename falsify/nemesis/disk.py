@@ -291,8 +291,9 @@ NEMESES = (
     ),
     Nemesis(
         *("run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
-        # Without a folder there is no summary either, by which the launcher knows that a run is finished.
-        Guard("what cannot be written ends the run", "exit 71 instead of 2", plants=_FORGIVEN),
+        # Without a folder there is no summary either, by which the launcher knows that a run is finished. At its end
+        # training.keep=best would read a checkpoint, whose absence is an error too.
+        Guard("what cannot be written ends the run", "exit 71 instead of 2", ("training.keep=last",), _FORGIVEN),
     ),
     Nemesis(
         *("power cut, names kept", (37,)),
