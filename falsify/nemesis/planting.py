@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 Option: TypeAlias = "bool | int | float | str | tuple[Option, ...] | None"
 VARIABLE = "ANDON_NEMESIS"
 """Environment variable with the plants as JSON. Ranks inherit it from the launcher."""
+PROOFS, ACTS = "struck.jsonl", "acted"
+"""Files in a run's `scratch`: the strikes of its plants, and the plants that the trainer reached."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Planting:
         """Record, once per process, that the trainer reached the plant."""
         if (os.getpid(), self.function) not in _noted:
             _noted.add((os.getpid(), self.function))
-            with acts_in(self.proofs.parent).open("a", encoding="utf-8") as file:
+            with self.proofs.with_name(ACTS).open("a", encoding="utf-8") as file:
                 file.write(f"{self.function}\n")
 
 
@@ -76,26 +78,18 @@ _noted: set[tuple[int, str]] = set()
 def written(plants: Sequence[Plant], scratch: Path) -> str:
     """The value of `VARIABLE` for a run with these plants."""
     listed = [{"function": plant.function, "options": dict(plant.options)} for plant in plants]
-    return json.dumps({"plants": listed, "proofs": str(proofs_in(scratch))})
-
-
-def proofs_in(scratch: Path) -> Path:
-    return scratch / "struck.jsonl"
-
-
-def acts_in(scratch: Path) -> Path:
-    return scratch / "acted"
+    return json.dumps({"plants": listed, "proofs": str(scratch / PROOFS)})
 
 
 def idle(plants: Sequence[Plant], scratch: Path) -> tuple[str, ...]:
     """The functions of those plants that the trainer never reached."""
-    path = acts_in(scratch)
+    path = scratch / ACTS
     acted = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return tuple(plant.function for plant in plants if plant.function not in acted)
 
 
 def first_strike(scratch: Path) -> Struck | None:
-    path = proofs_in(scratch)
+    path = scratch / PROOFS
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return Struck(**json.loads(lines[0])) if lines else None
 

@@ -34,7 +34,7 @@ from falsify.nemesis.hosts import Lan
 from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, whole
 from falsify.nemesis.network import NEMESES, Cut
-from falsify.nemesis.planting import Plant, Planting, Struck, idle, proofs_in
+from falsify.nemesis.planting import PROOFS, Plant, Planting, Struck, idle
 from falsify.nemesis.run import Ending, Launch, NotStruckError, Run
 from falsify.nemesis.table import document, line
 
@@ -265,7 +265,7 @@ FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
 
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
     off = (Plant("guards:deaf"), Plant("guards:blind"))
-    Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
+    Planting({}, tmp_path / PROOFS, "guards:deaf").acted()
     assert idle(off, tmp_path) == ("guards:blind",)
     assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path)), FOUND, DUE) == "never acted: guards:blind"
     broke = Ending((1,), "Traceback (most recent call last):\nAttributeError: _record")
