@@ -36,10 +36,9 @@ from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Counterexample, Outcome
 from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
-from falsify.nemesis.bench import Bench
+from falsify.nemesis.bench import Bench, nemeses
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
-from falsify.nemesis.registry import nemeses
 from falsify.power import causal, looped
 from falsify.power.laboratory import Laboratory, Observation, untried
 from falsify.power.loop_laboratory import LoopLaboratory

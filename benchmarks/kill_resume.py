@@ -21,9 +21,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
+
 from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, run, steps_of, table
-from falsify.nemesis.processes import family, ranks, wait_until_gone
+from falsify.nemesis.processes import family, identified, ranks
 
 TARGETS = {"rank": 71, "launcher": -signal.SIGKILL, "group": -signal.SIGKILL}
 """What is killed, and how the launcher then ends."""
@@ -111,7 +113,8 @@ def killed(
         else:
             os.kill(ranks(members)[rank] if target == "rank" else launcher.pid, sent)
     _, said = launcher.communicate()
-    wait_until_gone(members)
+    if left := psutil.wait_procs(identified(members), timeout=60.0)[1]:
+        raise RuntimeError(f"processes outlive the run: {[process.pid for process in left]}")
     return time.perf_counter() - start, launcher.returncode, (said.strip().splitlines() or [""])[-1]
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from falsify.nemesis.markdown import table as table
-from falsify.nemesis.trainer import command as command
-from falsify.nemesis.trainer import environment as environment
-from falsify.nemesis.trainer import steps_of as steps_of
+from falsify.nemesis.run import command as command
+from falsify.nemesis.run import environment as environment
+from falsify.nemesis.run import steps_of as steps_of
+from falsify.nemesis.table import table as table
 
 
 @dataclass(frozen=True)

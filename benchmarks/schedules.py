@@ -105,13 +105,13 @@ class Stage:
         run = self.bench.open(f"schedule-{schedule.number}", str(schedule.number))
         launch = Launch(str(schedule.workers), (*_KEPT, f"run.max_restarts={schedule.restarts}"))
         try:
-            run.spawn(run.command(launch), launch)
+            run.start(launch)
             struck = tuple(strike(fault, run.folder, run.launcher) for fault in schedule.faults)
             endings = [run.end(_LIMIT_S, time.monotonic())]
             happened = [fault for fault, did in zip(schedule.faults, struck, strict=True) if did]
             wrong = unexplained(happened, endings[0])
             if not wrong and endings[0].codes != (0,):
-                run.spawn(run.command(launch.but(workers=str(schedule.heal))), launch)
+                run.start(replace(launch, workers=str(schedule.heal)))
                 endings.append(run.end(_LIMIT_S, time.monotonic()))
                 wrong = "; ".join(judging.not_calm(endings[1], ""))
         finally:

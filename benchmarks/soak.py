@@ -149,7 +149,7 @@ class Soak:
     def _start(self) -> None:
         self._world = self.draw.choice(WORKERS)
         line = command(self.folder, "--workers", str(self._world), "--resume", "auto", *settings())
-        line[1:3] = ["-m", "falsify.nemesis.driver"]
+        line[1:3] = ["-m", "falsify.nemesis.planting"]
         plants = ["benchmarks.soak_ranks:account"] + ["benchmarks.soak_ranks:leak"] * self.leak
         planted = written([Plant(each) for each in plants], self.scratch)
         given = {**environment(), **ENVIRONMENT, "TMPDIR": str(self._temporary), VARIABLE: planted}
@@ -287,7 +287,7 @@ class Sample:
 
 def _held(pid: int, roles: dict[int, str]) -> Held | None:
     try:
-        role = roles.get(pid) or ("fork server" if b"forkserver" in command_line(pid) else "other")
+        role = roles.get(pid) or ("fork server" if "forkserver" in command_line(pid) else "other")
         memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * (os.sysconf("SC_PAGE_SIZE") // 1024)
         links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
         threads = len(list(Path(f"/proc/{pid}/task").iterdir()))

@@ -13,16 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from .bench import Bench
+from .bench import Bench, nemeses
 from .language import Nemesis, Row
-from .registry import nemeses
 from .table import document, line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if something was measured, every promise holds and every control is as it should be; else 1.
+    """0 if something was measured, every promise holds and every control is right; else 1.
 
-    2 for options that mean nothing. 128 and the number of the signal that ended it, once all is undone and removed.
+    2 for options without a meaning. 128 plus the number of a signal that ended it, after all faults are undone.
     """
     parser = argparse.ArgumentParser(prog="python -m falsify.nemesis", description=__doc__)
     parser.add_argument("--tier", choices=("seconds", "minutes"), default="minutes")
@@ -40,25 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
     try:
-        with _heard(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        with _signals_raise(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
             bench = Bench.prepare(Path(base), options.seed)
             rows = _played(bench, chosen, options.jobs, began + options.deadline, options.table)
     except _Asked as asked:
-        return 128 + asked.signum
+        return 128 + int(asked.args[0])
     print(f"{told(rows)}; {time.monotonic() - began:.0f} s")
     return verdict(rows)
 
 
 class _Asked(BaseException):
-    """A signal asked this command to end."""
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
+    """A signal, its only argument, asked this command to end."""
 
 
 @contextmanager
-def _heard() -> Iterator[None]:
-    """SIGTERM and SIGINT end this command in order: the first raises `_Asked` here, later ones change nothing."""
+def _signals_raise() -> Iterator[None]:
+    """The first SIGTERM or SIGINT raises `_Asked` in the main thread. Later ones are ignored."""
     signums = (signal.SIGTERM, signal.SIGINT)
 
     def ask(signum: int, _frame: object) -> None:
@@ -76,26 +72,25 @@ def _heard() -> Iterator[None]:
 
 
 def told(rows: Sequence[Row]) -> str:
-    """How many were measured, and how many of those are as promised."""
+    """Counts of the nemeses that were measured, are as promised, were skipped and were not played."""
     good, measured, skipped, unplayed = _counted(rows)
     said = f"{good} of {measured} nemeses: every promise holds, every control is as it should be; {skipped} skipped"
     return f"{said}, {unplayed} not played" if unplayed else said
 
 
 def verdict(rows: Sequence[Row]) -> int:
-    """0 if something was measured, nothing was left out, and all is as promised; else 1."""
+    """0 if something was measured, everything was played, and all is as promised; else 1."""
     good, measured, _, unplayed = _counted(rows)
     return 0 if measured and good == measured and not unplayed else 1
 
 
 def _counted(rows: Sequence[Row]) -> tuple[int, int, int, int]:
-    """Good, measured, skipped, not played."""
     skipped, unplayed = sum(bool(row.skipped) for row in rows), sum(bool(row.unplayed) for row in rows)
     return sum(row.good for row in rows) - skipped, len(rows) - skipped - unplayed, skipped, unplayed
 
 
 def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float, table: Path | None) -> list[Row]:
-    """A row for each, printed and written as it comes. Whatever ends this early has all undone first."""
+    """A row for each nemesis, printed and written as soon as it is measured."""
     rows = [Row(nemesis, unplayed="not begun") for nemesis in chosen]
     writing = threading.Lock()
 

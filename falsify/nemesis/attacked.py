@@ -1,17 +1,16 @@
-"""Runs of four ranks that somebody on the same machine attacks: `python -m falsify.nemesis.attacked --seconds 1800`.
+"""Runs of four ranks under attack from the same machine: `python -m falsify.nemesis.attacked --seconds 1800`.
 
-In turn `andon train`, called at every port at which it listens, from before its ranks meet until it has ended, and a
-loop under torchrun and `andon.watch`, into whose store lies are written too. Both are to end with the bits of one that
-was left alone, the watch having seen what was wrong afterwards; a watch may also halt, in words. Anything else is a
-loss, and ends this with 1.
+They alternate: `andon train`, called at every port at which it listens, from before its ranks meet until its end; and a
+loop under torchrun and `andon.watch`, with lies in its store too. Both must end with the bits of a run without an
+attack, and the watch must then notice a real fault. A watch may also halt with a message. Anything else is a loss, and
+the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
-import subprocess
+import random
 import sys
 import tempfile
 import time
@@ -22,117 +21,103 @@ from pathlib import Path
 
 from .attacker import Caller, Forger, listeners
 from .left_behind import Undisturbed
-from .processes import family, send
-from .run import SETTINGS, row_lines
-from .trainer import command, environment
+from .processes import family
+from .run import Launch, Run, row_lines
 from .watched_loop import REASON
 
 WORKERS = 4
 _LIMIT_S = 180.0
 _PAUSE_S = 0.005
-_PATIENT = "run.timeout_s=60"
 _CALLS = 20
-"""So many in a row, before it is looked where a run listens now."""
+"""The number of rounds of calls between two looks at the listeners."""
 _EACH = 3
-"""So many lies of each kind are told to a loop before it goes on."""
+"""The number of lies of each kind before the loop may continue."""
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """What came of one attacked run: how it was lost, or nothing; what was said to it; whether it halted in words."""
+    """loss: how the attack won; empty: it did not. said: the messages by kind. halted: the message of a watch."""
 
     loss: str
     said: Counter[str] = field(default_factory=Counter)
     halted: str = ""
 
 
-def train(folder: Path, seed: int | None, *, guesses: bool = False) -> Attacked:
-    """`andon train` in `folder / "run"`; with a seed: attacked. Its bits are for the caller to compare.
-
-    guesses: as `Caller` makes them.
-    """
+def _opened(folder: Path) -> Run:
     folder.mkdir(parents=True)
-    for name in ("rows", "held"):
-        (folder / f"{name}.jsonl").write_bytes(b"".join(row_lines(name, 86 if name == "rows" else 30)))
-    settings = [part for value in (*SETTINGS, _PATIENT) for part in ("--set", value)]
-    files = ["--data", str(folder / "rows.jsonl"), "--eval-data", str(folder / "held.jsonl")]
-    arguments = command(folder / "run", "--workers", str(WORKERS), *files, *settings)
-    log, caller = folder / "said", Caller(seed or 0, guesses=guesses)
-    with log.open("wb") as said:
-        process = subprocess.Popen(arguments, stdout=said, stderr=said, env=environment())
-    loss = ""
+    rows, held = folder / "rows.jsonl", folder / "held.jsonl"
+    for path, count in ((rows, 86), (held, 30)):
+        path.write_bytes(b"".join(row_lines(path.name, count)))
+    return Run(folder, folder / "run", rows, held, Undisturbed(folder / "run"), random.Random(0))
+
+
+def _until(run: Run, seen: Callable[[], bool], act: Callable[[], object] = lambda: None) -> None:
+    """Repeat `act` until `seen()`, the end of the run, or the time limit."""
+    deadline = time.monotonic() + _LIMIT_S
+    while not seen() and not run.over() and time.monotonic() < deadline:
+        act()
+        time.sleep(_PAUSE_S)
+
+
+def train(folder: Path, seed: int | None, *, guesses: bool = False) -> Attacked:
+    """`andon train` in `folder / "run"`, under attack if there is a seed. The caller compares its bits."""
+    run, caller, losses = _opened(folder), Caller(seed or 0, guesses=guesses), [""]
+
+    def call() -> None:
+        found, own = listeners(family(run.launcher.pid)), listeners([run.launcher.pid])
+        for host, port in found * _CALLS:
+            caller.call(host, port)
+        losses.extend(f"it listens at {host}" for host, _ in found if not host.is_loopback)
+        losses.extend(f"the launcher listens at {host}:{port}" for host, port in own)
+
     try:
-        deadline = time.monotonic() + _LIMIT_S
-        while process.poll() is None and time.monotonic() < deadline:
-            if seed is not None:
-                loss = loss or _call(caller, process.pid)
-            time.sleep(_PAUSE_S)
+        run.start(Launch(str(WORKERS), ("run.timeout_s=60",)))
+        _until(run, lambda: False, call if seed is not None else lambda: None)
+        ending = run.end(0.0)
     finally:
         caller.close()
-        process.kill()
-        process.wait()
-    if process.returncode != 0:
-        loss = f"ended with {process.returncode}: {log.read_text()[-2000:]}"
-    return Attacked(loss, caller.said)
-
-
-def _call(caller: Caller, launcher: int) -> str:
-    """Some calls at each listener; what is wrong with these, if anything is."""
-    found, own = listeners(family(launcher)), listeners([launcher])
-    for host, port in found * _CALLS:
-        caller.call(host, port)
-    far = [host for host, _ in found if not host.is_loopback]
-    return f"it listens at {far[0]}" if far else f"the launcher listens at {own[0][0]}:{own[0][1]}" if own else ""
+        run.kill()
+    if ending.codes != (0,):
+        losses[0] = f"ended with {ending.codes[0]}: {ending.said[-2000:]}"
+    return Attacked(next(filter(None, losses), ""), caller.said)
 
 
 def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
-    """A loop under torchrun and `andon.watch`; with a seed: attacked, until it is told to go on to its end.
-
-    bits: of a loop that was left alone.
-    """
-    folder.mkdir(parents=True)
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    arguments = [sys.executable, *start, "-m", f"{__package__}.watched_loop", str(folder)]
-    with (folder / "said").open("wb") as said:
-        process = subprocess.Popen(arguments, stdout=said, stderr=said, env=environment())
-    caller, counts = Caller(seed or 0), Counter[str]()
+    """A loop under torchrun and `andon.watch`, under attack if there is a seed. bits: of a loop without an attack."""
+    run, caller, counts = _opened(folder), Caller(seed or 0), Counter[str]()
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
     try:
-        _until(process, lambda: _all(folder, "port"))
-        if seed is not None:
-            forger = Forger(int((folder / "port-0").read_text()), seed)
-            ports = listeners(pid for pid in family(process.pid) if pid != process.pid)
-            kinds = [kind for kind in forger.kinds for _ in range(_EACH)]
+        run.spawn([sys.executable, "-m", *torchrun, "-m", f"{__package__}.watched_loop", str(folder)], Launch())
+        _until(run, lambda: _all(folder, "port"))
+        ports = listeners(pid for pid in family(run.launcher.pid) if pid != run.launcher.pid)
+        forger = None if seed is None else Forger(int((folder / "port-0").read_text()), seed)
+        kinds = [] if forger is None else [kind for kind in forger.kinds for _ in range(_EACH)]
 
-            def attack() -> None:
+        def attack() -> None:
+            if forger is not None:
                 forger.forge(kinds.pop() if kinds else "")
                 for host, port in ports:
                     caller.call(host, port)
 
-            _until(process, lambda: not kinds, attack)
-            (folder / "go").touch()
-            _until(process, lambda: _all(folder, "weights"), attack)
+        _until(run, lambda: not kinds, attack)
+        (folder / "go").touch()
+        _until(run, lambda: _all(folder, "weights"), attack)
+        if forger is not None:
             counts = forger.forged + caller.said
-        else:
-            (folder / "go").touch()
-            _until(process, lambda: _all(folder, "weights"))
         (folder / "calm").touch()
-        _until(process, lambda: False)
+        _until(run, lambda: False)
     except RuntimeError as error:  # the store has ended with the loop
         counts["cut short"] += 1
-        if process.poll() is None:
-            _until(process, lambda: False)
-        if process.poll() is None:
+        _until(run, lambda: False)
+        if not run.over():
             return Attacked(f"it hangs: {error}", counts)
     finally:
         caller.close()
-        for pid in family(process.pid)[::-1]:
-            send(pid, signal.SIGKILL)
-        process.wait()
-    return _judged(folder, bits, counts)
+        run.kill()
+    return _judged(folder, bits, counts, run.said())
 
 
-def _judged(folder: Path, bits: str, counts: Counter[str]) -> Attacked:
-    text = (folder / "said").read_text(errors="replace")
+def _judged(folder: Path, bits: str, counts: Counter[str], text: str) -> Attacked:
     if not _all(folder, "weights"):
         halted = next((line for line in text.splitlines() if "Violation: " in line or "andon: rank" in line), "")
         return Attacked("" if halted else f"it ended without a word of ours: {text[-2000:]}", counts, halted)
@@ -158,39 +143,31 @@ def _all(folder: Path, name: str) -> bool:
     return all((folder / f"{name}-{rank}").exists() for rank in range(WORKERS))
 
 
-def _until(process: subprocess.Popen[bytes], what: Callable[[], bool], doing: Callable[[], None] | None = None) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not what() and process.poll() is None and time.monotonic() < deadline:
-        if doing is not None:
-            doing()
-        time.sleep(_PAUSE_S)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Attack for so long; 1 where anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m falsify.nemesis.attacked", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--guesses", action="store_true", help="say to gloo what a rank would: known to end runs")
-    asked = parser.parse_args(arguments)
-    deadline, said, lost, halted, runs = time.monotonic() + asked.seconds, Counter[str](), 0, 0, 0
+    options = parser.parse_args(arguments)
+    deadline, said, lost, halted, runs = time.monotonic() + options.seconds, Counter[str](), 0, 0, 0
     with tempfile.TemporaryDirectory(prefix="andon-attacked-") as place:
-        beside = Path(place)
-        alone = train(beside / "train", None), watch(beside / "watch", None)
-        for each in alone:
-            if each.loss:
-                print(f"without an attack: {each.loss}")
+        base = Path(place)
+        for alone in (train(base / "train", None), watch(base / "watch", None)):
+            if alone.loss:
+                print(f"without an attack: {alone.loss}")
                 return 1
-        whole, bits = Undisturbed(beside / "train" / "run").result, bits_of(beside / "watch")
+        whole, bits = Undisturbed(base / "train" / "run").result, bits_of(base / "watch")
         while time.monotonic() < deadline:
             runs += 1
-            folder, seed = beside / str(runs), asked.seed * 1_000_003 + runs
-            found = train(folder, seed, guesses=asked.guesses) if runs % 2 else watch(folder, seed, bits)
-            loss = found.loss
-            if runs % 2 and not loss and Undisturbed(folder / "run").result != whole:
-                loss = f"its bits are {Undisturbed(folder / 'run').result}, and not {whole}"
+            folder, seed = base / str(runs), options.seed * 1_000_003 + runs
+            if runs % 2:
+                name, found = "train", train(folder, seed, guesses=options.guesses)
+                differs = not found.loss and Undisturbed(folder / "run").result != whole
+                loss = f"its bits are {Undisturbed(folder / 'run').result}, and not {whole}" if differs else found.loss
+            else:
+                name, found = "watch", watch(folder, seed, bits)
+                loss = found.loss
             said, lost, halted = said + found.said, lost + bool(loss), halted + bool(found.halted)
-            name = "train" if runs % 2 else "watch"
             print(f"{runs} {name}: {loss or found.halted or 'ok'} ({found.said.total()} messages)", flush=True)
     print(f"{runs} runs, {lost} lost, {halted} halted in words; " + ", ".join(f"{n} {k}" for k, n in said.items()))
     return int(lost > 0 or runs == 0)

@@ -1,7 +1,7 @@
-"""Somebody on the same machine who is no rank: what they can say to a run, by every port that it listens at.
+"""Another user of the same machine, who attacks a run through the ports at which it listens.
 
-`Caller` connects to listeners of processes, and says anything; `Forger` is a client of torch's store, and writes there
-what ranks write. Neither reads the memory or the files of a run: that is for its own user alone.
+`Caller` connects to listeners and sends anything. `Forger` is a client of torch's store and writes what ranks write.
+Neither reads the memory or the files of a run, because only the run's own user can.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from andon_contracts.violation import Cause
 
@@ -34,46 +35,27 @@ GARBAGE: tuple[bytes, ...] = (
 Address = tuple[IPv4Address | IPv6Address, int]
 _ANSWER_S = 0.2
 _HELD = 64
-"""So many connections are kept open at most."""
+"""The largest number of connections that stay open."""
 _VALIDATE, _SET, _GET, _DELETE = 0, 1, 3, 9
 _MAGIC = 0x3C85F7CE
-"""What a client of torch's TCPStore says first (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)."""
-_LISTENS = "0A"
+"""The first message of a client of torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)."""
 
 
 def listeners(pids: Iterable[int]) -> list[Address]:
-    """Where these processes of this machine listen by TCP (proc(5)); nothing of one that has ended."""
+    """The TCP addresses at which these processes listen."""
     found: set[Address] = set()
     for pid in pids:
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            inodes = {_inode(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
-            for table in ("tcp", "tcp6"):
-                for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                    fields = line.split()
-                    if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes:
-                        found.add(_address(fields[1]))
+        with suppress(psutil.Error):  # it has ended, or belongs to another user
+            links = psutil.Process(pid).net_connections("tcp")
+            found |= {(ip_address(each.laddr.ip), each.laddr.port) for each in links if each.status == "LISTEN"}
     return sorted(found, key=str)
 
 
-def _inode(descriptor: Path) -> str:
-    try:
-        return descriptor.readlink().name
-    except FileNotFoundError:
-        return ""
-
-
-def _address(shown: str) -> Address:
-    """The address of a line of proc(5): words of 32 bits in the byte order of this machine, and a port."""
-    host, _, port = shown.partition(":")
-    words = [host[at : at + 8] for at in range(0, len(host), 8)]
-    return ip_address(b"".join(struct.pack("=I", int(word, 16)) for word in words)), int(port, 16)
-
-
 class Caller:
-    """Connects, says something, and leaves, or does not; `said` counts each kind of it."""
+    """Connects, sends something, and leaves or stays. `said` counts each kind."""
 
     def __init__(self, seed: int, *, guesses: bool = False) -> None:
-        """guesses: also numbers of 8 bytes, by which gloo takes who connects for a rank, while ranks connect."""
+        """guesses: also send numbers of 8 bytes, which gloo accepts as the number of a rank while ranks connect."""
         self.said: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._held: deque[socket.socket] = deque()
@@ -89,10 +71,11 @@ class Caller:
             self._kinds["a number"] = lambda: struct.pack("<Q", self._random.randrange(1 << 8))
 
     def call(self, host: IPv4Address | IPv6Address, port: int) -> None:
-        """One connection, of a kind that is drawn."""
+        """Connect once and send a random kind of message."""
         kind = self._random.choice(list(self._kinds))
-        with suppress(OSError):  # it is gone, refuses, or has heard enough
-            link = socket.create_connection((_reached(host), port), _ANSWER_S)
+        with suppress(OSError):  # the listener is gone, refuses, or hangs up
+            loopback = "::1" if host.version == 6 else "127.0.0.1"
+            link = socket.create_connection((loopback if host.is_unspecified else str(host), port), _ANSWER_S)
             link.settimeout(_ANSWER_S)
             self._held.append(link)
             self.said[kind] += 1
@@ -103,12 +86,11 @@ class Caller:
             self._held.popleft().close()
 
     def close(self) -> None:
-        """Let go whatever is held."""
         while self._held:
             self._held.pop().close()
 
     def _store_requests(self) -> bytes:
-        """As a client of a TCPStore that means no good."""
+        """The requests of a hostile client of a TCPStore."""
         magic = _MAGIC if self._random.random() < 0.8 else self._random.getrandbits(32)
         key = self._random.choice(["/andon/world/x/verdict", "/andon/call 1", "/0//cpu//0/rank_1", "/beat 1"]).encode()
         named = struct.pack("<Q", len(key)) + key
@@ -117,15 +99,10 @@ class Caller:
         return struct.pack("<BI", _VALIDATE, magic) + b"".join(self._random.choices(requests, k=4))
 
 
-def _reached(host: IPv4Address | IPv6Address) -> str:
-    loopback = "::1" if host.version == 6 else "127.0.0.1"
-    return loopback if host.is_unspecified else str(host)
-
-
 class Forger:
-    """A client of a run's TCPStore that writes as ranks do; `forged` counts each kind of it.
+    """A client of a run's TCPStore that writes as ranks do. `forged` counts each kind.
 
-    It finds the places of guards by the names of keys, as anybody can who reaches the store.
+    It finds the boards of guards by the names of their keys, which any client of the store can list.
     """
 
     def __init__(self, port: int, seed: int) -> None:
@@ -149,39 +126,25 @@ class Forger:
             "of another": self._of_another,
         }
 
-    def boards(self) -> dict[str, list[int]]:
-        """The boards of guards that are there, with the ranks that beat on each."""
-        found: dict[str, list[int]] = {}
+    def forge(self, kind: str = "") -> None:
+        """Write something of this kind, or a random one, on every board in the name of one of its ranks."""
+        boards: dict[str, list[int]] = {}
         for key in self._store.list_keys():
-            match = re.fullmatch(r"/?(.*andon/.*/)beat (\d+)", key)
-            if match:
-                found.setdefault(match[1], []).append(int(match[2]))
-        return found
-
-    def forge(self, kind: str = "") -> int:
-        """Write something, on every board, in the name of a rank of it; how many boards there are."""
-        boards = self.boards()
+            if match := re.fullmatch(r"/?(.*andon/.*/)beat (\d+)", key):
+                boards.setdefault(match[1], []).append(int(match[2]))
         for board, ranks in boards.items():
             for rank in ranks:
-                self._keep(f"{board}beat {rank}")
+                key = f"{board}beat {rank}"
+                value, kept = self._store.compare_set(key, "-", "-"), self._kept.setdefault(key, [])  # does not wait
+                if value not in (b"-", *kept):
+                    kept.append(value)
+                    del kept[:-8]
             name = kind or self._random.choice(list(self.kinds))
             self.kinds[name](board, self._random.choice(ranks))
             self.forged[name] += 1
-        return len(boards)
 
     def _set(self, board: str, key: str, value: str | bytes) -> None:
         self._store.set(board + key, value)
-
-    def _read(self, key: str) -> bytes:
-        """What stands there now, without waiting for it."""
-        found: bytes = self._store.compare_set(key, "-", "-")
-        return found
-
-    def _keep(self, key: str) -> None:
-        found, kept = self._read(key), self._kept.setdefault(key, [])
-        if found not in (b"-", *kept[-8:]):
-            kept.append(found)
-            del kept[:-8]
 
     def _garbage(self, board: str, rank: int) -> None:
         key = self._random.choice([f"beat {rank}", "pulled", "unguarded", f"left {rank}"])
@@ -192,7 +155,7 @@ class Forger:
         self._set(board, "pulled", json.dumps(cause.to_json()))
 
     def _beat(self, board: str, rank: int) -> None:
-        """What the rank told last, with numbers of somebody else in it, with its signature or without."""
+        """The rank's last heartbeat with other numbers in it, with its signature or without."""
         kept = self._kept.get(f"{board}beat {rank}") or [b""]
         text = re.sub(rb'"(number|step|pid)": \d+', lambda m: b'"%s": %d' % (m[1], 1 << 40), kept[-1])
         self._set(board, f"beat {rank}", text[self._random.choice([0, max(text.find(b"{"), 0)]) :])
@@ -207,7 +170,7 @@ class Forger:
             self._set(board, f"beat {rank}", kept[0])
 
     def _of_another(self, board: str, rank: int) -> None:
-        """A signed value of one key under another key, or of another board."""
+        """Write the signed value of one key under another key or on another board."""
         kept = [values[-1] for key, values in self._kept.items() if key != f"{board}beat {rank}" and values]
         if kept:
             self._set(board, self._random.choice([f"beat {rank}", f"left {rank}", "pulled"]), self._random.choice(kept))

@@ -1,4 +1,4 @@
-"""Plays a nemesis against real runs of `andon train`: fault, heal, control without fault, control without guard."""
+"""Plays a nemesis in real runs of `andon train`: fault, heal, control without fault, control without guard."""
 
 from __future__ import annotations
 
@@ -6,22 +6,38 @@ import random
 import shutil
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import judging
-from .language import Nemesis, Phase, Row
+from . import disk, inside, judging, network, rows, signals
+from .language import Nemesis, Phase, Row, Tier
 from .left_behind import Undisturbed
 from .planting import Struck, idle
 from .run import LIMIT_S, SLACK_S, UPDATES, ClosingError, Launch, NotStruckError, Run, row_lines
 
+UNPLAYED: Mapping[int, str] = {
+    19: "no run meets an old one: keys of a store carry an identity of their own, and ports are the kernel's choice",
+}
+"""Rows of the catalogue (reliability, issue 5) without a nemesis, and the reason."""
+
+
+def nemeses(tier: Tier = "minutes", only: Sequence[str] = ()) -> tuple[Nemesis, ...]:
+    """The nemeses of a tier (minutes: all), or those with one of `only` in their names. Raises `ValueError` if none."""
+    found = [each for module in (signals, inside, rows, disk, network) for each in module.NEMESES]
+    if only:
+        chosen = [each for each in found if any(part in each.name for part in only)]
+    else:
+        chosen = [each for each in found if tier == "minutes" or each.tier == "seconds"]
+    if not chosen:
+        raise ValueError(f"no nemesis is called {' or '.join(only)}; there are: {', '.join(n.name for n in found)}")
+    return tuple(chosen)
+
 
 @dataclass
 class Bench:
-    """What all nemeses share: the rows, and the run that nobody disturbed. Prepared once in a folder."""
+    """The rows and the undisturbed run, which all nemeses share."""
 
     base: Path
     whole: Undisturbed
@@ -34,16 +50,15 @@ class Bench:
 
     @classmethod
     def prepare(cls, base: Path, seed: int = 1, settings: Sequence[str] = ()) -> Bench:
-        """Write the rows, and train once undisturbed. Raises `RuntimeError` where that fails."""
+        """Write the rows and train undisturbed. Raises `RuntimeError` if that fails."""
         rows, held = base / "rows.jsonl", base / "held.jsonl"
         for path, count in ((rows, 96), (held, 12)):
             path.write_bytes(b"".join(row_lines(path.name, count)))
         bench = cls(base, Undisturbed(base / "whole"), rows, held, seed)
         run = Run(base, base / "whole", rows, held, bench.whole, random.Random(seed))
-        launch = Launch(settings=("training.checkpoint_every=1", *settings))
         try:
-            run.spawn(run.command(launch), launch)
-            ending = run.end(LIMIT_S, time.monotonic())
+            run.start(Launch(settings=("training.checkpoint_every=1", *settings)))
+            ending = run.end()
         finally:
             run.kill()
         if ending.codes != (0,):
@@ -53,7 +68,7 @@ class Bench:
         return bench
 
     def play(self, nemesis: Nemesis) -> Row:
-        """Both phases and both controls of a nemesis, judged."""
+        """Play a nemesis with both of its controls, and judge it."""
         if self.closing.is_set():
             return Row(nemesis, unplayed="not begun")
         try:
@@ -66,7 +81,7 @@ class Bench:
             return Row(nemesis, unplayed=f"not played to its end: {error}")
         except NotStruckError as error:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
-        except Exception as error:  # noqa: BLE001 - one that is broken itself must not take the others' rows along
+        except Exception as error:  # noqa: BLE001 - a broken nemesis must not lose the rows of the others
             return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
         wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
         row = Row(nemesis, phase=phases[0], wrong=wrong, calm=calm)
@@ -76,31 +91,36 @@ class Bench:
         return replace(row, unguarded=unguarded[0], doubt=judging.doubt(phases[1], unguarded[0], finds))
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
-        """The disturbed run, and where there is a guard to switch off, the one without it."""
-        if nemesis.guard is not None and nemesis.launch(guarded=True) == nemesis.launch(guarded=False):
+        """The disturbed run, and the one without the guard if there is a guard.
+
+        If the guard is off only in the resumed run, both are resumed from copies of one disturbed run.
+        """
+        if nemesis.guard is None:
+            return self._phases(nemesis, guarded=True, heals=(True,))
+        if nemesis.launch(guarded=True) == nemesis.launch(guarded=False):
             return self._phases(nemesis, guarded=True, heals=(True, False))
         return [
-            phase
-            for guarded in (True, False)
-            if guarded or nemesis.guard is not None
-            for phase in self._phases(nemesis, guarded=guarded, heals=(guarded,))
+            phase for guarded in (True, False) for phase in self._phases(nemesis, guarded=guarded, heals=(guarded,))
         ]
 
     def _phases(self, nemesis: Nemesis, *, guarded: bool, heals: Sequence[bool]) -> list[Phase]:
-        """One disturbed run, healed once for each of `heals` (with its guard, without), each from the same folder."""
+        """One disturbed run, resumed from the same folder once for each of `heals` (with the guard, without)."""
         with self._opened("guarded" if guarded else "unguarded", nemesis) as run:
             phase = self._fault(nemesis, run, guarded=guarded)
-            if not nemesis.promise.heals or (not guarded and judging.wrong_before_healing(nemesis.promise, phase)):
-                return [phase]  # without its guard it is found wrong already, and needs no second look
+            if not guarded and judging.wrong_before_healing(nemesis.promise, phase):
+                return [phase]  # without its guard it is already wrong, so resuming would add nothing
             kept = run.folder.with_name(f"{run.folder.name}-kept")
-            found = []
-            for number, each in enumerate(heals, start=1):
-                if number < len(heals):
-                    shutil.copytree(run.folder, kept, symlinks=True)
-                found.append(self._healed(nemesis, run, phase, guarded=each))
-                if number < len(heals):
+            found: list[Phase] = []
+            if len(heals) > 1:
+                shutil.copytree(run.folder, kept, symlinks=True)
+            for with_guard in heals:
+                if found:
                     shutil.rmtree(run.folder)
                     shutil.copytree(kept, run.folder, symlinks=True)
+                launch = nemesis.heal(guarded=with_guard)
+                nemesis.place.start(run, launch)
+                healing, unmoved = run.end(), (*phase.idle, *idle(launch.plants, run.scratch))
+                found.append(replace(phase, healing=healing, result=run.whole.differs(run.folder), idle=unmoved))
             return found
 
     def _fault(self, nemesis: Nemesis, run: Run, *, guarded: bool) -> Phase:
@@ -109,7 +129,9 @@ class Bench:
             strikes = [fault.strike(run) for fault in nemesis.faults if fault.before_start]
             nemesis.place.start(run, launch)
             strikes += [fault.strike(run) for fault in nemesis.faults if not fault.before_start]
-            struck = together(strikes)
+            # Time bounds count from the last fault, acceptance from the first.
+            at, step = max(each.at for each in strikes), min(each.step for each in strikes)
+            struck = Struck(at, step, "; ".join(each.proof for each in strikes))
             ending = run.end(min(nemesis.promise.within_s + SLACK_S, LIMIT_S), struck.at)
         finally:
             run.kill()
@@ -119,26 +141,18 @@ class Bench:
         off = [] if guarded else [each for each in launch.plants if each not in nemesis.launch(guarded=True).plants]
         return Phase(struck, ending, newer, other, idle=idle(off, run.scratch))
 
-    def _healed(self, nemesis: Nemesis, run: Run, phase: Phase, *, guarded: bool) -> Phase:
-        launch = nemesis.heal(guarded=guarded)
-        nemesis.place.start(run, launch)
-        healing = run.end(LIMIT_S, time.monotonic())
-        unmoved = (*phase.idle, *idle(launch.plants, run.scratch))
-        return replace(phase, healing=healing, result=run.whole.differs(run.folder), idle=unmoved)
-
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
-        """The same run without the fault; played once for all nemeses that start alike."""
-        launch, key = nemesis.calm(), nemesis.calm_key()
+        """The same run without faults, played once for all nemeses with the same place and launch."""
+        key = nemesis.place, nemesis.calm()
         if key not in self._calm:
             with self._opened("calm", nemesis) as run:
-                nemesis.place.start(run, launch)
-                ending = run.end(LIMIT_S, time.monotonic())
-                self._calm[key] = judging.not_calm(ending, run.whole.differs(run.folder))
+                nemesis.place.start(run, nemesis.calm())
+                self._calm[key] = judging.not_calm(run.end(), run.whole.differs(run.folder))
         return self._calm[key]
 
     @contextmanager
     def _opened(self, what: str, nemesis: Nemesis) -> Iterator[Run]:
-        """A run in the place of a nemesis; whatever happens, its processes are ended, and then the place given back."""
+        """A run in the place of a nemesis. Kills its processes at the end, then releases the place."""
         run = self.open(what, f"{nemesis.name} {self.seed}")
         with nemesis.place.taken(run):
             try:
@@ -147,20 +161,14 @@ class Bench:
                 run.kill()
 
     def open(self, what: str, draw: str) -> Run:
-        """A run in a folder of its own, of which nothing is started yet. draw: what its random choices come from."""
+        """A run in a new folder, not started yet. draw: the seed of its random choices."""
         scratch = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=self.base))
         run = Run(scratch, scratch / "run", self.rows, self.held, self.whole, random.Random(draw), self.closing)
         self._runs.append(run)
         return run
 
     def close(self) -> None:
-        """Have whoever plays here stop: what is under way is ended, so that it is undone and released there."""
+        """End all runs from another thread. The threads that play them undo their faults."""
         self.closing.set()
         for run in self._runs:
             run.kill()
-
-
-def together(strikes: Sequence[Struck]) -> Struck:
-    """Several faults of one run as one: bounds are counted from the last, what is accepted from the first."""
-    proof = "; ".join(each.proof for each in strikes)
-    return Struck(max(each.at for each in strikes), min(each.step for each in strikes), proof)

@@ -1,10 +1,10 @@
 """Every system call at which a writer may die or be refused: `python -m falsify.nemesis.crash_points`.
 
-Each act on the run folder (saving and pruning checkpoints, appending to the ledger, ...) is first traced. Then
-it is done again for every one of its calls that touches the folder: once killed by SIGKILL as it enters the call, once
-with the call failing with EIO, and with ENOSPC where a call can. strace's own log must show that it happened there.
-After each a process that never saw the writer looks at the folder: the old state or the new one, never neither, nothing
-corrupt that is accepted, and the next act works. The control leaves out a protection, and must be found wrong.
+Each act on the run folder (saving and pruning checkpoints, appending to the ledger, ...) is traced first. Then it is
+repeated for each of its calls that touches the folder: killed by SIGKILL as it enters the call, with the call failing
+with EIO, and with ENOSPC if the call can. strace's own log must show that this happened. After each, a process that
+never saw the writer checks the folder: it has the old state or the new one, accepts nothing corrupt, and the next act
+works. The control leaves out a protection and must be found wrong.
 """
 
 from __future__ import annotations
@@ -17,26 +17,22 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeAlias
 
-from . import markdown
+from . import disk_acts
+from .table import table as markdown_table
 from .tracing import attached, missing
 
 KILL, EIO, ENOSPC = "SIGKILL", "EIO", "ENOSPC"
 _FILLING = ("openat", "write", "pwrite64", "fsync", "fdatasync", "close", "rename", "renameat2", "mkdir", "ftruncate")
 """Calls that a full disk may refuse."""
 _CALL = re.compile(r"^(\w+)\(")
-_ACT_S = 60.0
-"""How long an act may take."""
-_READY_S = 60.0
-"""How long its preparation may take, and looking at what it left."""
-Ended: TypeAlias = "tuple[int, str] | None"
+_LIMIT_S = 60.0
+"""How long each of an act, its preparation and its check may take."""
 
 
 class HangsError(RuntimeError):
@@ -58,7 +54,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a point: how the act ended (None: killed), and everything that is wrong."""
+    """The result of a point. code: how the act ended; None: it was killed."""
 
     point: Point
     code: int | None
@@ -66,24 +62,26 @@ class Found:
 
 
 def points(act: str, base: Path, faults: Sequence[str] = (KILL, EIO, ENOSPC)) -> list[Point]:
-    """Every point of an act, from a trace of it; in the order of the calls. Raises `RuntimeError` where it fails."""
-    from .disk_acts import ACTS_AND_CONTROL
-
-    folder, log = _place(base), base / "trace"
+    """Trace an act and return all of its points, in the order of the calls. Raises `RuntimeError` if the act fails."""
+    folder, log = Path(tempfile.mkdtemp(dir=base)) / "folder", base / "trace"
     ended = _acted(act, folder, ["-o", str(log)])
     if ended is None or ended[0]:
         raise RuntimeError(f"{act} does not end well when nothing is done to it: {ended}")
-    found = []
-    for call, number in _touching(log.read_text(errors="replace").splitlines(), folder):
-        for fault in faults:
-            if (fault != KILL or ACTS_AND_CONTROL[act].kills) and (fault != ENOSPC or call in _FILLING):
-                found.append(Point(act, call, number, fault))
+    found, count = [], Counter[str]()
+    for line in log.read_text(errors="replace").splitlines():
+        call = _CALL.match(line)
+        if call is None:
+            continue
+        count[call[1]] += 1
+        for fault in faults if _names(line, folder) else ():
+            if (fault != KILL or disk_acts.ACTS_AND_CONTROL[act].kills) and (fault != ENOSPC or call[1] in _FILLING):
+                found.append(Point(act, call[1], count[call[1]], fault))
     return found
 
 
 def tried(point: Point, base: Path) -> Found:
-    """Do the act with the fault at that point, and look at what is left from another process."""
-    folder, log = _place(base), base / "trace"
+    """Perform the act with the fault at that point, and check the folder from another process."""
+    folder, log = Path(tempfile.mkdtemp(dir=base)) / "folder", base / "trace"
     what = f"signal={KILL}" if point.fault == KILL else f"error={point.fault}"
     selected = ["-e", f"trace={point.call}", "-e", f"inject={point.call}:{what}:when={point.number}"]
     wrong, ended = [], None
@@ -92,15 +90,14 @@ def tried(point: Point, base: Path) -> Found:
     except HangsError as hangs:
         wrong.append(str(hangs))
     code = None if ended is None else ended[0]
-    if ended is not None and code == 1:
+    if ended is not None and code == disk_acts.CRASHED:
         wrong.append(f"an error that nobody foresaw: {ended[1]}")
     if not wrong and not _struck(point, log.read_text(errors="replace"), folder, killed=ended is None):
         wrong.append("the fault did not happen there")
-    here, there = _context().Pipe()
-    with _process("look", point.act, str(folder), code, there):
-        there.close()
+    with _process(disk_acts.look, point.act, str(folder), code) as (_, answers):
         try:
-            wrong += here.recv() if here.poll(_READY_S) else [f"looking at the folder takes longer than {_READY_S:g} s"]
+            late = f"looking at the folder takes longer than {_LIMIT_S:g} s"
+            wrong += answers.recv() if answers.poll(_LIMIT_S) else [late]
         except EOFError:
             wrong.append("looking at the folder did not end")
     for each in (folder, folder.with_name(f"{folder.name}-rehearsal")):
@@ -108,56 +105,42 @@ def tried(point: Point, base: Path) -> Found:
     return Found(point, code, tuple(wrong))
 
 
-@cache
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.disk_acts"])
-    return context
-
-
-def _started(role: str, *arguments: object) -> multiprocessing.context.ForkServerProcess:
-    process = _context().Process(target=_be, args=(role, *arguments), daemon=True)
-    process.start()
-    return process
-
-
-def _be(role: str, *arguments: object) -> None:
-    """One process of ours: the writer, or the one that looks."""
-    from . import disk_acts
-
-    {"play": disk_acts.play, "look": disk_acts.look}[role](*arguments)  # type: ignore[operator]
-
-
 @contextmanager
-def _process(role: str, *arguments: object) -> Iterator[multiprocessing.context.ForkServerProcess]:
-    process = _started(role, *arguments)
+def _process(
+    target: Callable[..., None], *arguments: object
+) -> Iterator[tuple[multiprocessing.context.ForkServerProcess, Connection]]:
+    """Call `target` in a new process, with a connection as its last argument. Yields the process and the other end."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([disk_acts.__name__])
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, there), daemon=True)
+    process.start()
+    there.close()
     try:
-        yield process
+        yield process, here
     finally:
         process.kill()
         process.join()
 
 
-def _acted(act: str, folder: Path, options: Sequence[str]) -> Ended:
-    """Play an act under strace with these options: how it ended, None where it was killed before it could say.
+def _acted(act: str, folder: Path, options: Sequence[str]) -> tuple[int, str] | None:
+    """Perform an act under strace with these options. Returns how it ended; None: it was killed.
 
-    Raises `HangsError` where it does not end.
+    Raises `HangsError` if it does not end.
     """
-    here, there = _context().Pipe()
-    with _process("play", act, str(folder), there) as writer:
-        there.close()
-        if not here.poll(_READY_S) or here.recv_bytes() != b"ready":
+    with _process(disk_acts.play, act, str(folder)) as (writer, answers):
+        if not answers.poll(_LIMIT_S) or answers.recv_bytes() != b"ready":
             raise RuntimeError(f"{act}: the writer did not get ready")
         with attached(writer.pid or 0, "-s", "0", *options):
             try:
-                here.send_bytes(b"go")
-                if not here.poll(_ACT_S):
-                    raise HangsError(f"the writer hangs: nothing in {_ACT_S:g} s")
+                answers.send_bytes(b"go")
+                if not answers.poll(_LIMIT_S):
+                    raise HangsError(f"the writer hangs: nothing in {_LIMIT_S:g} s")
                 try:
-                    code, error = here.recv()
+                    code, error = answers.recv()
                 except (EOFError, ConnectionResetError):
                     return None
-                writer.join(_ACT_S)
+                writer.join(_LIMIT_S)
                 if writer.is_alive():
                     raise HangsError("the writer hangs at its end")
                 return code, error
@@ -165,23 +148,13 @@ def _acted(act: str, folder: Path, options: Sequence[str]) -> Ended:
                 writer.kill()
 
 
-def _touching(lines: Sequence[str], folder: Path) -> Iterator[tuple[str, int]]:
-    """Calls of the trace that name the folder or a file in it, each with its number among those of its name."""
-    count: Counter[str] = Counter()
-    for line in lines:
-        found = _CALL.match(line)
-        if found:
-            count[found[1]] += 1
-            if _names(line, folder):
-                yield found[1], count[found[1]]
-
-
 def _names(line: str, folder: Path) -> bool:
+    """True if a line of the trace names the folder or a file in it."""
     return re.search(re.escape(str(folder)) + r"(?!-rehearsal)", line) is not None
 
 
 def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
-    """Whether strace's log shows the fault at a call that touches the folder."""
+    """True if strace's log shows the fault at a call that touches the folder."""
     lines = log.splitlines()
     if point.fault == KILL:
         calls = [line for line in lines if _CALL.match(line)]
@@ -189,12 +162,8 @@ def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
     return any("(INJECTED)" in line and _names(line, folder) for line in lines)
 
 
-def _place(base: Path) -> Path:
-    return Path(tempfile.mkdtemp(dir=base)) / "folder"
-
-
 def table(found: Sequence[Found]) -> str:
-    """A Markdown table, a row for each act and system call: points tried, by fault, and how many are wrong."""
+    """A Markdown table with a row for each act and call: points by fault, by ending, and how many are wrong."""
     rows: dict[tuple[str, str], list[Found]] = defaultdict(list)
     for each in found:
         rows[each.point.act, each.point.call].append(each)
@@ -204,11 +173,11 @@ def table(found: Sequence[Found]) -> str:
         codes = Counter(each.code for each in members)
         cells = (act, call, faults[KILL], faults[EIO], faults[ENOSPC], codes[2] + codes[70], codes[0])
         counted.append((*cells, sum(bool(each.wrong) for each in members)))
-    return markdown.table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
+    return markdown_table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
 
 
 def main() -> int:
-    """Try every point; 0 if nothing is wrong at any, or if this machine does not allow it, which is said."""
+    """Try every point. 0 if nothing is wrong, or if this machine does not allow it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--act", action="append", help="part of the name of an act; may be given again; default: all")
     options = parser.parse_args()
@@ -216,17 +185,16 @@ def main() -> int:
     if reason is not None:
         print(f"skipped: {reason}")
         return 0
-    from .disk_acts import ACTS, CONTROL
-
     began, found = time.monotonic(), []
-    with tempfile.TemporaryDirectory() as base:
-        for act in ACTS:
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        for act in disk_acts.ACTS:
             if not options.act or any(part in act for part in options.act):
-                for point in points(act, Path(base)):
-                    found.append(tried(point, Path(base)))
+                for point in points(act, base):
+                    found.append(tried(point, base))
                     for each in found[-1].wrong:
                         print(f"WRONG: {point}: {each}", flush=True)
-        control = [tried(point, Path(base)) for point in points(CONTROL, Path(base), (KILL,))]
+        control = [tried(point, base) for point in points(disk_acts.CONTROL, base, (KILL,))]
     caught = sum(bool(each.wrong) for each in control)
     print(table(found))
     print(f"control: of {len(control)} points of a writer that uses the final name at once, {caught} are found wrong")

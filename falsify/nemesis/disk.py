@@ -1,4 +1,4 @@
-"""Disks that fill, refuse, forget or lie, and checkpoints that are not what was written: rows 4, 34 to 37, 39 to 41."""
+"""Disks that fill, fail, forget or lie, and damaged checkpoints: rows 4, 34 to 37, 39 to 41."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import power_cut
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .left_behind import MANIFEST, STATE, TENSORS
 from .planting import Plant, Struck, first_strike
 from .run import Launch, NotStruckError, Run
-from .tracing import attached, missing
+from .tracing import CALLS, attached, missing, power_cut
 
 _PAGE = 4096
 _END_S = 60.0
 _DAMAGED = (TENSORS, STATE, MANIFEST)
-"""One file of each of the newest checkpoints."""
+"""The damaged file of each of the newest checkpoints."""
 
 
+@dataclass(frozen=True)
 class SmallDisk(Place):
-    """The run lives on a small file system of its own."""
+    """A small file system for the run folder."""
 
-    def __init__(self, size: str) -> None:
-        self.size = size
+    size: str
 
     def needs(self) -> str | None:
-        """A mount needs root."""
         with tempfile.TemporaryDirectory() as place:
             done = self._mounted(Path(place))
             if done.returncode == 0:
@@ -42,7 +41,6 @@ class SmallDisk(Place):
 
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
-        """Mounted for this run, whose folder is there."""
         disk = run.scratch / "disk"
         disk.mkdir()
         done = self._mounted(disk)
@@ -59,36 +57,25 @@ class SmallDisk(Place):
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def filled() -> Fault:
-    """The disk fills while the run trains."""
-
-    def strike(run: Run) -> Struck:
-        run.reach(run.draw.randrange(5, 12))
-        step, at = run.steps, time.monotonic()
-        return Struck(at, step, _fill(run.folder.parent / "filler"))
-
-    return Fault(strike, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True))
-
-
-def _fill(filler: Path) -> str:
-    """Write until nothing more fits; how much there is then."""
+def _fill(run: Run) -> Struck:
+    """Fill the disk while the run trains."""
+    at, step = run.reach(5, 12)
+    filler = run.folder.parent / "filler"
     with filler.open("wb", buffering=0) as file:
-        try:
-            while True:
+        while True:
+            try:
                 file.write(bytes(_PAGE))
-        except OSError as error:
-            return f"{error.strerror}: {filler.stat().st_size} bytes of filler"
+            except OSError as error:
+                return Struck(at, step, f"{error.strerror}: {filler.stat().st_size} bytes of filler")
 
 
 def gone(which: str) -> Fault:
-    """A folder of the run is removed while it trains: below the run's folder, or that itself ("")."""
+    """Remove a folder of the run while it trains; "": the run folder itself."""
 
     def strike(run: Run) -> Struck:
-        run.reach(run.draw.randrange(5, 12))
-        step, at = run.steps, time.monotonic()
-        folder = run.folder / which
-        removed = folder.with_name("removed")
-        folder.rename(removed)
+        at, step = run.reach(5, 12)
+        removed = (run.folder / which).with_name("removed")
+        (run.folder / which).rename(removed)
         shutil.rmtree(removed)
         return Struck(at, step, f"{which or 'run'} folder removed")
 
@@ -96,11 +83,10 @@ def gone(which: str) -> Fault:
 
 
 def _forbid_checkpoints(run: Run) -> Struck:
-    """The folder of checkpoints can no longer be written to."""
-    run.reach(run.draw.randrange(5, 12))
-    step, at = run.steps, time.monotonic()
+    """Forbid writing to the folder of checkpoints."""
+    at, step = run.reach(5, 12)
     folder = run.folder / "checkpoints"
-    _forbid(folder)
+    _read_only(folder, True)
     try:
         (folder / "file").touch()
     except PermissionError as error:
@@ -109,35 +95,29 @@ def _forbid_checkpoints(run: Run) -> Struck:
 
 
 def not_forbidden() -> str | None:
-    """Permissions bind everybody but root; for root there is the immutable attribute of a file system."""
+    """Why a folder cannot be made read-only."""
     with tempfile.TemporaryDirectory() as place:
         try:
-            _forbid(Path(place))
+            _read_only(Path(place), True)
             (Path(place) / "file").touch()
         except (OSError, subprocess.CalledProcessError) as error:
             return None if isinstance(error, PermissionError) else f"chattr does not work here: {error}"
         finally:
-            _allow(Path(place))
+            _read_only(Path(place), False)
     return "this user may write to a folder that is read-only"
 
 
-def _forbid(folder: Path) -> None:
-    if os.geteuid() == 0:
-        subprocess.run(["chattr", "+i", str(folder)], check=True, capture_output=True)
-    else:
-        folder.chmod(0o555)
-
-
-def _allow(folder: Path) -> None:
-    with suppress(OSError):  # the folder is gone; without chattr nothing was forbidden
+def _read_only(folder: Path, on: bool) -> None:
+    """Permissions do not bind root, but the attribute `immutable` does."""
+    with nullcontext() if on else suppress(OSError):  # nothing was forbidden, or the folder is gone
         if os.geteuid() == 0:
-            subprocess.run(["chattr", "-i", str(folder)], check=False, capture_output=True)
+            subprocess.run(["chattr", "+i" if on else "-i", str(folder)], check=on, capture_output=True)
         else:
-            folder.chmod(0o755)
+            folder.chmod(0o555 if on else 0o755)
 
 
 def _dies_saving(run: Run) -> Struck:
-    """Rank 0 is killed while it saves; what it had written lies there under a temporary name."""
+    """Wait until rank 0 is killed while it saves. Its files remain under a temporary name."""
     run.launcher.wait(_END_S)
     struck = first_strike(run.scratch)
     if struck is None or not list(run.folder.glob("checkpoints/*")):
@@ -148,7 +128,7 @@ def _dies_saving(run: Run) -> Struck:
 
 @contextmanager
 def _traced(run: Run, *options: str) -> Iterator[Path]:
-    """strace on rank 0 of a run for the time of the context, and its log."""
+    """Trace rank 0 with strace. Yields the log."""
     found = run.ranks()
     if not found:
         raise NotStruckError("there is no rank 0")
@@ -158,9 +138,8 @@ def _traced(run: Run, *options: str) -> Iterator[Path]:
 
 
 def _fail_syncs(run: Run) -> Struck:
-    """From a step on every fsync of rank 0 fails with an input/output error; strace's log must show one that did."""
-    run.reach(run.draw.randrange(5, 12))
-    step = run.steps
+    """Let every further fsync of rank 0 fail with an input/output error, and find one in strace's log."""
+    _, step = run.reach(5, 12)
     with _traced(run, "-e", "trace=fsync", "-e", "inject=fsync:error=EIO") as log:
         run.wait_for(lambda: "(INJECTED)" in log.read_text() or run.over(), "fsync failed", _END_S)
         at = time.monotonic()
@@ -172,24 +151,22 @@ def _fail_syncs(run: Run) -> Struck:
 
 
 def powerless(*, names: bool) -> Fault:
-    """All processes end at once, and what rank 0 wrote after the last fsync is lost. `names`: so are new names."""
+    """Kill all processes and take back what rank 0 wrote after the last fsync. names: new names too."""
 
     def strike(run: Run) -> Struck:
         run.wait_for(lambda: bool(run.ranks()), "rank 0 is there")
-        with _traced(run, "-s", "0", "-e", f"trace={','.join(power_cut.CALLS)}") as log:
-            run.reach(run.draw.randrange(13, 22))
-            step, at = run.steps, time.monotonic()
+        with _traced(run, "-s", "0", "-e", f"trace={','.join(CALLS)}") as log:
+            at, step = run.reach(13, 22)
             run.kill()
         lines = log.read_text(errors="replace").splitlines()
-        if not power_cut.synced_or_lost(lines, run.folder):
-            raise NotStruckError(f"strace saw nothing that was written to the run: {len(lines)} calls")
-        return Struck(at, step, f"{len(lines)} calls logged; {power_cut.cut(lines, run.folder, names=names)}")
+        return Struck(at, step, f"{len(lines)} calls logged; {power_cut(lines, run.folder, names=names)}")
 
     return Fault(strike, needs=missing)
 
 
-def _end_at_boundary(run: Run) -> None:
-    """Ask the run to end by SIGTERM, and wait until it has. Raises `NotStruckError` where it does not."""
+def _end_at_boundary(run: Run, first: int, end: int) -> None:
+    """After a random number of updates end the run by SIGTERM. Raises `NotStruckError` if it does not end."""
+    run.reach(first, end)
     run.launcher.send_signal(signal.SIGTERM)
     try:
         run.launcher.wait(_END_S)
@@ -198,14 +175,13 @@ def _end_at_boundary(run: Run) -> None:
 
 
 def damaged(damage: Callable[[Path, Path], object]) -> Fault:
-    """A run ends; then each of its three newest checkpoints is damaged in another file, the tensors of the newest.
+    """End the run, then damage one file of each of its three newest checkpoints: the tensors of the newest.
 
-    damage: changes a file, given the same file of the checkpoint before.
+    damage: changes a file; its second argument is the same file of the checkpoint before.
     """
 
     def strike(run: Run) -> Struck:
-        run.reach(run.draw.randrange(17, 24))
-        _end_at_boundary(run)
+        _end_at_boundary(run, 17, 24)
         step, changed = run.steps, []
         newest = sorted(run.folder.glob("checkpoints/step-????????"), reverse=True)
         for folder, before, name in zip(newest, newest[1:], _DAMAGED, strict=False):
@@ -222,19 +198,17 @@ def damaged(damage: Callable[[Path, Path], object]) -> Fault:
 
 
 def cut_short(path: Path, _before: Path) -> None:
-    """The end is missing."""
     os.truncate(path, path.stat().st_size - 100)
 
 
 def flip(path: Path, _before: Path) -> None:
-    """One bit is another."""
     data = bytearray(path.read_bytes())
     data[len(data) * 2 // 3] ^= 4
     path.write_bytes(data)
 
 
 def zero(path: Path, _before: Path) -> None:
-    """A page in the middle of a file is zeros, or all of one that is no longer than that."""
+    """Set a page in the middle of a file to zeros, or all of a smaller file."""
     data = bytearray(path.read_bytes())
     start = len(data) // 2 // _PAGE * _PAGE
     length = len(data[start : start + _PAGE])
@@ -243,7 +217,6 @@ def zero(path: Path, _before: Path) -> None:
 
 
 def mix(path: Path, before: Path) -> None:
-    """It is the file of another checkpoint."""
     shutil.copyfile(before, path)
 
 
@@ -251,8 +224,7 @@ DAMAGES = (cut_short, flip, zero, mix)
 
 
 def _go_elsewhere(run: Run) -> Struck:
-    run.reach(run.draw.randrange(5, 20))
-    _end_at_boundary(run)
+    _end_at_boundary(run, 5, 20)
     return Struck(time.monotonic(), run.steps, "ended on 2 workers, resumed on 3")
 
 
@@ -269,112 +241,94 @@ _SYNCED = Guard(
     "healing: exit|healing: other bits|healing: not said: 'resume: from step-",
     plants=(Plant.of("no_fsync"),),
 )
-_REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", "resume: from step-")
+_RESUMED = ("resume: from step-",)
+_REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", *_RESUMED)
 _GONE = Promise((2,), ("the folder is gone|was removed, moved or replaced",), heal_says=("starting anew",))
 _POWER = Promise((-9,), heal_says=("resume: from step-000000",))
-_NEWEST = "of the tensors, the state and the manifest of the three newest checkpoints"
+_NEWEST = "the tensors, the state and the manifest of the three newest checkpoints"
 
 
-def _damaged(name: str, number: int, how: str, damage: Callable[[Path, Path], object], *says: str) -> Nemesis:
-    promise = Promise((75,), heal_says=says or _REJECTED)
-    tier = "seconds" if damage is flip else "minutes"
-    return Nemesis(name, (number,), how, promise, (damaged(damage),), _VERIFIED, tier=tier)  # type: ignore[arg-type]
+def _unwritable(why: str, *heal_says: str) -> Promise:
+    return Promise((2,), (f"cannot be written: {why}",), heal_says=heal_says)
+
+
+def _damaged(
+    name: str, number: int, how: str, damage: Callable[[Path, Path], object], says: tuple[str, ...] = _REJECTED
+) -> Nemesis:
+    return Nemesis(name, (number,), how, Promise((75,), heal_says=says), (damaged(damage),), _VERIFIED)
 
 
 NEMESES = (
     Nemesis(
-        "rank killed while saving",
-        (4, 39),
-        "SIGKILL to rank 0 between the last byte of a checkpoint and its name",
+        *("rank killed while saving", (4, 39), "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
         Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
         (Fault(_dies_saving, plants=(Plant.of("dies_while_saving", step=14),)),),
         Guard(
             "a temporary name, and a manifest that is written last",
-            "healing: exit|healing: other bits",
+            _VERIFIED.finds,
             plants=(Plant.of("saves_in_place", step=14),),
             resume_plants=_BELIEVED,
         ),
     ),
     Nemesis(
-        "disk full",
-        (34,),
-        "a tmpfs of 8 MB, filled while the run trains",
-        Promise((2,), ("cannot be written: the disk is full",), heal_says=("resume: from step-",)),
-        (filled(),),
+        *("disk full", (34,), "a tmpfs of 8 MB, filled while the run trains"),
+        _unwritable("the disk is full", *_RESUMED),
+        (Fault(_fill, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True)),),
         _REFUSED,
         place=SmallDisk("8m"),
         tier="seconds",
     ),
     Nemesis(
-        "checkpoints read-only",
-        (40,),
+        *("checkpoints read-only", (40,)),
         "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
-        Promise((2,), ("cannot be written: no permission to write",), heal_says=("resume: from step-",)),
-        (Fault(_forbid_checkpoints, heal=lambda run: _allow(run.folder / "checkpoints"), needs=not_forbidden),),
+        _unwritable("no permission to write", *_RESUMED),
+        (Fault(_forbid_checkpoints, lambda run: _read_only(run.folder / "checkpoints", False), needs=not_forbidden),),
         _FATAL,
     ),
     Nemesis(
-        "checkpoints removed",
-        (40,),
-        "the folder of checkpoints removed while the run trains",
-        _GONE,
-        (gone("checkpoints"),),
-        _FATAL,
+        *("checkpoints removed", (40,), "the folder of checkpoints removed while the run trains", _GONE),
+        *((gone("checkpoints"),), _FATAL),
     ),
     Nemesis(
-        "run folder removed",
-        (40,),
-        "the whole folder of the run removed while it trains",
-        _GONE,
-        (gone(""),),
-        # Where nothing can be written there is no summary either, by which the launcher knows that a run is finished.
-        Guard("what cannot be written ends the run", "exit 71 instead of 2", plants=_FORGIVEN),
+        *("run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
+        # Without a folder there is no summary either, by which the launcher knows that a run is finished. At its end
+        # training.keep=best would read a checkpoint, whose absence is an error too.
+        Guard("what cannot be written ends the run", "exit 71 instead of 2", ("training.keep=last",), _FORGIVEN),
     ),
     Nemesis(
-        "power cut, names kept",
-        (37,),
+        *("power cut, names kept", (37,)),
         "SIGKILL to all; what strace saw rank 0 write after the last fsync is cut off its files",
         _POWER,
         (powerless(names=False),),
         _SYNCED,
     ),
     Nemesis(
-        "power cut, names lost",
-        (37,),
+        *("power cut, names lost", (37,)),
         "the same, and names given after the last fsync of their folder are taken back",
         _POWER,
         (powerless(names=True),),
         _SYNCED,
     ),
     Nemesis(
-        "fsync fails",
-        (40,),
-        "strace lets every fsync of rank 0 fail with EIO",
-        Promise((2,), ("cannot be written: the disk reports an input/output error",)),
+        *("fsync fails", (40,), "strace lets every fsync of rank 0 fail with EIO"),
+        _unwritable("the disk reports an input/output error"),
         (Fault(_fail_syncs, needs=missing),),
         Guard("an fsync that fails is fatal for what it was to save", "exit 0 instead of 2", plants=_FORGIVEN),
     ),
-    _damaged("checkpoints cut short", 35, f"100 bytes fewer {_NEWEST}", cut_short),
-    _damaged("bits flipped in checkpoints", 36, f"one bit {_NEWEST}", flip),
-    _damaged("pages of zeros in checkpoints", 36, f"a page {_NEWEST}", zero),
+    _damaged("checkpoints cut short", 35, f"100 bytes fewer of {_NEWEST}", cut_short),
+    replace(_damaged("bits flipped in checkpoints", 36, f"one bit of {_NEWEST}", flip), tier="seconds"),
+    _damaged("pages of zeros in checkpoints", 36, f"a page of {_NEWEST}", zero),
     _damaged(
-        "files of two checkpoints mixed",
-        36,
-        "the tensors, the state and the manifest of the three newest checkpoints from the one before each",
-        mix,
-        *("resume: rejected", f"/{TENSORS}:", "resume: from step-"),
+        *("files of two checkpoints mixed", 36, f"{_NEWEST} from the one before each", mix),
+        ("resume: rejected", f"/{TENSORS}:", *_RESUMED),
     ),
     Nemesis(
-        "another number of workers on resume",
-        (41,),
-        "2 workers, ended by SIGTERM, resumed on 3",
-        Promise((75,), heal_says=("resume: from step-",)),
+        *("another number of workers on resume", (41,), "2 workers, ended by SIGTERM, resumed on 3"),
+        Promise((75,), heal_says=_RESUMED),
         (Fault(_go_elsewhere),),
         Guard(
-            "moments that are lost, with contracts off",
-            "healing: other bits",
-            resume_settings=("contracts.enabled=false",),
-            resume_plants=(Plant.of("moments_lost"),),
+            *("moments that are lost, with contracts off", "healing: other bits", (), ()),
+            *(("contracts.enabled=false",), (Plant.of("moments_lost"),)),
         ),
         resumed=Launch("3"),
     ),

@@ -1,6 +1,6 @@
-"""Acts of the trainer on its run folder, and the state that must remain if an act is cut off anywhere.
+"""Acts of the trainer on its run folder, and the state that must remain after an interruption at any point.
 
-`crash_points` runs `act` in a process that is killed or whose system calls fail, and `check` in a new process.
+`crash_points` performs `act` in a process that is killed or whose system calls fail, and `check` in a new process.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from andon_contracts.violation import Violation
 from .left_behind import whole
 
 DONE, CRASHED, REFUSED, BROKEN = 0, 1, 2, 70
-"""How an act ends: well, by an error that nobody foresaw, by `InputError`, by `Violation`."""
+"""How an act ends: normally, by an unforeseen error, by `InputError`, by `Violation`."""
+Check = Callable[[Path, int | None], Iterable[str]]
 
 
 @dataclass(frozen=True)
 class Act:
-    """prepare: the folder before. act: what is cut off. check: what is wrong after; it gets how the act ended.
+    """prepare: writes the folder. act: what is interrupted. kills: False if it only reads, so a kill does not matter.
 
-    None for that where the process was killed. `kills`: whether being killed can matter: not to one that only reads.
+    check: yields what is wrong afterwards. It gets how the act ended; None: it was killed.
     """
 
     prepare: Callable[[Path], object]
     act: Callable[[Path], object]
-    check: Callable[[Path, int | None], Iterable[str]]
+    check: Check
     kills: bool = True
 
 
@@ -46,12 +47,16 @@ def _save(folder: Path, step: int, value: float) -> None:
     save_checkpoint(folder, step, {"w": torch.full((300,), value)}, {"value": value})
 
 
-def _saved_before(folder: Path) -> None:
-    _save(folder, 1, 1.0)
+def _saved(last: int) -> Callable[[Path], object]:
+    def prepare(folder: Path) -> None:
+        for step in range(1, last + 1):
+            _save(folder, step, float(step))
+
+    return prepare
 
 
 def _value(folder: Path) -> tuple[float | None, list[str]]:
-    """The value of the newest valid checkpoint, by the trainer's loader, and why others were rejected."""
+    """The value of the newest valid checkpoint, and why the trainer's loader rejected others."""
     found, rejected = newest_valid(folder)
     if found is None:
         return None, rejected
@@ -61,17 +66,17 @@ def _value(folder: Path) -> tuple[float | None, list[str]]:
     return (value if found.tensors["w"].tolist() == [value] * 300 else None), rejected
 
 
-def _after_saving(step: int) -> Callable[[Path, int | None], Iterable[str]]:
-    """Old or new, nothing corrupt; the next save of the same step works, and leaves nothing of what was before."""
+def _after_saving(step: int) -> Check:
+    """The old state or the new one, nothing corrupt. The next save of the same step works and leaves no other file."""
 
     def check(folder: Path, code: int | None) -> Iterable[str]:
         value, rejected = _value(folder)
         if value not in ((2.0,) if code == DONE else (1.0, 2.0)):
             yield f"STATE LOST: {value} where {'2' if code == DONE else '1 or 2'} belongs"
         yield from (f"CORRUPT: {reason}" for reason in rejected)
+        clean_leftovers(folder)  # as the next owner of the folder does
         if code in (REFUSED, BROKEN) and any(is_leftover(path.name) for path in folder.iterdir()):
-            yield from _unless_cleaned(folder)
-        clean_leftovers(folder)
+            yield "a leftover cannot be cleaned"
         _save(folder, step, 3.0)
         if _value(folder) != (3.0, []):
             yield f"the next save does not work: {_value(folder)}"
@@ -82,20 +87,8 @@ def _after_saving(step: int) -> Callable[[Path, int | None], Iterable[str]]:
     return check
 
 
-def _unless_cleaned(folder: Path) -> Iterable[str]:
-    """A temporary that an act which could still act did not remove is cleaned by the next owner of the folder."""
-    clean_leftovers(folder)
-    if any(is_leftover(path.name) for path in folder.iterdir()):
-        yield "a leftover cannot be cleaned"
-
-
-def _four_saved(folder: Path) -> None:
-    for step in (1, 2, 3, 4):
-        _save(folder, step, float(step))
-
-
 def _after_pruning(folder: Path, code: int | None) -> Iterable[str]:
-    """The newest and the best are valid, every other is valid or gone, and the next pruning finishes."""
+    """The newest and the best are valid, the others valid or gone, and the next pruning finishes."""
     named = [path for path in sorted(folder.iterdir()) if not is_leftover(path.name)]
     yield from (f"CORRUPT: {path.name}" for path in named if not whole(path) or load_checkpoint(path).step < 1)
     steps = {int(path.name.removeprefix("step-")) for path in named}
@@ -107,7 +100,7 @@ def _after_pruning(folder: Path, code: int | None) -> Iterable[str]:
         yield f"left over: {sorted(path.name for path in folder.iterdir())}"
 
 
-def _lines(folder: Path, first: int, count: int) -> None:
+def _append(folder: Path, first: int, count: int) -> None:
     ledger = LedgerWriter(folder / "ledger.jsonl")
     for number in range(first, first + count):
         ledger.append(Broken("finite", number, (), "", "x" * 200))
@@ -115,14 +108,17 @@ def _lines(folder: Path, first: int, count: int) -> None:
     ledger.close()
 
 
+def _numbers(folder: Path) -> list[int]:
+    return [record.step for record in read_ledger(folder / "ledger.jsonl") if isinstance(record, Broken)]
+
+
 def _after_appending(folder: Path, code: int | None) -> Iterable[str]:
-    """Whole lines in order, the old ones among them; the next writer cuts what is torn, and appends."""
-    seen = [record.step for record in read_ledger(folder / "ledger.jsonl") if isinstance(record, Broken)]
+    """Whole lines in order, with the old ones. The next writer cuts a torn line and appends."""
+    seen = _numbers(folder)
     if seen != list(range(1, len(seen) + 1)) or len(seen) < (5 if code == DONE else 2):
         yield f"STATE LOST: lines {seen}"
-    _lines(folder, len(seen) + 1, 1)
-    again = [record.step for record in read_ledger(folder / "ledger.jsonl") if isinstance(record, Broken)]
-    if again != [*seen, len(seen) + 1]:
+    _append(folder, len(seen) + 1, 1)
+    if (again := _numbers(folder)) != [*seen, len(seen) + 1]:
         yield f"the next line does not follow: {again} after {seen}"
 
 
@@ -148,13 +144,14 @@ def _own(folder: Path) -> None:
 
 def _with_leftovers(folder: Path) -> None:
     _own(folder)
-    _save(folder / "run" / "checkpoints", 1, 1.0)
-    (folder / "run" / "checkpoints" / "step-00000002.andon-tmp-1-ab").mkdir()
-    (folder / "run" / "checkpoints" / "step-00000002.andon-tmp-1-ab" / "state.json").touch()
+    checkpoints = folder / "run" / "checkpoints"
+    _save(checkpoints, 1, 1.0)
+    (checkpoints / "step-00000002.andon-tmp-1-ab").mkdir()
+    (checkpoints / "step-00000002.andon-tmp-1-ab" / "state.json").touch()
 
 
 def _after_owning(folder: Path, code: int | None) -> Iterable[str]:
-    """Still a run's folder, with its checkpoint, that the next one owns and cleans."""
+    """Still a run folder with its checkpoint, which the next owner opens and cleans."""
     run = RunFolder(folder / "run")
     if run.state() is State.FOREIGN:
         yield "STATE LOST: the folder is no run's any more"
@@ -164,13 +161,8 @@ def _after_owning(folder: Path, code: int | None) -> Iterable[str]:
         yield f"STATE LOST: {names}"
 
 
-def _two_saved(folder: Path) -> None:
-    _save(folder, 1, 1.0)
-    _save(folder, 2, 2.0)
-
-
 def _load(folder: Path) -> None:
-    """The newest, or the one before where the newest cannot be read, which is said."""
+    """Load the newest checkpoint, or the one before if the newest cannot be read and is reported."""
     found, rejected = newest_valid(folder)
     value = None if found is None else found.state["value"]
     if (value, len(rejected)) not in ((2.0, 0), (1.0, 1)):
@@ -183,15 +175,13 @@ def _after_loading(folder: Path, _code: int | None) -> Iterable[str]:
 
 
 ACTS: dict[str, Act] = {
-    "save a new step": Act(_saved_before, lambda folder: _save(folder, 2, 2.0), _after_saving(2)),
-    "save a step again": Act(_saved_before, lambda folder: _save(folder, 1, 2.0), _after_saving(1)),
-    "prune": Act(_four_saved, lambda folder: prune(folder, keep=1, best=1), _after_pruning),
-    "append to the ledger": Act(
-        lambda folder: _lines(folder, 1, 2), lambda folder: _lines(folder, 3, 3), _after_appending
-    ),
+    "save a new step": Act(_saved(1), lambda folder: _save(folder, 2, 2.0), _after_saving(2)),
+    "save a step again": Act(_saved(1), lambda folder: _save(folder, 1, 2.0), _after_saving(1)),
+    "prune": Act(_saved(4), lambda folder: prune(folder, keep=1, best=1), _after_pruning),
+    "append to the ledger": Act(lambda run: _append(run, 1, 2), lambda run: _append(run, 3, 3), _after_appending),
     "write a file": Act(lambda folder: _write_file(folder, 1), lambda folder: _write_file(folder, 2), _after_writing),
     "own the folder": Act(_with_leftovers, _own, _after_owning),
-    "load": Act(_two_saved, _load, _after_loading, kills=False),
+    "load": Act(_saved(2), _load, _after_loading, kills=False),
 }
 
 
@@ -202,15 +192,15 @@ def _save_in_place(folder: Path) -> None:
 
 
 CONTROL = "save under the final name"
-ACTS_AND_CONTROL = {**ACTS, CONTROL: Act(_saved_before, _save_in_place, _after_saving(2))}
-"""The control writes as one does without thinking of crashes."""
+ACTS_AND_CONTROL = {**ACTS, CONTROL: Act(_saved(1), _save_in_place, _after_saving(2))}
+"""The control writes without any protection against crashes."""
 
 
 def play(name: str, folder: str, answers: Connection) -> None:
-    """Prepare the folder and say so; act when told to, and say how it ended: its code and the error."""
+    """Prepare the folder and report it. Act when asked to, and report the code and the error."""
     torch.set_num_threads(1)
     act, place = ACTS_AND_CONTROL[name], Path(folder)
-    rehearsal = place.with_name(place.name + "-rehearsal")  # so that everything is loaded before anybody counts
+    rehearsal = place.with_name(place.name + "-rehearsal")  # loads everything before the trace begins
     for each in (place, rehearsal):
         each.mkdir()
         act.prepare(each)
@@ -224,13 +214,13 @@ def play(name: str, folder: str, answers: Connection) -> None:
         code, error = REFUSED, str(refused)
     except Violation as broken:
         code, error = BROKEN, str(broken)
-    except Exception:  # noqa: BLE001 - what nobody foresaw is what is looked for
+    except Exception:  # noqa: BLE001 - an unforeseen error is a finding
         code, error = CRASHED, traceback.format_exc()
     answers.send((code, error))
 
 
 def look(name: str, folder: str, code: int | None, answers: Connection) -> None:
-    """Say what is wrong in the folder after the act ended by `code`."""
+    """Report what is wrong in the folder after the act ended with `code`."""
     try:
         answers.send(list(ACTS_AND_CONTROL[name].check(Path(folder), code)))
     except Exception:  # noqa: BLE001

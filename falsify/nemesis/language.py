@@ -1,24 +1,23 @@
-"""The language of nemeses: a place where a run is started, faults that strike it and are healed, a promise, a guard.
+"""The language of nemeses: a place where a run is started, faults that strike it and heal, a promise, a guard.
 
-A bench plays a nemesis in this order, each time in a folder of its own (`bench.Bench.play`):
+`bench.Bench.play` plays a nemesis in this order, in a new folder:
 
-    with place.taken(run):                   # hosts, a small disk; given back at the very end, whatever happens
-        place.start(run, launch)             # where a fault strikes `before_start`, it has struck by now
-        struck = [fault.strike(run), ...]    # each brings itself about, and returns the proof
-        ... every process of the run ends, the bench holds it to `promise` ...
-        fault.heal(run)                      # the last one first
-        place.start(run, resumed)            # where `promise.heals`: must end with the bits of the undisturbed run
+    with place.taken(run):                   # hosts, a small disk; always released at the end
+        place.start(run, launch)             # a fault with `before_start` has struck by now
+        struck = [fault.strike(run), ...]    # each returns its proof
+        ... every process of the run ends, and the bench checks `promise` ...
+        fault.heal(run)                      # the last fault first
+        place.start(run, resumed)            # must end with the bits of the undisturbed run
 
-A nemesis with several faults brings all of them about in one run, in their order. Two controls: the same launch with no
-fault must end well with the undisturbed bits; and all of it with the guard switched off must be found wrong by the
-same judge.
+All faults of a nemesis strike one run, in their order. Two controls follow: the same launch without faults must end
+well, with the undisturbed bits; and with the guard switched off the same judge must find something wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -32,76 +31,57 @@ INLINE = ("run.backend=inline",)
 
 @dataclass(frozen=True)
 class Promise:
-    """What a user is promised to see of a fault (docs/reliability.md).
+    """What a user sees of a fault (docs/reliability.md). A text `one|other` stands for either.
 
-    codes: what each command that was started may end with. says: what must stand in what the commands said, each of
-    them. within_s: seconds from the fault to the end of the last process. at_once: nothing is accepted from the step
-    of the fault on, no checkpoint and no ledger line. heals: resuming ends with the undisturbed bits. heal_says: what
-    must stand in what the resumed run said. May name one of several texts by `one|other`.
+    codes: possible exit codes of each command. says: texts in their output. within_s: seconds from the fault to the end
+    of the last process. at_once: no checkpoint and no ledger line after the step of the fault is accepted. heal_says:
+    texts in the output of the resumed run, which always ends with the undisturbed bits.
     """
 
     codes: tuple[int, ...]
     says: tuple[str, ...] = ()
     within_s: float = inf
     at_once: bool = False
-    heals: bool = True
     heal_says: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
 class Place:
-    """Where a run is started, and how: `andon train` on this machine. Equal places are alike without a fault."""
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((type(self), *vars(self).values()))
+    """Where a run is started, and how: `andon train` on this machine. Equal places share a control without faults."""
 
     def needs(self) -> str | None:
-        """Why this machine has no such place (rights, tools); None: it has."""
+        """What this machine lacks for this place (rights, tools), if anything."""
         return None
 
     def taken(self, run: Run) -> AbstractContextManager[None]:
-        """The place, made for this run, for the time of the context; may give `run` another folder."""
-        return _given()
+        """Prepare the place for this run and release it afterwards. May change the run's folder."""
+        return nullcontext()
 
     def start(self, run: Run, launch: Launch) -> None:
-        """Start a command there; called again, with `--resume auto`, to go on."""
-        run.spawn(run.command(launch), launch)
+        """Start the run, or resume it."""
+        run.start(launch)
 
 
-@contextmanager
-def _given() -> Iterator[None]:
-    yield
-
-
-HERE = Place()
-TWO_WORKERS = Launch()
-
-
-def _nothing(_: Run) -> None:
-    """A process that was killed cannot be healed."""
+HERE, TWO_WORKERS = Place(), Launch()
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong.
+    """strike: causes the fault, checks that it happened, and returns the proof; raises `NotStruckError` otherwise.
 
-    strike: brings it about, sees that it happened, and says how; raises `NotStruckError` where it could not. heal:
-    takes it away, once every process has ended, whether or not it struck. plants: what of it is planted in the
-    trainer's own processes. before_start: whether it strikes before the run is started. needs: why this machine cannot
-    have it; None: it can.
+    heal: undoes it after every process has ended, even if it did not strike. plants: its parts inside the trainer's own
+    processes. before_start: strikes before the run is started. needs: what this machine lacks for it, if anything.
     """
 
     strike: Callable[[Run], Struck]
-    heal: Callable[[Run], object] = _nothing
+    heal: Callable[[Run], object] = lambda _: None  # a process that was killed cannot be healed
     plants: tuple[Plant, ...] = ()
     before_start: bool = False
     needs: Callable[[], str | None] = lambda: None
 
 
 def planted(function: str, **options: Option) -> Fault:
-    """A fault inside a rank, by a function of `plants`, with its own proof."""
+    """A fault inside a rank, by a function of `plants` that writes its own proof."""
     return Fault(Run.planted_strike, plants=(Plant.of(function, **options),))
 
 
@@ -109,9 +89,8 @@ def planted(function: str, **options: Option) -> Fault:
 class Guard:
     """A protection that a control switches off.
 
-    what: which, in a few words. finds: what the judge must then find, one of several texts by `one|other`; anything
-    else is no sign of the guard. settings, plants: what switches it off in the disturbed run; resume_settings,
-    resume_plants: in the resumed one.
+    what: its name. finds: what the judge must then find, as `one|other`. settings, plants: switch it off in the
+    disturbed run; resume_settings, resume_plants: in the resumed run.
     """
 
     what: str
@@ -124,12 +103,11 @@ class Guard:
 
 @dataclass(frozen=True)
 class Nemesis:
-    """Faults of one run, what is promised of it, and by what it is seen that the judge can tell.
+    """Faults of one run, the promise, and the guard without which the judge must find something wrong.
 
-    numbers: rows in the catalogue of issue 5. how: how it is brought about, in a few words. guard: None where there is
-    nothing to switch off; `no_guard` says why, and there is no such control. launched: how the run is started, without
-    its plants; resumed: how it goes on, where that is not the same; undisturbed: how the control without the faults is
-    started, where that is not the same.
+    numbers: rows in the catalogue of issue 5. how: how the faults are caused. guard: None if nothing can be switched
+    off; then `no_guard` says why. launched, resumed, undisturbed: how the run, the resumed run and the control without
+    faults are started; the latter two default to `launched`.
     """
 
     name: str
@@ -146,40 +124,34 @@ class Nemesis:
     tier: Tier = "minutes"
 
     def needs(self) -> str | None:
-        """Why this machine cannot have this nemesis (rights, tools, a kernel's option); None: it can."""
-        asked = (self.place.needs, *(fault.needs for fault in self.faults))
-        return next((reason for needs in asked if (reason := needs()) is not None), None)
+        """What this machine lacks for this nemesis, if anything."""
+        checks = (self.place.needs, *(fault.needs for fault in self.faults))
+        return next((reason for needs in checks if (reason := needs()) is not None), None)
 
     def launch(self, *, guarded: bool) -> Launch:
-        """How the disturbed run is started. guarded=False: with its protection switched off."""
+        """How the disturbed run is started, with its guard or without it."""
         planted = self.launched.plus(plants=tuple(plant for fault in self.faults for plant in fault.plants))
         return planted if guarded or self.guard is None else planted.plus(self.guard.settings, self.guard.plants)
 
     def heal(self, *, guarded: bool) -> Launch:
-        """How the run goes on; by default as it was started, with nothing planted in it.
-
-        Where only this depends on `guarded`, and not `launch`, both controls go on from one disturbed run, copied.
-        """
-        launch = self.resumed or self.launch(guarded=guarded).but(plants=())
+        """How the run is resumed, with its guard or without it."""
+        launch = self.resumed or replace(self.launch(guarded=guarded), plants=())
         if guarded or self.guard is None:
             return launch
         return launch.plus(self.guard.resume_settings, self.guard.resume_plants)
 
     def calm(self) -> Launch:
-        """How the control without the faults is started: the same run, with nothing planted in it."""
+        """How the control without faults is started."""
         return self.undisturbed or self.launched
-
-    def calm_key(self) -> object:
-        """What decides how the control without the faults goes: nemeses that give the same share one."""
-        return self.place, self.calm()
 
 
 @dataclass(frozen=True)
 class Phase:
-    """What was found of one sequence (with its guard or without): the ends of both launches, and what is in the
-    folder: checkpoints accepted from the fault's step on, checkpoints that hold other tensors than the undisturbed run
-    had at their step, ledger lines of other bits, and how the final result differs (empty: not at all). idle: what was
-    planted to switch a guard off, and never acted."""
+    """One disturbed run, with its guard or without, and its resumed run (`healing`).
+
+    newer: checkpoints and ledger lines accepted after the step of the fault. other: those that differ from the
+    undisturbed run's. result: how the final result differs; empty: it does not. idle: plants that never acted.
+    """
 
     struck: Struck
     ending: Ending
@@ -192,12 +164,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class Row:
-    """One nemesis as it was measured; a line of the table. wrong: every promise that does not hold (empty: all do).
+    """The measurement of one nemesis; a line of the table.
 
-    calm, unguarded: what the judge said of the control without the fault ("" is right) and of the one without the
-    guard ("" is wrong: the judge saw nothing), None where it was not played. failed: why it could not be measured.
-    doubt: why the one without the guard shows nothing, whatever was wrong with it. skipped: why this machine cannot
-    have it. unplayed: why it was not played though it may be.
+    skipped: what this machine lacks. unplayed: why it was not played. failed: why it could not be measured. wrong: the
+    broken promises. calm, unguarded: what is wrong in the control without faults, and in the one without the guard;
+    None if it was not played. doubt: why the control without the guard proves nothing.
     """
 
     nemesis: Nemesis
@@ -212,10 +183,9 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether the promise holds and every control that there is, is as it should be; a skipped one is not bad."""
+        """True if the promise holds and both controls are right, or if the nemesis was skipped."""
         if self.skipped:
             return True
         if self.unplayed or self.doubt or self.failed or self.phase is None:
             return False
-        controls = self.calm == () and (bool(self.unguarded) or self.nemesis.guard is None)
-        return not self.wrong and controls
+        return not self.wrong and self.calm == () and (bool(self.unguarded) or self.nemesis.guard is None)

@@ -1,10 +1,9 @@
-"""What runs leave in their folders, read without the trainer's own code and held against the undisturbed run."""
+"""Compares run folders with the undisturbed run, without the trainer's own code."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,7 @@ TENSORS, STATE, MANIFEST = "tensors.safetensors", "state.json", "manifest.json"
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """The run that nobody disturbed. It has a checkpoint after every update, and a ledger line of each."""
+    """The run without faults. It has a checkpoint and a ledger line of every update."""
 
     folder: Path
 
@@ -25,48 +24,41 @@ class Undisturbed:
         return _result(self.folder)
 
     @cached_property
-    def lines(self) -> dict[int, tuple[object, ...]]:
-        """What the ledger says of each update."""
+    def lines(self) -> dict[int, list[object]]:
+        """The content of the ledger line of each update."""
         return dict(_lines(self.folder))
 
     def lacking(self, updates: int) -> str:
-        """Why nothing can be held against this run: it is to have made so many updates, and to have all of them whole.
-
-        Empty where it has.
-        """
+        """Why this run cannot be compared with: an update is missing or damaged. Empty if it can."""
         if self.result[2] != updates or set(self.lines) != set(range(1, updates + 1)):
             return f"{len(self.lines)} of {updates} updates are in its ledger, {self.result[2]} in its summary"
-        named = [self.folder / "checkpoints" / f"step-{step:08}" for step in range(1, updates + 1)]
-        broken = [path.name for path in named if not whole(path)]
+        broken = [path.name for step in range(1, updates + 1) if not whole(path := _checkpoint(self.folder, step))]
         return f"not whole: {', '.join(broken)}" if broken else ""
 
     def differs(self, folder: Path) -> str:
-        """How what a run left in `folder` differs from this one, once it is to be finished; empty where it does not.
+        """How a finished run in `folder` differs; empty if it does not.
 
-        Its result, every update in its ledger, and its newest checkpoint, which is of the last update: the moments too.
+        Compares the result, every ledger line, and the checkpoint of the last update, which holds the moments too.
         """
         if not (folder / "summary.json").exists():
             return "it is not finished"
-        found = _result(folder)
+        found, same = _result(folder), "the result is the same, but"
         if found != self.result:
             return f"{found} where {self.result} belongs"
-        other = self.accepted(folder, self.result[2])[1]
-        if other:
-            return f"the result is the same, but not {', '.join(other[:3])}"
-        unsaid = sorted(set(self.lines) - {number for number, _ in _lines(folder)})
-        if unsaid:
-            return f"the result is the same, but the ledger lacks the updates {', '.join(map(str, unsaid[:3]))}"
-        last = f"step-{self.result[2]:08}"
-        return "" if whole(folder / "checkpoints" / last) else f"the result is the same, but {last} is not there, whole"
+        if other := self.accepted(folder, self.result[2])[1]:
+            return f"{same} not {', '.join(other[:3])}"
+        if unsaid := sorted(set(self.lines) - dict(_lines(folder)).keys()):
+            return f"{same} the ledger lacks the updates {', '.join(map(str, unsaid[:3]))}"
+        last = _checkpoint(folder, self.result[2])
+        return "" if whole(last) else f"{same} {last.name} is not there, whole"
 
     def accepted(self, folder: Path, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """What was accepted of more than `step` updates (checkpoints, ledger lines), and what this run never had."""
+        """The valid checkpoints and ledger lines after update `step`, and those that this run does not have."""
         newer, other = [], []
-        for path in sorted(folder.glob("checkpoints/step-????????")):  # what has another name is none
-            if not whole(path):
-                continue  # nobody accepts it
-            newer += [path.name] * (int(path.name.removeprefix("step-")) > step)
-            other += [path.name] * (_state(path) != _state(self.folder / "checkpoints" / path.name))
+        for path in sorted(folder.glob("checkpoints/step-????????")):  # no other name is accepted
+            if whole(path):
+                newer += [path.name] * (int(path.name.removeprefix("step-")) > step)
+                other += [path.name] * (_state(path) != _state(self.folder / "checkpoints" / path.name))
         for number, line in _lines(folder):
             newer += [f"ledger line of step {number}"] * (number > step)
             other += [f"ledger line of step {number}"] * (line != self.lines.get(number))
@@ -74,7 +66,7 @@ class Undisturbed:
 
 
 def whole(checkpoint: Path) -> bool:
-    """Whether every file of a checkpoint is the one that its manifest names."""
+    """True if every file of a checkpoint has the size and the digest in its manifest."""
     try:
         manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_bytes())
         for name, facts in manifest["files"].items():
@@ -86,8 +78,12 @@ def whole(checkpoint: Path) -> bool:
     return True
 
 
+def _checkpoint(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08}"
+
+
 def _state(checkpoint: Path) -> object:
-    """Bytes of the tensors (weights and moments) and where in the data the run is; None where there is nothing."""
+    """Bytes of the tensors (weights and moments), and the position in the data; None without a checkpoint."""
     try:
         return (checkpoint / TENSORS).read_bytes(), json.loads((checkpoint / STATE).read_bytes())["progress"]
     except OSError:
@@ -99,22 +95,16 @@ def _result(folder: Path) -> tuple[str, str, int]:
     return found["weights_digest"], found["final_loss"]["hex"], found["steps"]
 
 
-def _lines(folder: Path) -> list[tuple[int, tuple[object, ...]]]:
-    """Number and content of every update in the ledger, repeated ones too; a torn last line is none."""
+def _lines(folder: Path) -> list[tuple[int, list[object]]]:
+    """Number, rows, loss, norm and rate of every update in the ledger, repeated ones too, without a torn last line."""
     path = folder / "ledger.jsonl"
     found = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
         try:
             event = json.loads(line) if line.endswith(b"\n") else {}
         except ValueError:
-            continue  # the chain's own checker is for that
+            continue  # the checker of the chain finds it
         if event.get("kind") == "step":
-            found.append((event["step"], tuple(_content(event))))
+            content = [event["ids"], *(event[name]["hex"] for name in ("loss", "grad_norm", "lr"))]
+            found.append((event["step"], content))
     return found
-
-
-def _content(event: dict[str, Any]) -> Iterator[object]:
-    """Rows, loss, norm and rate of an update: what is known without contracts too."""
-    yield event["ids"]
-    for name in ("loss", "grad_norm", "lr"):
-        yield event[name]["hex"]

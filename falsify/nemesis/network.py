@@ -1,7 +1,7 @@
 """Networks that break, on runs under torchrun on several hosts: rows 10 and 12 to 17 (issue 5, item 5).
 
-Each host has one agent and one rank; all share the run folder. What is judged is the end of the ranks (`host_agent`),
-and of torchrun only where it restarts them.
+Each host has one agent and one rank; all share the run folder. The promise concerns the end of the ranks
+(`host_agent`), and that of torchrun only if it restarts them.
 """
 
 from __future__ import annotations
@@ -9,86 +9,82 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import permutations
 
 from .hosts import Host, Lan, unavailable
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .planting import Struck
-from .processes import command_line, family, identified, send
+from .processes import command_line, family, identified, send, still_runs
 from .run import TIMEOUT_S, Launch, NotStruckError, Run
 
 _STRIKES = 6
-"""After so many updates a fault strikes."""
+"""The number of updates after which a fault strikes."""
 _WITHIN_S = TIMEOUT_S + 2.0
 _ANSWER_S = 60.0
 _ARRIVES_S = 5.0
-"""How long a datagram may take that is to arrive, on a machine that does much else."""
+"""How long a datagram may take on a busy machine."""
 _LAST_INTERFACE = "ANDON_LAST_HOST_IFNAME"
-"""In a launch's environment: the interface that the last host's rank is told to use."""
+"""In a launch's environment: the network interface for the last host's rank."""
 
 
+@dataclass(frozen=True)
 class Hosts(Place):
-    """`size` hosts, with torchrun on each. restarts: torchrun is left to itself once its rank has failed."""
+    """`size` hosts, with torchrun on each. restarts: torchrun continues after its rank has failed."""
 
-    def __init__(self, size: int = 2, *, restarts: bool = False) -> None:
-        self.size, self.restarts = size, restarts
+    size: int
+    restarts: bool = False
 
     def needs(self) -> str | None:
-        """Why there can be no hosts on this machine."""
         return unavailable() or None
 
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
-        """Hosts of this run's own."""
         with Lan.of(self.size) as lan:
             run.hosts = lan.hosts
             yield
 
     def start(self, run: Run, launch: Launch) -> None:
-        """One agent on each host; the first one holds the rendezvous."""
+        """Start one agent on each host. The first host holds the rendezvous."""
         endpoint = f"{run.hosts[0].hostname}:{run.hosts[0].free_port()}"
-        for number, host in enumerate(run.hosts):
-            run.spawn(self._command(run, launch, number, host, endpoint), launch)
-
-    def _command(self, run: Run, launch: Launch, number: int, host: Host, endpoint: str) -> list[str]:
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "nemesis"]
-        meeting += ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
-        size = ["--nnodes", str(self.size), "--nproc-per-node", "1", *["--max-restarts", "3"] * self.restarts]
-        # The rank speaks where torchrun does not, so that what it says can be told apart.
-        rank = ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *run.arguments(launch)]
-        log, keep = run.scratch / f"agent-{number}", str(int(self.restarts))
-        agent = [sys.executable, "-m", f"{__package__}.host_agent", str(run.folder), str(log), keep]
         wrong = dict(launch.environment).get(_LAST_INTERFACE, "")
-        variables = {"GLOO_SOCKET_IFNAME": wrong} if wrong and number == self.size - 1 else {}
-        return host.command([*agent, "--", *size, *meeting, *rank], variables)
+        size = ["--nnodes", str(self.size), "--nproc-per-node", "1", *["--max-restarts", "3"] * self.restarts]
+        # The rank writes to another stream than torchrun, so that their output can be told apart.
+        rank = ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *run.arguments(launch)]
+        for number, host in enumerate(run.hosts):
+            meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "nemesis"]
+            meeting += ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
+            log, keep = run.scratch / f"agent-{number}", str(int(self.restarts))
+            agent = [sys.executable, "-m", f"{__package__}.host_agent", str(run.folder), str(log), keep]
+            variables = {"GLOO_SOCKET_IFNAME": wrong} if wrong and number == self.size - 1 else {}
+            run.spawn(host.command([*agent, "--", *size, *meeting, *rank], variables), launch)
 
 
 def _ranks_of(run: Run) -> list[int]:
     """The processes of the ranks, by host."""
+
+    def is_rank(line: str) -> bool:
+        above = "torch.distributed.run" in line or "host_agent" in line or line.startswith("sh ")
+        return "-m andon train" in line and not above
+
     members = [pid for command in run.commands for pid in family(command.pid)]
-    return [pid for pid in members if b"-m\0andon\0train" in command_line(pid) and _is_rank(pid)]
+    return [pid for pid in members if is_rank(command_line(pid))]
 
 
-def _is_rank(pid: int) -> bool:
-    line = command_line(pid)
-    return b"torch.distributed.run" not in line and b"host_agent" not in line and not line.startswith(b"sh\0")
-
-
+@dataclass(frozen=True)
 class Cut:
-    """Hosts that are cut off each other.
+    """A broken connection between hosts.
 
-    pair: the numbers of two hosts that no longer reach each other, while both reach all others; empty: the last host
-    and every other one. way: `link` (the last host's interface goes down), or whose messages are lost: `both`, `to`
-    the second one, `from` it.
+    pair: the numbers of the two hosts, which both still reach all others; empty: the last host and all others. way:
+    `link` (the last host's interface goes down), or the lost messages: `both`, `to` the second host, `from` it.
     """
 
-    def __init__(self, way: str = "both", pair: tuple[int, ...] = ()) -> None:
-        self.way, self.pair = way, pair
+    way: str = "both"
+    pair: tuple[int, ...] = ()
 
     def make(self, run: Run) -> None:
-        """Bring it about."""
         if self.way == "link":
             run.hosts[-1].unplug()
             return
@@ -96,7 +92,7 @@ class Cut:
             one.drop(other)
 
     def mend(self, run: Run) -> None:
-        """Take it away, all of it or what is left of it."""
+        """Undo `make`, even if only a part of it was done."""
         if self.way == "link":
             run.hosts[-1].plug()
             return
@@ -104,16 +100,13 @@ class Cut:
             one.undrop(other)
 
     def _lost(self, run: Run) -> list[tuple[Host, Host]]:
-        """From whom to whom nothing arrives."""
+        """The pairs (sender, receiver) without a connection."""
         *rest, last = [run.hosts[number] for number in self.pair] or run.hosts
         ways = {"to": [(host, last) for host in rest], "from": [(last, host) for host in rest]}
         return ways.get(self.way) or ways["to"] + ways["from"]
 
     def proof(self, run: Run) -> str:
-        """What arrives between any two hosts, and what does not.
-
-        Raises `NotStruckError` where that is not as it is to be.
-        """
+        """Send datagrams between all hosts. Raises `NotStruckError` if the wrong ones arrive."""
         lost = self._lost(run)
         for pair in permutations(run.hosts, 2):
             one, other = pair
@@ -125,37 +118,37 @@ class Cut:
         return f"no datagram arrives from {named}; all others do"
 
 
-def cut_off(cut: Cut) -> Fault:
-    """Cut while ranks train, and mended once all has ended."""
+def _cut(cut: Cut, then: Callable[[Run, float, str], Struck] | None = None) -> Fault:
+    """Cut the hosts off each other while ranks train.
+
+    then: called with the run, the time of the cut and its proof; default: the cut lasts until all has ended.
+    """
 
     def strike(run: Run) -> Struck:
-        run.reach(_STRIKES)
-        at, step = time.monotonic(), run.steps
+        at, step = run.reach(_STRIKES)
         cut.make(run)
-        return Struck(at, step + 1, cut.proof(run))
+        proof = cut.proof(run)
+        return Struck(at, step + 1, proof) if then is None else then(run, at, proof)
 
     return Fault(strike, cut.mend)
 
 
 def cut_for(cut: Cut, seconds: float) -> Fault:
-    """Cut for less than `run.timeout_s`: nothing is seen but a line, no update is made meanwhile, the run goes on."""
+    """Cut for less than `run.timeout_s`: the run makes no update meanwhile, and continues."""
 
-    def strike(run: Run) -> Struck:
-        run.reach(_STRIKES)
-        at = time.monotonic()
-        cut.make(run)
-        proof, step = cut.proof(run), run.steps
+    def wait(run: Run, at: float, proof: str) -> Struck:
+        step = run.steps
         time.sleep(max(0.0, seconds - (time.monotonic() - at)))
         if run.over() or run.steps != step:
             raise NotStruckError(f"updates {step} to {run.steps} were made while the hosts were apart")
         cut.mend(run)
         return Struck(at, step, f"{proof}; after {seconds:g} s they do again, no update was made meanwhile")
 
-    return Fault(strike, cut.mend)
+    return _cut(cut, wait)
 
 
 def cut_until_ended(cut: Cut) -> Fault:
-    """Cut until the ranks have ended; then torchrun starts them again, from the last checkpoint, by itself."""
+    """Cut until the ranks have ended. Then torchrun itself restarts them from the last checkpoint."""
 
     def strike(run: Run) -> Struck:
         run.reach(_STRIKES)
@@ -165,7 +158,7 @@ def cut_until_ended(cut: Cut) -> Fault:
         at, step = time.monotonic(), run.steps
         cut.make(run)
         proof = cut.proof(run)
-        while any(rank.state() != "gone" for rank in before):
+        while any(map(still_runs, before)):
             if time.monotonic() - at > _ANSWER_S:
                 raise NotStruckError(f"ranks live on {_ANSWER_S:g} s after the cut")
             time.sleep(0.01)
@@ -177,14 +170,12 @@ def cut_until_ended(cut: Cut) -> Fault:
 
 
 def slowed(rate: str, *, ends: bool = False) -> Fault:
-    """What the last host sends comes at `rate`, until a rank has said that it is slow, or it ends the run (`ends`)."""
+    """The last host sends at `rate` until a rank reports that it is slow, or until the run ends (`ends`)."""
 
     def strike(run: Run) -> Struck:
-        run.reach(_STRIKES)
-        at, step = time.monotonic(), run.steps
+        at, step = run.reach(_STRIKES)
         last, made = run.hosts[-1], ""
-        last.throttle(rate)
-        bucket = last.sends_by()
+        bucket = last.throttle(rate)
         if not bucket.startswith("qdisc tbf "):
             raise NotStruckError(f"the last host sends by {bucket}")
         if not ends:
@@ -197,7 +188,7 @@ def slowed(rate: str, *, ends: bool = False) -> Fault:
 
 
 def _stop_one_at_the_start(run: Run) -> Struck:
-    """The last rank is stopped as soon as all are there; once another has ended, its agent is ended too."""
+    """Stop the last rank as soon as all are there. After another rank has ended, kill its agent too."""
     run.wait_for(lambda: len(_ranks_of(run)) == len(run.hosts), "all ranks there")
     at, stopped = time.monotonic(), _ranks_of(run)[-1]
     seen = send(stopped, signal.SIGSTOP)
@@ -216,17 +207,30 @@ def _wrong_interface(run: Run) -> Struck:
     return Struck(time.monotonic(), 0, "GLOO_SOCKET_IFNAME=nowhere0 on the last host")
 
 
+def _ended(*says: str, within_s: float = _WITHIN_S, at_once: bool = True) -> Promise:
+    return Promise((71, 72), says, within_s, at_once=at_once)
+
+
 def _named(size: int) -> Promise:
-    """Each rank ends in time, with a line that names those on the other side."""
+    """Each rank ends in time and names the ranks that it no longer reaches."""
     last = size - 1
     rest = "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(last)))}"
     here = f"{rest} of {size} (on {', '.join(f'host{number}' for number in range(last))}) gave no sign of life"
-    there = f"rank {last} of {size} (on host{last}) gave no sign of life"
-    return Promise(_ENDS, (here, there), _WITHIN_S, at_once=True)
+    return _ended(here, f"rank {last} of {size} (on host{last}) gave no sign of life")
 
 
 def _goes_on(*says: str) -> Promise:
     return Promise((0,), (*says, "held-out after step"), heal_says=("is finished",))
+
+
+_TWO, _THREE = Hosts(2), Hosts(3)
+_TIMEOUT = Guard("run.timeout_s", "not over", ("run.timeout_s=3600",))
+_SHORT = "nothing ends the run; longer partitions show that the bound is looked at"
+_RESTARTED = "the same partition without a restart has one"
+_BETWEEN = "all ranks give signs of life, but no message got through in the update of step"
+"""Printed if all ranks reach the store, but not each other."""
+_ADDRESSES = "wrong address of the network card, "
+_FIRST_REACHES = Cut(pair=(1, 2))
 
 
 def _between(
@@ -235,86 +239,51 @@ def _between(
     how: str,
     fault: Fault,
     promise: Promise,
-    place: Place,
-    guard: Guard | str,
+    place: Place = _TWO,
+    guard: Guard | str = _TIMEOUT,
     settings: tuple[str, ...] = (),
 ) -> Nemesis:
-    """guard: or why there is none."""
+    """guard: a guard, or why there is none."""
     off, none = (None, guard) if isinstance(guard, str) else (guard, "")
     return Nemesis(name, (number,), how, promise, (fault,), off, none, Launch("", settings), place=place)
 
 
-_ENDS = (71, 72)
-_TWO, _THREE = Hosts(2), Hosts(3)
-_TIMEOUT = Guard("run.timeout_s", "not over", ("run.timeout_s=3600",))
-_SHORT = "nothing ends the run; longer partitions show that the bound is looked at"
-_RESTARTED = "the same partition without a restart has one"
-_BETWEEN = "all ranks give signs of life, but no message got through in the update of step"
-"""What ranks say that all see the store, and do not all see each other."""
-_ADDRESSES = "wrong address of the network card, "
-_FIRST_REACHES = Cut(pair=(1, 2))
-
 NEMESES = (
+    _between("link cut", 12, "the interface of one of two hosts goes down", _cut(Cut("link")), _named(2)),
+    _between("silent drop, both ways", 13, f"{_ADDRESSES}on both hosts", _cut(Cut()), _named(2)),
+    _between("silent drop, one way", 13, f"{_ADDRESSES}on the first host", _cut(Cut("to")), _named(2)),
+    _between("silent drop, the other way", 13, f"{_ADDRESSES}on the last host", _cut(Cut("from")), _named(2)),
+    _between("one of three hosts cut off", 13, f"{_ADDRESSES}both ways", _cut(Cut()), _named(3), _THREE),
     _between(
-        "link cut", 12, "the interface of one of two hosts goes down", cut_off(Cut("link")), _named(2), _TWO, _TIMEOUT
-    ),
-    _between("silent drop, both ways", 13, f"{_ADDRESSES}on both hosts", cut_off(Cut()), _named(2), _TWO, _TIMEOUT),
-    _between(
-        "silent drop, one way", 13, f"{_ADDRESSES}on the first host", cut_off(Cut("to")), _named(2), _TWO, _TIMEOUT
-    ),
-    _between(
-        "silent drop, the other way",
-        *(13, f"{_ADDRESSES}on the last host", cut_off(Cut("from")), _named(2), _TWO, _TIMEOUT),
-    ),
-    _between("one of three hosts cut off", 13, f"{_ADDRESSES}both ways", cut_off(Cut()), _named(3), _THREE, _TIMEOUT),
-    _between(
-        "two of three hosts cut off each other",
-        13,
+        *("two of three hosts cut off each other", 13),
         f"{_ADDRESSES}on both; the first one, with the store, reaches both",
-        cut_off(_FIRST_REACHES),
-        Promise(_ENDS, (_BETWEEN,), _WITHIN_S, at_once=True),
+        _cut(_FIRST_REACHES),
+        _ended(_BETWEEN),
         _THREE,
-        _TIMEOUT,
     ),
     _between(
-        "two of three hosts cut off each other, one with the store",
-        13,
+        *("two of three hosts cut off each other, one with the store", 13),
         f"{_ADDRESSES}on both; the last one reaches both",
-        cut_off(Cut(pair=(0, 1))),
-        Promise(
-            _ENDS,
-            (
-                "rank 1 of 3 (on host1) gave no sign of life",
-                "ranks 0, 2 of 3 (on host0, host2) gave no sign of life",
-            ),
-            _WITHIN_S,
-            at_once=True,
-        ),
+        _cut(Cut(pair=(0, 1))),
+        _ended("rank 1 of 3 (on host1) gave no sign of life", "ranks 0, 2 of 3 (on host0, host2) gave no sign of life"),
         _THREE,
-        _TIMEOUT,
     ),
     _between("short partition", 14, "silent drop for 3 s", cut_for(Cut(), 3.0), _goes_on(), _TWO, _SHORT),
     _between(
-        "long partition, restarted",
-        15,
-        "silent drop until all ranks have ended",
-        cut_until_ended(Cut()),
+        *("long partition, restarted", 15, "silent drop until all ranks have ended", cut_until_ended(Cut())),
         _goes_on("gave no sign of life for"),
         Hosts(2, restarts=True),
         _RESTARTED,
     ),
     _between(
-        "short partition of two of three hosts",
-        14,
-        "silent drop between two for 3 s; the first one reaches both",
+        *("short partition of two of three hosts", 14, "silent drop between two for 3 s; the first one reaches both"),
         cut_for(_FIRST_REACHES, 3.0),
         _goes_on(),
         _THREE,
         _SHORT,
     ),
     _between(
-        "long partition of two of three hosts, restarted",
-        15,
+        *("long partition of two of three hosts, restarted", 15),
         "silent drop between two until all ranks have ended; the first one reaches both",
         cut_until_ended(_FIRST_REACHES),
         _goes_on(_BETWEEN),
@@ -322,37 +291,23 @@ NEMESES = (
         _RESTARTED,
     ),
     _between(
-        "slow link",
-        10,
-        "a token bucket of 24 kbit/s at one host",
-        slowed("24kbit"),
+        *("slow link", 10, "a token bucket of 24 kbit/s at one host", slowed("24kbit")),
         Promise((0,), ("exchange data in the update of step|slow: in the update of step",), heal_says=("is finished",)),
-        _TWO,
-        "nothing ends the run",
+        guard="nothing ends the run",
     ),
     _between(
-        "slow link, deadline of a step",
-        10,
-        "the same, with run.step_deadline_s=1.5",
-        slowed("24kbit", ends=True),
-        Promise(_ENDS, ("took longer than run.step_deadline_s, 1.5 s",), 5.0),
+        *("slow link, deadline of a step", 10, "the same, with run.step_deadline_s=1.5", slowed("24kbit", ends=True)),
+        _ended("took longer than run.step_deadline_s, 1.5 s", within_s=5.0, at_once=False),
         _TWO,
         Guard("run.step_deadline_s", "not over", ("run.step_deadline_s=null",)),
         ("run.step_deadline_s=1.5",),
     ),
     _between(
-        "rank missing at the start",
-        16,
-        "SIGSTOP before it meets the others",
-        Fault(_stop_one_at_the_start),
+        *("rank missing at the start", 16, "SIGSTOP before it meets the others", Fault(_stop_one_at_the_start)),
         Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
-        _TWO,
-        _TIMEOUT,
     ),
     Nemesis(
-        "wrong interface",
-        (17,),
-        "GLOO_SOCKET_IFNAME names one that is not there",
+        *("wrong interface", (17,), "GLOO_SOCKET_IFNAME names one that is not there"),
         Promise(
             (2, 71),
             ("GLOO_SOCKET_IFNAME: nowhere0: no such interface on host1, only lo, e0", "of 2 cannot join: GLOO_SOCKET"),

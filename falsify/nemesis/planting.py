@@ -1,7 +1,12 @@
-"""How something is changed in the trainer's own processes, launcher and ranks, and how it says that it happened."""
+"""Change the trainer inside its own processes, and record that the change took effect.
+
+`python -m falsify.nemesis.planting train ...` is the `andon` command with plants in the launcher and in every rank.
+Under torchrun each rank is such a command; otherwise the launcher starts ranks by `planted_rank`.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -13,26 +18,27 @@ from typing import Any, TypeAlias
 
 Option: TypeAlias = "bool | int | float | str | tuple[Option, ...] | None"
 VARIABLE = "ANDON_NEMESIS"
-"""Holds what is planted, as JSON; the launcher's environment is that of its ranks."""
+"""Environment variable with the plants as JSON. Ranks inherit it from the launcher."""
+PROOFS, ACTS = "struck.jsonl", "acted"
+"""Files in a run's `scratch`: the strikes of its plants, and the plants that the trainer reached."""
 
 
 @dataclass(frozen=True)
 class Plant:
-    """Something that is changed in the trainer's own processes: `function` ("module:name") is called as
-    `function(plan: Planting)` in the launcher and in every rank, before anything of it runs."""
+    """`function` ("module:name") is called with a `Planting` in the launcher and in every rank, before all else."""
 
     function: str
     options: tuple[tuple[str, Option], ...] = ()
 
     @classmethod
     def of(cls, function: str, **options: Option) -> Plant:
-        """`Plant.of("package.module:function", rank=1, step=7)`; without a module one of `plants`."""
+        """`Plant.of("module:function", rank=1, step=7)`; without a module, a function of `plants`."""
         return cls(function if ":" in function else f"{__package__}.plants:{function}", tuple(options.items()))
 
 
 @dataclass(frozen=True)
 class Struck:
-    """A fault that happened: when (`time.monotonic()`), after how many accepted updates, and what proves it."""
+    """A fault that happened: its `time.monotonic()`, the number of updates accepted before it, and the proof."""
 
     at: float
     step: int
@@ -41,7 +47,7 @@ class Struck:
 
 @dataclass(frozen=True)
 class Planting:
-    """What a plant is given: its options, where it says that it struck, and its own name ("module:function")."""
+    """The argument of a plant: its options, the file for its strikes, and its own name."""
 
     options: Mapping[str, Any]
     proofs: Path
@@ -49,21 +55,20 @@ class Planting:
 
     @property
     def here(self) -> bool:
-        """Whether this process is the rank that the option `rank` names."""
+        """True in the rank that the option `rank` names."""
         return os.environ.get("RANK") == str(self.options["rank"])
 
     def struck(self, step: int, proof: str) -> None:
-        """Note that the fault happens now: after so many updates, and what it did."""
-        line = json.dumps({"at": time.monotonic(), "step": step, "proof": proof}) + "\n"
+        """Record that the fault happens now, after `step` updates."""
         with self.proofs.open("a", encoding="utf-8") as file:
-            file.write(line)
+            file.write(json.dumps({"at": time.monotonic(), "step": step, "proof": proof}) + "\n")
         self.acted()
 
     def acted(self) -> None:
-        """Note that what was planted is reached by the trainer, and does what it is for; once for each process."""
+        """Record, once per process, that the trainer reached the plant."""
         if (os.getpid(), self.function) not in _noted:
             _noted.add((os.getpid(), self.function))
-            with acts_in(self.proofs.parent).open("a", encoding="utf-8") as file:
+            with self.proofs.with_name(ACTS).open("a", encoding="utf-8") as file:
                 file.write(f"{self.function}\n")
 
 
@@ -72,43 +77,49 @@ _noted: set[tuple[int, str]] = set()
 
 def written(plants: Sequence[Plant], scratch: Path) -> str:
     """The value of `VARIABLE` for a run with these plants."""
-    return json.dumps(
-        {
-            "plants": [{"function": p.function, "options": dict(p.options)} for p in plants],
-            "proofs": str(proofs_in(scratch)),
-        }
-    )
-
-
-def proofs_in(scratch: Path) -> Path:
-    """Where the plants of a run say that they struck."""
-    return scratch / "struck.jsonl"
-
-
-def acts_in(scratch: Path) -> Path:
-    """Where the plants of a run say that they act."""
-    return scratch / "acted"
+    listed = [{"function": plant.function, "options": dict(plant.options)} for plant in plants]
+    return json.dumps({"plants": listed, "proofs": str(scratch / PROOFS)})
 
 
 def idle(plants: Sequence[Plant], scratch: Path) -> tuple[str, ...]:
-    """Those of these plants, by function, that no process of the run said to act."""
-    path = acts_in(scratch)
+    """The functions of those plants that the trainer never reached."""
+    path = scratch / ACTS
     acted = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return tuple(plant.function for plant in plants if plant.function not in acted)
 
 
+def first_strike(scratch: Path) -> Struck | None:
+    path = scratch / PROOFS
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return Struck(**json.loads(lines[0])) if lines else None
+
+
 def plant_all() -> None:
-    """Plant in this process what `VARIABLE` says; nothing where it is not set."""
+    """Call the plants of `VARIABLE` in this process."""
     found = json.loads(os.environ.get(VARIABLE) or '{"plants": []}')
     for each in found["plants"]:
         module, _, name = each["function"].partition(":")
-        getattr(importlib.import_module(module), name)(
-            Planting(each["options"], Path(found["proofs"]), each["function"])
-        )
+        plan = Planting(each["options"], Path(found["proofs"]), each["function"])
+        getattr(importlib.import_module(module), name)(plan)
 
 
-def first_strike(scratch: Path) -> Struck | None:
-    """The first strike that a plant of this run noted; None while there is none."""
-    path = proofs_in(scratch)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return Struck(**json.loads(lines[0])) if lines else None
+def planted_rank(payload: Mapping[str, Any]) -> int:
+    """An entry of `andon.launch`: a rank with the plants."""
+    from andon.training.start import train_rank
+
+    plant_all()
+    return train_rank(payload)
+
+
+def main() -> None:
+    import andon.cli.train
+    from andon.cli.app import main as run_command
+
+    entry = f"{__package__}.planting:{planted_rank.__name__}"
+    andon.cli.train.run_training = functools.partial(andon.cli.train.run_training, entry=entry)
+    plant_all()
+    run_command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""Files of rows that are wrong, or at the edge: what is refused is refused before any rank starts."""
+"""Data files that are wrong or unusual. A file is rejected before any rank starts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import replace
 from .language import INLINE, Fault, Guard, Nemesis, Promise
 from .left_behind import Undisturbed
 from .planting import Plant, Struck
-from .run import LIMIT_S, Launch, NotStruckError, Run, row_lines
+from .run import Launch, NotStruckError, Run, row_lines
 
 Damage = Callable[[list[bytes]], list[bytes]]
-"""From the lines of a file to those of a damaged one."""
+"""Returns the lines of the damaged file."""
 _LINE = 41
-"""Which line is damaged, from 1."""
+"""The number of the damaged line, from 1."""
 
 
 def replaced(damage: Damage) -> Fault:
-    """The run is given a damaged copy of its file before it is started; the file is mended before it is healed."""
+    """Give the run a damaged copy of its file before it is started. To heal is to repair the copy."""
 
     def strike(run: Run) -> Struck:
         before = run.rows.read_bytes()
@@ -33,19 +33,15 @@ def replaced(damage: Damage) -> Fault:
     return Fault(strike, heal, before_start=True)
 
 
-def taken(change: Damage) -> Fault:
-    """Rows that must give the bits that they give to one worker alone, undisturbed: what it leaves is compared with.
-
-    They stay: nothing is wrong with them.
-    """
-    given = replaced(change)
+def accepted(change: Damage) -> Fault:
+    """Unusual rows, which are right: the run must have the bits of one worker alone with the same rows."""
+    change_rows = replaced(change)
 
     def strike(run: Run) -> Struck:
-        struck = given.strike(run)
-        alone, folder = Launch("1", (*INLINE, "training.checkpoint_every=1")), run.folder
+        struck, folder = change_rows.strike(run), run.folder
         run.folder = run.scratch / "alone"
-        run.spawn(run.command(alone), alone)
-        ending = run.end(LIMIT_S, time.monotonic())
+        run.start(Launch("1", (*INLINE, "training.checkpoint_every=1")))
+        ending = run.end()
         if ending.codes != (0,):
             raise NotStruckError(f"one worker alone ended with {ending.codes}: {ending.said[-500:]}")
         run.whole, run.folder = Undisturbed(run.folder), folder
@@ -55,35 +51,28 @@ def taken(change: Damage) -> Fault:
 
 
 def _line(new: Callable[[bytes], bytes]) -> Damage:
-    """Line `_LINE` is replaced."""
+    """Change line `_LINE`."""
     return lambda lines: [*lines[: _LINE - 1], new(lines[_LINE - 1]), *lines[_LINE:]]
 
 
+def _rewritten(line: bytes, **fields: object) -> bytes:
+    """A row with other values of some fields; `...` drops a field."""
+    row = json.loads(line) | fields
+    return json.dumps({key: value for key, value in row.items() if value is not Ellipsis}).encode() + b"\n"
+
+
 def _field(**fields: object) -> Damage:
-    """Fields of line `_LINE` get other values; `...`: the field is left out."""
-
-    def change(line: bytes) -> bytes:
-        row = json.loads(line) | fields
-        kept = {key: value for key, value in row.items() if value is not Ellipsis}
-        return json.dumps(kept).encode() + b"\n"
-
-    return _line(change)
+    return _line(lambda line: _rewritten(line, **fields))
 
 
-def _labels(label: str) -> Damage:
-    return lambda lines: [json.dumps(json.loads(line) | {"label": label}).encode() + b"\n" for line in lines]
-
-
-def _numbered(lines: list[bytes]) -> list[bytes]:
-    """Every row has an id, two the same."""
-    rows = [json.loads(line) | {"id": min(number, 90)} for number, line in enumerate(lines[:92])]
-    return [json.dumps(row).encode() + b"\n" for row in rows]
+def _text_begins(part: bytes) -> Damage:
+    return _line(lambda line: line.replace(b'"text": "', b'"text": "' + part))
 
 
 _HEARD = Guard(
     "a reader that hears of problems",
     "exit 0 instead of 2|exit 1 instead of 2",
-    INLINE,  # one process is enough to see it
+    INLINE,  # one process is enough
     (Plant.of("lenient_reader"),),
 )
 _EXACT = Guard(
@@ -100,16 +89,7 @@ def _refused(name: str, number: int, how: str, said: str, damage: Damage, line: 
 
 
 def _taken(name: str, numbers: tuple[int, ...], how: str, change: Damage, *says: str) -> Nemesis:
-    return Nemesis(name, numbers, how, Promise((0,), says), (taken(change),), _EXACT, launched=Launch("3"))
-
-
-def _with(part: bytes) -> Callable[[bytes], bytes]:
-    """A line with something more at the start of its text."""
-    return lambda line: line.replace(b'"text": "', b'"text": "' + part)
-
-
-def _windows(lines: list[bytes]) -> list[bytes]:
-    return [b"\xef\xbb\xbf", *(line.replace(b"\n", b"\r\n") for line in lines)]
+    return Nemesis(name, numbers, how, Promise((0,), says), (accepted(change),), _EXACT, launched=Launch("3"))
 
 
 NEMESES = (
@@ -119,28 +99,37 @@ NEMESES = (
     ),
     _refused("missing field", 42, "a row without a label", "has no column 'label'", _field(label=...)),
     _refused("wrong type", 42, "a text that is a number", "text must be a string", _field(text=5)),
-    _refused("byte that is not UTF-8", 43, "0xff in a text", "not UTF-8: byte 0xff at byte", _line(_with(b"\xff"))),
-    _refused("NUL byte", 43, "a NUL in a text", "a NUL byte at byte", _line(_with(b"\0"))),
-    _refused("lone surrogate", 43, "\\ud800 in a text", "a lone surrogate", _line(_with(b"\\ud800"))),
+    _refused("byte that is not UTF-8", 43, "0xff in a text", "not UTF-8: byte 0xff at byte", _text_begins(b"\xff")),
+    _refused("NUL byte", 43, "a NUL in a text", "a NUL byte at byte", _text_begins(b"\0")),
+    _refused("lone surrogate", 43, "\\ud800 in a text", "a lone surrogate", _text_begins(b"\\ud800")),
     _refused("empty text", 44, "a text of no characters", "text is empty", _field(text="")),
     _refused("blank text", 44, "a text of spaces", "text is only white space", _field(text="   ")),
-    _refused("repeated id", 45, "two rows with one id", "id 90 is there already", _numbered, 92),
+    _refused(
+        *("repeated id", 45, "two rows with one id", "id 90 is there already"),
+        lambda lines: [_rewritten(line, id=min(number, 90)) for number, line in enumerate(lines[:92])],
+        92,
+    ),
     _refused("label null", 46, "a label that is null", "label is null", _field(label=None)),
     _refused("label a float", 46, "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
     _refused("label of another type", 46, "a label that is 1", "label 1 is of another type", _field(label=1)),
-    _refused("one class", 46, "all labels alike", "a classifier needs two classes", _labels("north"), None),
+    _refused(
+        *("one class", 46, "all labels alike", "a classifier needs two classes"),
+        lambda lines: [_rewritten(line, label="north") for line in lines],
+        None,
+    ),
     replace(
         _refused("no rows", 48, "an empty file", "is empty", lambda lines: [], None),
         guard=None,
         no_guard="without it there is still nothing to train on",
     ),
-    _taken("byte order mark and CRLF", (43,), "both in the file", _windows),
+    _taken(
+        *("byte order mark and CRLF", (43,), "both in the file"),
+        lambda lines: [b"\xef\xbb\xbf", *(line.replace(b"\n", b"\r\n") for line in lines)],
+    ),
     _taken("huge text", (44,), "a text of 1 MB", _field(text="word " * 200_000), "1 texts were cut"),
     _taken("repeated texts", (45,), "40 rows, each of them twice", lambda lines: [*lines[:40], *lines[:40]]),
     _taken(
-        "trained on what it is scored on",
-        (45,),
-        "the held-out rows among the others",
+        *("trained on what it is scored on", (45,), "the held-out rows among the others"),
         lambda lines: [*lines, *row_lines("held.jsonl", 12)],
         "evaluation rows have a text that is also trained on; their scores flatter",
     ),

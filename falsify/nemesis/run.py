@@ -1,4 +1,4 @@
-"""One real run of `andon train` that is to be disturbed: its command line, its processes, its end."""
+"""One real run of `andon train` that faults disturb: its command line, its processes, how it ended."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from pathlib import Path
 from .hosts import Host
 from .left_behind import Undisturbed
 from .planting import VARIABLE, Plant, Struck, first_strike, written
-from .processes import family, marked, ranks, session
-from .trainer import environment, steps_of
+from .processes import marked, processes_of, session
 
 SETTINGS = (
     "training.batch_size=8",
@@ -36,53 +35,50 @@ SETTINGS = (
     "model.num_key_value_heads=2",
     "adapter.r=2",
 )
-"""86 rows, the last update of an epoch short; all checkpoints stay, to be compared."""
+"""For 86 rows, so the last batch of an epoch is short. All checkpoints stay, for the comparison."""
 UPDATES = 33
-"""How many they make of 86 training rows and 10 to validate."""
+"""The number of updates with 86 training rows and 10 validation rows."""
 TIMEOUT_S = 5.0
 """`run.timeout_s` of `SETTINGS`: how long a rank may be silent."""
 LIMIT_S = 120.0
-"""A launch without a bound of its own that takes longer hangs: what it does takes seconds."""
+"""A launch without a bound of its own takes seconds. After this time it hangs."""
 SLACK_S = 4.0
-"""How long beyond its bound a launch is watched before it is ended from here."""
+"""How long beyond its bound a launch is watched before it is killed."""
 GONE_S = 3.0
-"""How long after the last command processes of the run may still be there."""
+"""How long processes of the run may outlive the last command."""
 OWNER = "ANDON_NEMESIS_RUN"
-"""In the environment of every process of a run: its `scratch`, which no other run has."""
+"""Environment variable of every process of a run: the run's `scratch`, which identifies it."""
 
 
 class NotStruckError(RuntimeError):
-    """The fault could not be brought about: the run ended first, or has no such process. No verdict on the trainer."""
+    """The fault did not happen: the run ended first, or has no such process. Says nothing about the trainer."""
 
 
 class ClosingError(NotStruckError):
-    """This command was asked to end: nothing more is started or waited for, and what was done is undone."""
+    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started: `andon train --workers WORKERS --set EACH_SETTING ...`, what is planted in it, and
-    variables of its environment beyond the bench's."""
+    """`andon train --workers WORKERS --set SETTING ...`, with plants, and with further environment variables."""
 
     workers: str = "2"
     settings: tuple[str, ...] = ()
     plants: tuple[Plant, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
-    def but(self, **changes: object) -> Launch:
-        """The same with other values."""
-        return replace(self, **changes)  # type: ignore[arg-type]
-
     def plus(self, settings: tuple[str, ...] = (), plants: tuple[Plant, ...] = ()) -> Launch:
-        """The same with more; of two settings for one thing the later one counts."""
+        """The same launch with more settings and plants. The last of several values of a setting counts."""
         return replace(self, settings=(*self.settings, *settings), plants=(*self.plants, *plants))
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How one launch ended: exit code of each command, what they said, how many processes were left after `GONE_S`
-    (they were then killed), seconds from the fault to the end of the last process, and whether they had to be ended
-    from here since they hung."""
+    """How one launch ended.
+
+    codes: of its commands. said: their output. left: processes that had to be killed after `GONE_S`. seconds: from the
+    fault to the end of the last process. hung: the commands had to be killed.
+    """
 
     codes: tuple[int, ...]
     said: str
@@ -92,7 +88,7 @@ class Ending:
 
 
 def row_lines(name: str, count: int) -> list[bytes]:
-    """Rows of a few words each, of three labels in turn; the same at every call, others for another name."""
+    """Lines of a JSONL file: texts of a few words, three labels in turn. Each name has its own, fixed texts."""
     draw = random.Random(name)
     words = [f"word{number}" for number in range(40)]
     rows = [
@@ -102,13 +98,32 @@ def row_lines(name: str, count: int) -> list[bytes]:
     return [json.dumps(row).encode() + b"\n" for row in rows]
 
 
+def command(folder: Path, *arguments: str) -> list[str]:
+    """The command line of a training run in `folder`."""
+    return [sys.executable, "-m", "andon", "train", "--run-dir", str(folder), *arguments]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, offline, with the checkout on the path: this package is not installed."""
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path.rstrip(os.pathsep)}
+
+
+def steps_of(folder: Path) -> int:
+    """The number of updates in the ledger in `folder`. An update that was repeated counts twice."""
+    try:
+        return (folder / "ledger.jsonl").read_bytes().count(b'"kind":"step"')
+    except FileNotFoundError:
+        return 0
+
+
 @dataclass
 class Run:
-    """One run that is to be disturbed: where it lives, and its processes. Faults act on it.
+    """One run. Faults act on it.
 
-    folder: the run's. scratch: a folder for whatever a nemesis needs, beside it. rows, held: data files; both are the
-    bench's own until a fault gives others. draw: every random choice comes from it. closing: set once this command is
-    to end; from then on nothing is started or waited for. hosts: where it runs on several.
+    folder: the run folder. scratch: a folder for anything else. rows, held: data files, shared until a fault replaces
+    them. whole: the run to compare with. draw: the source of random choices. closing: set once this command is to end.
+    hosts: the hosts of a run on several.
     """
 
     scratch: Path
@@ -124,24 +139,24 @@ class Run:
     _started: int = 0
 
     def arguments(self, launch: Launch) -> list[str]:
-        """What follows `python` (or torchrun's own arguments): `-m MODULE train ...`; resumes what there is."""
-        module = f"{__package__}.driver" if launch.plants else "andon"
+        """The arguments of `python`, or the last ones of torchrun. Resumes a run that exists."""
+        module = f"{__package__}.planting" if launch.plants else "andon"
         settings = [part for value in (*SETTINGS, *launch.settings) for part in ("--set", value)]
         files = ["--data", str(self.rows), "--eval-data", str(self.held)]
         place = ["--run-dir", str(self.folder), "--resume", "auto"]
         workers = ["--workers", launch.workers] if launch.workers else []
         return ["-m", module, "train", *place, *workers, *files, *settings]
 
-    def command(self, launch: Launch) -> list[str]:
-        """The whole command line of `andon train`."""
-        return [sys.executable, *self.arguments(launch)]
+    def start(self, launch: Launch) -> None:
+        """Start `andon train` on this machine."""
+        self.spawn([sys.executable, *self.arguments(launch)], launch)
 
     def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
-        """Start a command of this run in a session of its own; what it says on both streams is kept.
+        """Start a command of this run in a new session and record its output.
 
-        Raises `ClosingError` once this command is to end.
+        Raises `ClosingError` if this command is to end.
         """
-        self._go_on()
+        self._raise_if_closing()
         variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
         variables[OWNER] = str(self.scratch)
         variables[VARIABLE] = written(launch.plants, self.scratch)
@@ -153,77 +168,81 @@ class Run:
             )
         self.commands.append(started)
         self._logs.append(log)
-        self._go_on()  # who closes has ended what there was, and may have missed this one: `play` ends it
+        self._raise_if_closing()  # `Bench.close` may have missed this process; then `Bench.play` kills it
         return started
 
-    def _go_on(self) -> None:
+    def _raise_if_closing(self) -> None:
         if self.closing.is_set():
             raise ClosingError("this command was ended")
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
-        """The command that was started first in this launch."""
+        """The first command of this launch."""
         return self.commands[0]
 
     @property
     def steps(self) -> int:
-        """Updates that the ledger holds so far, repeated ones too."""
         return steps_of(self.folder)
 
     def over(self) -> bool:
-        """Whether every command of this launch has ended."""
+        """True once every command of this launch has ended."""
         return all(command.poll() is not None for command in self.commands)
 
     def wait_for(self, seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-        """Wait until `seen`. Raises `NotStruckError` where all has ended before, or it takes too long."""
+        """Wait until `seen()`. Raises `NotStruckError` if all commands end first, or after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while not seen():
-            self._go_on()
+            self._raise_if_closing()
             if self.over():
                 raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
             if time.monotonic() > deadline:
                 raise NotStruckError(f"not {what} within {limit_s:g} s")
             time.sleep(0.003)
 
-    def reach(self, step: int) -> None:
-        """Wait until the ledger holds so many updates. Raises `NotStruckError` as `wait_for` does."""
+    def reach(self, first: int, end: int | None = None) -> tuple[float, int]:
+        """Wait until the ledger has `first` updates, or a number drawn from first to end - 1.
+
+        Returns the time and the number of updates then. Raises `NotStruckError` as `wait_for` does.
+        """
+        step = first if end is None else self.draw.randrange(first, end)
         self.wait_for(lambda: self.steps >= step, f"step {step}")
+        return time.monotonic(), self.steps
 
     def planted_strike(self) -> Struck:
-        """Wait until a plant of this run strikes. Raises `NotStruckError` where the run ends without."""
+        """Wait until a plant of this run strikes. Raises `NotStruckError` if the run ends first."""
         try:
             self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
-        except NotStruckError:
-            if first_strike(self.scratch) is None:  # what strikes may end the run before it is seen here
+        except NotStruckError:  # the strike itself may have ended the run
+            if first_strike(self.scratch) is None:
                 raise
         found = first_strike(self.scratch)
         assert found is not None
         return found
 
     def ranks(self) -> list[int]:
-        """Process ids of the ranks that `andon train` started, in order; empty where there are none yet, or no more."""
-        return ranks(family(self.launcher.pid))
+        """Process ids of the ranks that `andon train` has started, in order."""
+        return processes_of("rank", self.launcher.pid)
 
     def said(self) -> str:
-        """Everything that the commands of this launch have said so far, paths as seen from `scratch`."""
+        """The output of this launch so far, with paths relative to `scratch`."""
         said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
         return said.replace(f"{self.scratch}/", "")
 
-    def end(self, limit_s: float, since: float) -> Ending:
-        """Wait for the end of all commands, and of every process that they started; then this launch is forgotten.
+    def end(self, limit_s: float = LIMIT_S, since: float | None = None) -> Ending:
+        """Wait until all commands and all of their processes have ended, and forget this launch.
 
-        limit_s: seconds from now after which the commands are ended from here. since: `time.monotonic()` of the fault.
+        limit_s: seconds until the commands are killed. since: `time.monotonic()` of the fault; default: now.
         """
-        deadline = time.monotonic() + limit_s
-        while not self.over() and time.monotonic() < deadline:
-            self._go_on()
+        began = time.monotonic()
+        while not self.over() and time.monotonic() < began + limit_s:
+            self._raise_if_closing()
             time.sleep(0.01)
-        self._go_on()
+        self._raise_if_closing()
         hung = not self.over()
         gone = time.monotonic() + GONE_S
         while not hung and self._members() and time.monotonic() < gone:
             time.sleep(0.01)
-        seconds = time.monotonic() - since
+        seconds = time.monotonic() - (began if since is None else since)
         left = self._members()
         self.kill()
         ending = Ending(tuple(each.returncode for each in self.commands), self.said(), len(left), seconds, hung)
@@ -231,7 +250,7 @@ class Run:
         return ending
 
     def kill(self) -> None:
-        """End every process of this launch, those too that start while others are ended."""
+        """Kill every process of this launch, those that start meanwhile too."""
         deadline = time.monotonic() + GONE_S
         while (members := self._members()) and time.monotonic() < deadline:
             for pid in members:
@@ -242,6 +261,6 @@ class Run:
             command.wait()
 
     def _members(self) -> list[int]:
-        """By session, and by environment: torchrun gives each rank a session of its own."""
+        """Found by session and by environment: torchrun starts each rank in its own session."""
         sessions = (pid for command in self.commands for pid in session(command.pid))
         return sorted({*sessions, *marked(OWNER, str(self.scratch))})

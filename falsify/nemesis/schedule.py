@@ -1,4 +1,4 @@
-"""Faults of one run's processes, drawn from a seed: what is done to whom at which step, and whether it happened."""
+"""Faults of one run's processes, drawn from a seed: what happens to which process at which step."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from .processes import processes_of, send
-from .trainer import steps_of
+from .run import steps_of
 
 KILL, PAUSE, STOP, PREEMPT = "kill", "pause", "stop", "preempt"
+_SIGNALS = {KILL: signal.SIGKILL, PAUSE: signal.SIGSTOP, STOP: signal.SIGSTOP, PREEMPT: signal.SIGTERM}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At `step` (updates in the ledger, repeated ones too) do `kind` to `victim`.
+    """After `step` updates in the ledger do `kind` to `victim`: the launcher, or the rank `number`.
 
-    `kind`: SIGKILL, SIGSTOP and SIGCONT after `seconds`, SIGSTOP for good, or SIGTERM. `victim`: the launcher, or the
-    rank of this `number`.
+    kind: SIGKILL; SIGSTOP, and SIGCONT after `seconds`; SIGSTOP alone; or SIGTERM.
     """
 
     step: int
@@ -37,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Schedule:
-    """One run: its number of workers, its `run.max_restarts`, its faults in order, the workers it is healed on."""
+    """One run: its number of workers, its `run.max_restarts`, its faults in order, the workers that resume it."""
 
     number: int
     workers: int
@@ -47,7 +47,7 @@ class Schedule:
 
     @classmethod
     def draw(cls, seed: int, number: int, steps: int) -> Schedule:
-        """The schedule of this number: every draw comes from (seed, number)."""
+        """The schedule of this number. (seed, number) determines it."""
         draw = random.Random(f"schedule {seed} {number}")
         workers, restarts = draw.randrange(2, 5), draw.choice((0, 3))
         at = sorted(draw.sample(range(1, steps), draw.randrange(1, 4 if restarts else 3)))
@@ -61,7 +61,7 @@ def _fault(draw: random.Random, step: int, workers: int) -> Fault:
 
 
 def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[Any]) -> bool:
-    """Wait for its step and do it; whether it happened: False where the run had ended, or had no such process."""
+    """Wait for the step and cause the fault. Returns False if the run has ended, or has no such process."""
     while steps_of(folder) < fault.step:
         if launcher.poll() is not None:
             return False
@@ -69,6 +69,4 @@ def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[Any]) -> bool:
     found = [] if launcher.poll() is not None else processes_of(fault.victim, launcher.pid)
     if not found:
         return False
-    signum = {KILL: signal.SIGKILL, PREEMPT: signal.SIGTERM}.get(fault.kind, signal.SIGSTOP)
-    pause_s = fault.seconds if fault.kind == PAUSE else 0.0
-    return send(found[fault.number % len(found)], signum, pause_s=pause_s) is not None
+    return send(found[fault.number % len(found)], _SIGNALS[fault.kind], pause_s=fault.seconds) is not None

@@ -1,13 +1,12 @@
-"""What was measured, as lines on a terminal and as a Markdown table."""
+"""The measurements, as lines on a terminal and as a Markdown document."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from .judging import last_line, line_with
+from .bench import UNPLAYED
+from .judging import codes_of, last_line, line_with
 from .language import Phase, Row
-from .markdown import table
-from .registry import UNPLAYED
 
 _WHAT = (
     "Each fault was brought about in a run of `andon train`, proved to have happened, and held to its promise: how the "
@@ -17,21 +16,34 @@ _WHAT = (
     "found where a protection was switched off."
 )
 _HEADER = ("fault", "rows", "brought about by", "exit", "seconds", "what is said", "healed", "guard off")
+_SKIPPED, _UNPLAYED = "Skipped on this machine", "Not played"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table, without a final line end. Line ends and bars in cells are escaped."""
+
+    def line(cells: Sequence[object]) -> str:
+        return "| " + " | ".join(" ".join(str(each).split()).replace("|", "\\|") for each in cells) + " |"
+
+    return "\n".join(map(line, (header, ["---"] * len(header), *rows)))
 
 
 def line(row: Row) -> str:
-    """One line for a reader who waits."""
+    """One line for the terminal."""
     verdict = "skip" if row.skipped or row.unplayed else "ok  " if row.good else "BAD "
     return f"{verdict} {row.nemesis.name}: {_told(row)}"
 
 
 def document(rows: Sequence[Row], seed: int) -> str:
-    """The whole document: what it is, the table, what was skipped, what does not hold."""
+    """The whole document: the table, then what was skipped, what was not played and what does not hold."""
     measured = [row for row in rows if row.phase is not None]
-    skipped = [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped]
-    unplayed = [f"- {row.nemesis.name}: {row.unplayed}" for row in rows if row.unplayed]
-    broken = [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good and not row.unplayed]
-    good = sum(row.good for row in measured)
+    sections = {
+        "Without a nemesis": [f"- row {number}: {why}" for number, why in UNPLAYED.items()],
+        _SKIPPED: [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped],
+        _UNPLAYED: [f"- {row.nemesis.name}: {row.unplayed}" for row in rows if row.unplayed],
+        "Does not hold": [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good and not row.unplayed],
+    }
+    good, skipped, unplayed = sum(row.good for row in measured), len(sections[_SKIPPED]), len(sections[_UNPLAYED])
     lines = [
         "# Faults, as they were measured",
         "",
@@ -39,27 +51,23 @@ def document(rows: Sequence[Row], seed: int) -> str:
         "",
         _WHAT,
         "",
-        f"{good} of {len(measured)} are as promised, {len(skipped)} were skipped, {len(unplayed)} not played.",
+        f"{good} of {len(measured)} are as promised, {skipped} were skipped, {unplayed} not played.",
         "",
         table(_HEADER, map(_cells, measured)),
     ]
-    lines += ["", "## Without a nemesis", "", *[f"- row {number}: {why}" for number, why in UNPLAYED.items()]]
-    lines += ["", "## Skipped on this machine", "", *skipped] if skipped else []
-    lines += ["", "## Not played", "", *unplayed] if unplayed else []
-    lines += ["", "## Does not hold", "", *broken] if broken else []
+    for title, found in sections.items():
+        lines += ["", f"## {title}", "", *found] if found else []
     return "\n".join(lines) + "\n"
 
 
 def _told(row: Row) -> str:
-    if row.skipped:
-        return f"skipped: {row.skipped}"
-    if row.unplayed:
-        return row.unplayed
+    if row.skipped or row.unplayed:
+        return f"skipped: {row.skipped}" if row.skipped else row.unplayed
     phase = row.phase
     if row.failed or phase is None:
         return row.failed or "nothing was seen"
     guard = row.nemesis.guard and row.nemesis.guard.what
-    parts = [phase.struck.proof, f"exit {_codes(phase)} after {phase.ending.seconds:.2f} s", _healed(phase)]
+    parts = [phase.struck.proof, f"exit {codes_of(phase.ending)} after {phase.ending.seconds:.2f} s", _healed(phase)]
     parts += [f"WRONG: {each}" for each in row.wrong]
     parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
     if row.doubt:
@@ -77,14 +85,10 @@ def _cells(row: Row) -> list[str]:
     off = f"{nemesis.guard.what}: {found}" if nemesis.guard else nemesis.no_guard
     within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
     numbers = ", ".join(map(str, nemesis.numbers))
-    return [nemesis.name, numbers, nemesis.how, _codes(phase), within, said, _healed(phase), off]
+    return [nemesis.name, numbers, nemesis.how, codes_of(phase.ending), within, said, _healed(phase), off]
 
 
 def _healed(phase: Phase) -> str:
     if phase.healing is None:
         return "not resumed"
     return "same bits" if not phase.result else "OTHER BITS"
-
-
-def _codes(phase: Phase) -> str:
-    return " ".join(map(str, phase.ending.codes))

@@ -1,7 +1,7 @@
-"""One rank of a loop under `andon.watch` that is attacked: `torchrun ... -m falsify.nemesis.watched_loop FOLDER`.
+"""One rank of a loop under `andon.watch`, for an attack: `torchrun ... -m falsify.nemesis.watched_loop FOLDER`.
 
-Half of its updates are made before `go` is in the folder, while somebody forges what they like. Once `calm` is there,
-rank 1 trains on another model than the others, and then stops all: `rank-N.json` says what rank N made of both.
+After half of its updates it waits for `go` in the folder, while the attack runs. After `calm`, rank 1 changes its model
+and then halts all ranks. `rank-N.json` says what rank N noticed of both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ REASON = "it is enough"
 
 
 def main() -> None:
-    """Train, be attacked, and see that the guard is still there."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)

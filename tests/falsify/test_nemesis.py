@@ -18,24 +18,23 @@ import pytest
 import torch
 
 from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint
-from falsify.nemesis import hosts, judging, power_cut, processes, tracing
+from falsify.nemesis import hosts, judging, processes, tracing
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import told, verdict
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
-from falsify.nemesis.bench import Bench
+from falsify.nemesis.bench import UNPLAYED, Bench, nemeses
 from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
 from falsify.nemesis.disk import DAMAGES
 from falsify.nemesis.disk_acts import ACTS, CONTROL
+from falsify.nemesis.fuzz.__main__ import fuzz
 from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
-from falsify.nemesis.fuzz.run import fuzz
 from falsify.nemesis.fuzz.samples import ledger_lines
 from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
 from falsify.nemesis.hosts import Lan
 from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, whole
 from falsify.nemesis.network import NEMESES, Cut
-from falsify.nemesis.planting import Plant, Planting, Struck, idle, proofs_in
-from falsify.nemesis.registry import UNPLAYED, nemeses
+from falsify.nemesis.planting import PROOFS, Plant, Planting, Struck, idle
 from falsify.nemesis.run import Ending, Launch, NotStruckError, Run
 from falsify.nemesis.table import document, line
 
@@ -202,7 +201,7 @@ def noted(name: str, at: float, step: int, *, before: bool = False) -> Fault:
 def test_faults_compose_in_one_run(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     faults = (noted("signal", 0.0, 7), noted("rows", -1.0, 0, before=True), noted("cut", -2.0, 5))
-    (phase,) = shared.disturbed(Nemesis("many", (), "", Promise((0,), heals=False), faults, place=Sleeping()))
+    (phase,) = shared.disturbed(Nemesis("many", (), "", Promise((0,)), faults, place=Sleeping()))
     (done,) = (path.read_text().splitlines() for path in tmp_path.glob("guarded-*/done"))
     assert done == [
         "strike rows, 0 started",
@@ -266,7 +265,7 @@ FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
 
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
     off = (Plant("guards:deaf"), Plant("guards:blind"))
-    Planting({}, proofs_in(tmp_path), "guards:deaf").acted()
+    Planting({}, tmp_path / PROOFS, "guards:deaf").acted()
     assert idle(off, tmp_path) == ("guards:blind",)
     assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path)), FOUND, DUE) == "never acted: guards:blind"
     broke = Ending((1,), "Traceback (most recent call last):\nAttributeError: _record")
@@ -312,7 +311,7 @@ def test_a_power_cut_takes_what_was_not_synced(tmp_path: Path, synced: bool, nam
     (tmp_path / "log").write_bytes(b"old" + b"new")
     (tmp_path / "kept").write_bytes(b"ok")
     log = LOG.format(tmp_path) + f"7 fsync(8<{tmp_path}>) = 0\n" * synced
-    proof = power_cut.cut(log.splitlines(), tmp_path, names=names)
+    proof = tracing.power_cut(log.splitlines(), tmp_path, names=names)
     place = "done" if synced or not names else "new"
     assert (tmp_path / place / "a").read_bytes() == b"synced"
     assert (tmp_path / "log").read_bytes() == b"old"
@@ -352,15 +351,13 @@ def test_an_error_of_another_kind_is_reported_with_its_case() -> None:
 needs_hosts = pytest.mark.usefixtures("hosts_here")
 PATIENCE_S = 60.0
 OWNER = """
-import signal, sys, time
-from pathlib import Path
+import signal, subprocess, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
-from falsify.nemesis.hosts import Lan
-from falsify.nemesis.network import NEMESES
+from falsify.nemesis.hosts import Lan, pids_in
 lan = Lan.of(2)
 for host in lan.hosts:
-    host.start(["sleep", "600"], {}, Path("/dev/null"))
-while not all(host.pids() for host in lan.hosts):
+    subprocess.Popen(host.command(["sleep", "600"], {}), start_new_session=True, stdout=subprocess.DEVNULL)
+while not all(pids_in(host.name) for host in lan.hosts):
     time.sleep(0.01)
 print(lan.name, flush=True)
 sys.stdin.read()
@@ -422,9 +419,9 @@ def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) ->
         there = [space for space in hosts.namespaces() if space.startswith(name)]
         owner.send_signal(signum)
         owner.wait(PATIENCE_S)
-        watchman = owner.stdout.read()  # the watchman holds the other end until it is done
+        cleaner = owner.stdout.read()  # the cleaner holds the other end until it is done
     assert len(there) == 3
-    assert watchman == ""
+    assert cleaner == ""
     assert not [space for space in hosts.namespaces() if space.startswith(name)]
     assert name not in {path.name for path in Path(hosts.FOLDER).iterdir()}
 
@@ -504,5 +501,5 @@ def test_a_watch_believes_nobody_who_is_no_rank(tmp_path: Path) -> None:
     assert (alone.loss, attacked.loss, attacked.halted) == ("", "", "")
     assert min(attacked.said[kind] for kind in ("left", "pulled", "beat", "unguarded", "deleted", "replayed")) >= 3
     for rank in range(WORKERS):
-        assert f"andon: rank {rank} dropped " in (tmp_path / "attacked" / "said").read_text()
-        assert "dropped" not in (tmp_path / "alone" / "said").read_text()
+        assert f"andon: rank {rank} ignored " in (tmp_path / "attacked" / "said-1").read_text()
+        assert "ignored" not in (tmp_path / "alone" / "said-1").read_text()

@@ -1,7 +1,7 @@
-"""Folders that may be from anybody (SECURITY.md): right ones by their files, and what an attacker puts in their place.
+"""Folders from untrusted sources (SECURITY.md): correct ones, and the changes that an attacker makes.
 
-Each is made once and kept as bytes; a case writes it anew and makes one to three changes. What lies outside of the
-folder is a file that nobody may open, and code in the folder leaves a trace where it is run.
+A correct folder is made once. Each case writes it and makes one to three changes. The file outside of the folder must
+not be opened, and code in the folder leaves a trace if it is executed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from .samples import run_files
 
 Files = Mapping[str, bytes]
 _HUGE = (1 << 40, 1 << 33, 1 << 31)
+_SECRET = '{"labels": ["a secret", "another"]}'
 _opened: list[str] = []
 _watching: list[str] = []
 
@@ -47,20 +48,18 @@ def _note_open(event: str, arguments: tuple[object, ...]) -> None:
             _opened.append(named)
 
 
-@cache
-def _listen() -> None:
-    sys.addaudithook(_note_open)
+_listen = cache(lambda: sys.addaudithook(_note_open))
 
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[Callable[[], str]]:
-    """Inside, what is done with `folder` is looked at; what comes says what went wrong, and nothing where all is well.
+    """Watch what is done with `folder`. The function that this yields says what went wrong, if anything.
 
-    Beside the folder stands a file that must not be opened; what is run in it makes `folder/../ran`.
+    `folder/../outside.json` must be neither opened nor written. Code of the folder creates `folder/../ran`.
     """
     _listen()
     outside, ran = folder.parent / "outside.json", folder.parent / "ran"
-    outside.write_text('{"labels": ["a secret", "another"]}')
+    outside.write_text(_SECRET)
     _opened.clear()
     _watching.append(os.path.realpath(outside))
 
@@ -68,7 +67,7 @@ def guarded(folder: Path) -> Iterator[Callable[[], str]]:
         _watching.clear()
         if ran.exists():
             return "code of the folder was run"
-        if outside.read_text() != '{"labels": ["a secret", "another"]}':
+        if outside.read_text() != _SECRET:
             return "a file outside of the folder was written"
         return "a file outside of the folder was opened" if _opened else ""
 
@@ -78,63 +77,66 @@ def guarded(folder: Path) -> Iterator[Callable[[], str]]:
         _watching.clear()
 
 
-def _files_of(folder: Path) -> Files:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def _made(write: Callable[[Path], Path]) -> Callable[[], Files]:
+    """Call `write` once, in a temporary folder, and cache the files of the folder that it returns."""
+
+    @cache
+    def files() -> Files:
+        with tempfile.TemporaryDirectory() as made:
+            folder = write(Path(made))
+            return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    return files
 
 
-@cache
-def model_folder() -> Files:
+@_made
+def model_folder(folder: Path) -> Path:
     """A small decoder with its tokenizer and labels."""
     tokenizer = byte_tokenizer()
     settings = Model(hidden_size=8, num_attention_heads=2, num_key_value_heads=2)
-    interface = ModelInterface("classification", ("no", "yes"), tokenizer.vocab_size, tokenizer.pad_id)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        model = build_base(settings, interface, seed=0)
-        with quiet_loading():
-            model.save_pretrained(folder)  # type: ignore[operator]
-        tokenizer.save(folder)
-        (folder / "labels.json").write_text(json.dumps({"labels": ["no", "yes"]}))
-        return _files_of(folder)
+    model = build_base(
+        settings, ModelInterface("classification", ("no", "yes"), tokenizer.vocab_size, tokenizer.pad_id), seed=0
+    )
+    with quiet_loading():
+        model.save_pretrained(folder)  # type: ignore[operator]
+    tokenizer.save(folder)
+    (folder / "labels.json").write_text(json.dumps({"labels": ["no", "yes"]}))
+    return folder
 
 
-@cache
-def bundle_folder() -> Files:
-    """What two ranks leave of a violation."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        finding = Finding("they differ", 4, (1,), "w", (("w", "aa bb"),))
-        scene = Scene(world=2, applied=True, last_equal=3, before="they agreed", element="first at [0]")
-        for rank in (1, 0):
-            tensors = {"weights w": torch.full((2, 3), float(rank)), "b": torch.tensor([1 + rank])}
-            evidence = Evidence(folder, rank, 2, lambda: [5, 6], lambda _, held=tensors: iter(held.items()))  # type: ignore[misc]
-            with_bundle(Violation.of("replicas-agree", finding), scene, evidence, {})
-        return _files_of(folder / "4")
+@_made
+def bundle_folder(folder: Path) -> Path:
+    """The bundle of two ranks after a violation."""
+    finding = Finding("they differ", 4, (1,), "w", (("w", "aa bb"),))
+    scene = Scene(world=2, applied=True, last_equal=3, before="they agreed", element="first at [0]")
+    for rank in (1, 0):
+        tensors = {"weights w": torch.full((2, 3), float(rank)), "b": torch.tensor([1 + rank])}
+        evidence = Evidence(folder, rank, 2, lambda: [5, 6], lambda _, held=tensors: iter(held.items()))  # type: ignore[misc]
+        with_bundle(Violation.of("replicas-agree", finding), scene, evidence, {})
+    return folder / "4"
 
 
-@cache
-def run_folder() -> Files:
+@_made
+def run_folder(folder: Path) -> Path:
     """A finished run: its ledger, configuration, provenance, summary, and a checkpoint."""
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        for name, content in run_files().items():
-            (folder / name).write_bytes(content)
-        digests = dict.fromkeys(("data", "tokenizer", "base", "initial_weights"), "0" * 16)
-        write_provenance(folder / "provenance.json", identity="0" * 64, digests=digests, environment=environment(1))
-        (folder / "checkpoints").mkdir()
-        state = {"progress": {"step": 1}, "identity": {}}
-        save_checkpoint(folder / "checkpoints", 1, {"weights/a": torch.ones(3)}, state)
-        return _files_of(folder)
+    for name, content in run_files().items():
+        (folder / name).write_bytes(content)
+    digests = dict.fromkeys(("data", "tokenizer", "base", "initial_weights"), "0" * 16)
+    write_provenance(folder / "provenance.json", identity="0" * 64, digests=digests, environment=environment(1))
+    (folder / "checkpoints").mkdir()
+    state = {"progress": {"step": 1}, "identity": {}}
+    save_checkpoint(folder / "checkpoints", 1, {"weights/a": torch.ones(3)}, state)
+    return folder
 
 
 class _Code:
-    """What a pickle runs where it is loaded."""
-
-    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
-        return os.mkdir, (self.where,)
+    """Unpickling this creates a folder."""
 
     def __init__(self, where: str) -> None:
         self.where = where
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (self.where,)
 
 
 def attacked(draw: random.Random, folder: Path, files: Files) -> None:
@@ -147,6 +149,8 @@ def attacked(draw: random.Random, folder: Path, files: Files) -> None:
         path = folder / draw.choice(sorted(files))
         change = draw.choice(CHANGES)
         if change is _damage or not path.is_dir():
+            if change in _REPLACING:
+                path.unlink(missing_ok=True)
             change(draw, path)
 
 
@@ -156,51 +160,42 @@ def _damage(draw: random.Random, path: Path) -> None:
 
 
 def _plain(path: Path) -> bool:
-    """Whether no change before has made it what the fuzzer itself had better not read."""
+    """False if an earlier change made it a file that the fuzzer itself cannot read."""
     return path.is_file() and not path.is_symlink() and path.stat().st_size < _HUGE[-1]
 
 
-def _gone(draw: random.Random, path: Path) -> None:
-    del draw
-    path.unlink(missing_ok=True)
-
-
-def _replaced(path: Path) -> Path:
-    path.unlink(missing_ok=True)
-    return path
-
-
 def _top(path: Path) -> Path:
-    """The folder above all of the case's files."""
+    """The folder above all files of the case."""
     return next(parent for parent in path.parents if (parent.parent / "outside.json").exists())
 
 
-def _pipe(draw: random.Random, path: Path) -> None:
-    del draw
-    os.mkfifo(_replaced(path))
+def _gone(_draw: random.Random, _path: Path) -> None:
+    pass
 
 
-def _folder(draw: random.Random, path: Path) -> None:
-    del draw
-    _replaced(path).mkdir()
+def _pipe(_draw: random.Random, path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _folder(_draw: random.Random, path: Path) -> None:
+    path.mkdir()
 
 
 def _link(draw: random.Random, path: Path) -> None:
     outside = _top(path).parent / "outside.json"
     to = draw.choice((str(outside), os.path.relpath(outside, path.parent), "/dev/zero", "/dev/tty", path.name, "gone"))
-    _replaced(path).symlink_to(to)
+    path.symlink_to(to)
 
 
-def _link_to_pipe(draw: random.Random, path: Path) -> None:
-    del draw
+def _link_to_pipe(_draw: random.Random, path: Path) -> None:
     pipe = path.with_name("pipe")
     if not pipe.exists():
         os.mkfifo(pipe)
-    _replaced(path).symlink_to(pipe.name)
+    path.symlink_to(pipe.name)
 
 
 def _holes(draw: random.Random, path: Path) -> None:
-    with _replaced(path).open("wb") as file:
+    with path.open("wb") as file:
         file.truncate(draw.choice(_HUGE))
 
 
@@ -216,23 +211,24 @@ def _code(draw: random.Random, path: Path) -> None:
         except ValueError:
             return
         if isinstance(found, dict):
-            named = {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.T", "evil.T"], "AutoModel": "evil.Model"}
-            added = draw.choice(
-                (
-                    {"auto_map": named, "model_type": "of_nobody"},
-                    {"_attn_implementation": "someone/kernel"},
-                    {"attn_implementation": {"": "someone/kernel"}},
-                    {"weight_map": {"a": "../outside.json"}},
-                    {"trust_remote_code": True, "auto_map": named},
-                )
-            )
-            path.write_text(json.dumps(found | added))
+            path.write_text(json.dumps(found | draw.choice(_EVIL)))
     elif path.suffix == ".safetensors":
-        _replaced(path).with_name("pytorch_model.bin").write_bytes(pickle.dumps(_Code(ran)))
+        path.unlink(missing_ok=True)
+        path.with_name("pytorch_model.bin").write_bytes(pickle.dumps(_Code(ran)))
+
+
+_NAMED = {"AutoConfig": "evil.Config", "AutoTokenizer": ["evil.T", "evil.T"], "AutoModel": "evil.Model"}
+_EVIL: tuple[dict[str, object], ...] = (
+    {"auto_map": _NAMED, "model_type": "of_nobody"},
+    {"_attn_implementation": "someone/kernel"},
+    {"attn_implementation": {"": "someone/kernel"}},
+    {"weight_map": {"a": "../outside.json"}},
+    {"trust_remote_code": True, "auto_map": _NAMED},
+)
 
 
 def _other_value(draw: random.Random, path: Path) -> None:
-    """One value of a JSON file, however deep, is of another kind."""
+    """Replace one value of a JSON file, at any depth."""
     if path.suffix != ".json" or not _plain(path):
         return
     try:
@@ -250,14 +246,13 @@ _ODD: tuple[object, ...] = (None, True, -1, 0, 10**30, 1e308, [], {}, [[]], {"a"
 
 
 def _places(value: Any) -> Iterator[Callable[[object], None]]:
-    """What puts another value into each of the places of a JSON value."""
+    """The setters of all places in a JSON value."""
     if isinstance(value, dict | list):
         for key, inner in list(value.items() if isinstance(value, dict) else enumerate(value)):
             yield functools.partial(value.__setitem__, key)
             yield from _places(inner)
 
 
-CHANGES: tuple[Callable[[random.Random, Path], None], ...] = (
-    *(_damage, _damage, _other_value, _other_value, _other_value),
-    *(_gone, _pipe, _folder, _link, _link_to_pipe, _holes, _code),
-)
+_REPLACING = (_gone, _pipe, _folder, _link, _link_to_pipe, _holes)
+"""Changes before which the file is removed."""
+CHANGES = (_damage, _damage, _other_value, _other_value, _other_value, *_REPLACING, _code)

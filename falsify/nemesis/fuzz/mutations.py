@@ -1,4 +1,4 @@
-"""Small damages to bytes: what disks, transfers, editors and adversaries do to a file. Seeded, so that each repeats."""
+"""Small damages to bytes, as disks, transfers, editors and adversaries cause them. A seed determines each."""
 
 from __future__ import annotations
 
@@ -8,42 +8,15 @@ from collections.abc import Callable
 Mutation = Callable[[random.Random, bytes], bytes]
 
 _HOSTILE = (
-    b"\x00",
-    b"\xff\xfe",
-    b"\xef\xbb\xbf",
-    b"\xed\xa0\x80",
-    b"\r\n",
-    b"\r",
-    b"\xe2\x80\xa8",
-    b'"',
-    b"{",
-    b"}" * 3,
-    b"[" * 4000,
-    b'{"a":' * 3000,
-    b"NaN",
-    b"-Infinity",
-    b"1e999",
-    b"9" * 400,
-    b"9" * 5000,
-    b"-0",
-    b"true",
-    b"null",
-    b"'",
-    b"&a [*a, *a]",
-    b"!!python/object/apply:os.system [id]",
-    b"<<: *x",
-    b"? ",
-    b": ",
-    b"\t",
-    b"../../../../etc/passwd",
-    b"\\u0000",
-    b"\\ud800",
-    b"%s%n",
+    *(b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\r\n", b"\r", b"\xe2\x80\xa8"),  # encodings, line ends
+    *(b'"', b"{", b"}" * 3, b"[" * 4000, b'{"a":' * 3000),  # unbalanced or deep brackets
+    *(b"NaN", b"-Infinity", b"1e999", b"9" * 400, b"9" * 5000, b"-0", b"true", b"null"),  # JSON values
+    *(b"'", b"&a [*a, *a]", b"!!python/object/apply:os.system [id]", b"<<: *x", b"? ", b": ", b"\t"),  # YAML
+    *(b"../../../../etc/passwd", b"\\u0000", b"\\ud800", b"%s%n"),  # for readers of paths, escapes, formats
 )
 
 
 def flip_bit(draw: random.Random, data: bytes) -> bytes:
-    """One bit the other way round."""
     if not data:
         return b"\x01"
     at = draw.randrange(len(data))
@@ -51,36 +24,32 @@ def flip_bit(draw: random.Random, data: bytes) -> bytes:
 
 
 def cut(draw: random.Random, data: bytes) -> bytes:
-    """The end is missing."""
     return data[: draw.randrange(len(data))] if data else data
 
 
 def zero_page(draw: random.Random, data: bytes) -> bytes:
-    """A stretch of zeros, as a page that was never written."""
+    """A stretch of zeros, like a page that was never written."""
     at, size = draw.randrange(len(data) + 1), draw.choice((1, 16, 512, 4096))
     return data[:at] + b"\x00" * min(size, len(data) - at) + data[at + size :]
 
 
 def insert_hostile(draw: random.Random, data: bytes) -> bytes:
-    """Something that a parser may stumble over."""
     at = draw.randrange(len(data) + 1)
     return data[:at] + draw.choice(_HOSTILE) + data[at:]
 
 
 def drop_stretch(draw: random.Random, data: bytes) -> bytes:
-    """A stretch is missing."""
     at = draw.randrange(len(data) + 1)
     return data[:at] + data[at + draw.randint(1, 40) :]
 
 
 def repeat_stretch(draw: random.Random, data: bytes) -> bytes:
-    """A stretch stands there twice, or elsewhere as well."""
+    """Copy a stretch to another place."""
     at, to = draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)
     return data[:to] + data[at : at + draw.randint(1, 200)] + data[to:]
 
 
 def exchange_lines(draw: random.Random, data: bytes) -> bytes:
-    """Two lines have changed places."""
     lines = data.splitlines(keepends=True)
     if len(lines) < 2:
         return data
@@ -90,7 +59,7 @@ def exchange_lines(draw: random.Random, data: bytes) -> bytes:
 
 
 def change_number(draw: random.Random, data: bytes) -> bytes:
-    """A digit is another one: what stays well-formed is the hardest to notice."""
+    """Change a digit. The result is often well-formed, which makes the damage hard to notice."""
     digits = [at for at, byte in enumerate(data) if 48 <= byte <= 57]
     if not digits:
         return insert_hostile(draw, data)
@@ -99,21 +68,14 @@ def change_number(draw: random.Random, data: bytes) -> bytes:
 
 
 def noise(draw: random.Random, data: bytes) -> bytes:
-    """No trace of what it was."""
+    """Replace everything."""
     del data
     return draw.randbytes(draw.choice((0, 1, 7, 8, 9, 100, 5000)))
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    flip_bit,
-    cut,
-    zero_page,
-    insert_hostile,
-    drop_stretch,
-    repeat_stretch,
-    exchange_lines,
-    change_number,
-    noise,
+    *(flip_bit, cut, zero_page, insert_hostile, drop_stretch, repeat_stretch),
+    *(exchange_lines, change_number, noise),
 )
 
 

@@ -1,4 +1,4 @@
-"""Well-formed inputs to start from: whatever is damaged was right before."""
+"""Well-formed inputs, which the fuzzer damages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from io import BytesIO
 
 from andon.config.load import to_yaml
 from andon.config.schema import Config
+from andon.data.conversations import Message
 from andon.run.summary import Head, Summary
 from andon_contracts.fields import Part, Real
 from andon_contracts.liveness.diagnosis import Position
@@ -30,8 +31,7 @@ def _records() -> list[tuple[str, str]]:
     return [(f"{text} {number}", "yes" if number % 2 else "no") for number, text in enumerate(_TEXTS * 2)]
 
 
-def _json_lines() -> bytes:
-    rows = [{"id": number, "text": text, "label": label} for number, (text, label) in enumerate(_records())]
+def _lines(*rows: object) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
@@ -42,7 +42,7 @@ def _delimited(delimiter: str) -> bytes:
 
 
 def _parquet() -> tuple[tuple[str, bytes], ...]:
-    """A Parquet file, where its library is installed."""
+    """A Parquet file, if pyarrow is installed."""
     try:
         arrow = importlib.import_module("pyarrow")
         arrow_parquet = importlib.import_module("pyarrow.parquet")
@@ -55,11 +55,46 @@ def _parquet() -> tuple[tuple[str, bytes], ...]:
 
 
 DATA_FILES: tuple[tuple[str, bytes], ...] = (
-    ("rows.jsonl", _json_lines()),
+    ("rows.jsonl", _lines(*({"id": n, "text": text, "label": label} for n, (text, label) in enumerate(_records())))),
     ("rows.csv", _delimited(",")),
     ("rows.tsv", _delimited("\t")),
     *_parquet(),
 )
+
+
+TALK = (
+    Message("system", "be brief"),
+    Message("user", "one good day"),
+    Message("assistant", "ünïcödé ☃"),
+    Message("user", 'a "quoted", comma'),
+    Message("assistant", "0", 0.5),
+)
+_ROW = {"messages": [{"role": each.role, "content": each.content} for each in TALK]}
+_WEIGHED = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0.5}]}
+_PAIR = {"prompt": "what", "completion": "that", "id": 7}
+_TEXT = {"text": "as it is", "source": "a book"}
+
+
+CONVERSATION_FILES = (
+    ("rows.jsonl", _lines(_ROW, _WEIGHED, _ROW)),
+    ("rows.jsonl", _lines(_PAIR, {**_PAIR, "id": 8})),
+    ("rows.json", _lines(_TEXT, _TEXT)),
+    ("rows.csv", b'prompt,completion\r\n"a, ""b""",c\r\nd,"e\nf"\r\n'),
+)
+_BY_PREFIXES = (
+    "{% for m in messages %}{{ '<s>' + m.role + '\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+)
+_BY_MARKS = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}</s>"
+    "{% endgeneration %}{% else %}{{ m['content'] | trim }}{% endif %}{% endfor %}"
+)
+_DATED = (
+    "{{ bos_token }}{{ strftime_now('%d %b %Y') }}{% for m in messages %}"
+    "{{ raise_exception('odd') if m.role == 'tool' }}{{ '[' ~ m.role ~ ']' ~ m.content ~ eos_token }}{% endfor %}"
+    "{{ '[assistant]' if add_generation_prompt }}"
+)
+TEMPLATES = (_BY_PREFIXES, _BY_MARKS, _DATED)
 
 
 def _digest(number: int) -> str:
@@ -93,7 +128,7 @@ def ledger_lines(draw: random.Random) -> list[bytes]:
 
 
 def run_files() -> dict[str, bytes]:
-    """What lies right in the folder of a run of three updates, but for its provenance."""
+    """The files in the folder of a run of three updates, without its provenance."""
     return {
         "ledger.jsonl": b"".join(_run(3)),
         "config.yaml": to_yaml(Config()).encode(),
@@ -104,7 +139,7 @@ def run_files() -> dict[str, bytes]:
 
 @cache
 def messages() -> tuple[tuple[bytes, Callable[[object], object]], ...]:
-    """What ranks tell each other, each with the form by which it is read."""
+    """Messages between ranks, each with its parser."""
     cause = Cause("violation", "they differ", 1, 3, "replicas-agree", "they differ", "w", (1,))
     progress = Progress(Position(1, "before the update", 0.5, 1), Counts(3, 2, "world", 1))
     return (
@@ -120,7 +155,7 @@ def _bytes(part: Part) -> bytes:
 
 @cache
 def report_file() -> bytes:
-    """The report of a campaign with one finding of each outcome."""
+    """The report of a campaign with a finding of each outcome."""
     example = Counterexample("it is another", "step 3, rank 1", "1.0", "1.5", 1.5, "3 / 2", 1, "again")
     law = functools.partial(Finding, "gradient-law", 1, "ddp", "2.13.0", "gloo", 2, 1)
     findings = (
@@ -134,7 +169,6 @@ def report_file() -> bytes:
 
 @cache
 def summary_file() -> bytes:
-    """The summary of a run."""
     found = Summary(
         run="r",
         finished=True,

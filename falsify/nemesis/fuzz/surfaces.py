@@ -1,15 +1,17 @@
-"""Everything that Andon reads from a file, with what it may answer to a damaged one.
+"""Everything that Andon reads from a file, with the permitted answers to a damaged one.
 
-A surface writes one damaged input into an empty folder, has it read, and returns what went wrong: an error of another
-kind than the promised one, or an input that was accepted and is not what was written. An empty string is fine.
+A surface writes one damaged input into an empty folder and lets Andon read it. It returns what went wrong: an error of
+another kind than the promised one, or an accepted input that differs from the one that was written; "" is right.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -17,23 +19,17 @@ import torch
 from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config, Model
 from andon.console.problems import InputError
+from andon.data.chat import EncodedRow, encode_each
+from andon.data.conversations import Conversation, ConversationSet, read_conversations
 from andon.data.readers import read
 from andon.data.rows import DataSet
-from andon.data.tokens import pretrained_tokenizer
+from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.model.adapter import read_labels
 from andon.model.build import ModelInterface, build_base
-from andon.run.checkpoint import (
-    MANIFEST,
-    STATE,
-    TENSORS,
-    CheckpointError,
-    load_checkpoint,
-    newest_valid,
-    save_checkpoint,
-)
+from andon.run import checkpoint as checkpoints
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
 from andon.run.provenance import read_provenance
@@ -46,40 +42,44 @@ from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 
-from . import conversations, folders
+from . import folders, samples
 from .folders import attacked, guarded
 from .mutations import damaged
-from .samples import DATA_FILES, ledger_lines, messages, report_file, summary_file
 
-Attempt = Callable[[random.Random, Path], str]
+_LONGEST = 400
 
 
 @dataclass(frozen=True)
 class Surface:
-    """One kind of input."""
+    """One kind of input. prepare: imports and caches before the first case, so that no case is charged for it."""
 
     name: str
-    attempt: Attempt
+    attempt: Callable[[random.Random, Path], str]
     prepare: Callable[[], object] = lambda: None
-    """What is imported and made once, before the first case: its time is no case's."""
+
+
+def _written(draw: random.Random, path: Path, content: bytes) -> Path:
+    path.write_bytes(damaged(draw, content))
+    return path
+
+
+def _not_named(path: Path, error: Exception) -> str:
+    return "" if str(path) in str(error) else "the message does not name the file"
 
 
 def config(draw: random.Random, folder: Path) -> str:
-    """A configuration file: a `Config` that can be written and read again, or `InputError`."""
-    path = folder / "config.yaml"
-    path.write_bytes(damaged(draw, to_yaml(Config()).encode()))
+    """A configuration file: a `Config` that survives writing and reading, or `InputError`."""
+    path, again = _written(draw, folder / "config.yaml", to_yaml(Config()).encode()), folder / "again.yaml"
     try:
         found = load_config(path)
     except InputError as error:
         return "" if str(error).strip() else "an empty message"
-    again = folder / "again.yaml"
     again.write_text(to_yaml(found))
     return "" if load_config(again) == found else "read again it is another configuration"
 
 
-def override(draw: random.Random, folder: Path) -> str:
+def override(draw: random.Random, _folder: Path) -> str:
     """`--set` on the command line: a `Config`, or `InputError`."""
-    del folder
     key = draw.choice(("optimizer.lr", "training.epochs", "run.devices", "adapter.targets", "model.base", "data"))
     text = damaged(draw, f"{key}={draw.choice(('1e-3', '3', '[0, 1]', 'all-linear', '{a: 1}'))}".encode())
     try:
@@ -91,13 +91,12 @@ def override(draw: random.Random, folder: Path) -> str:
 
 def data(draw: random.Random, folder: Path) -> str:
     """A data file: rows that can be trained on, or `InputError`."""
-    name, content = draw.choice(DATA_FILES)
-    path = folder / name
-    path.write_bytes(damaged(draw, content))
+    name, content = draw.choice(samples.DATA_FILES)
+    path = _written(draw, folder / name, content)
     try:
         found = read(DataSet, path)
     except InputError as error:
-        return "" if str(path) in str(error) else "the message does not name the file"
+        return _not_named(path, error)
     if len(found.labels) < 2 or not found.rows:
         return "fewer than two classes, or no rows, were accepted"
     for place, row in enumerate(found.rows):
@@ -107,44 +106,41 @@ def data(draw: random.Random, folder: Path) -> str:
 
 
 def checkpoint(draw: random.Random, folder: Path) -> str:
-    """A checkpoint with one file damaged, exchanged, gone, a link, or beside a stranger: refused, always."""
+    """A checkpoint with one file damaged, exchanged, missing or a link, or with an extra file: always rejected."""
     made = torch.Generator().manual_seed(draw.randrange(2**31))
     tensors = {"a": torch.randn(3, 5, generator=made), "b": torch.arange(4, dtype=torch.float64)}
-    path = save_checkpoint(folder, 3, tensors, {"progress": {"step": 3}}, (7, "0123456789abcdef"))
-    victim = path / draw.choice((TENSORS, STATE, MANIFEST))
+    path = checkpoints.save_checkpoint(folder, 3, tensors, {"progress": {"step": 3}}, (7, "0123456789abcdef"))
+    victim = path / draw.choice((checkpoints.TENSORS, checkpoints.STATE, checkpoints.MANIFEST))
     before = victim.read_bytes()
     how = draw.randrange(8)
     if how == 0:
         victim.unlink()
     elif how == 1:
-        moved = folder / "elsewhere"
-        victim.rename(moved)
-        victim.symlink_to(moved)
+        victim.rename(folder / "elsewhere")
+        victim.symlink_to(folder / "elsewhere")
     elif how == 2:
-        other = save_checkpoint(folder, 4, {name: t + 1 for name, t in tensors.items()}, {"progress": {"step": 4}})
+        larger = {name: tensor + 1 for name, tensor in tensors.items()}
+        other = checkpoints.save_checkpoint(folder, 4, larger, {"progress": {"step": 4}})
         victim.write_bytes((other / victim.name).read_bytes())
     elif how == 3:
         (path / "stranger").write_bytes(b"")
-    else:
-        victim.write_bytes(damaged(draw, before))
-        if victim.read_bytes() == before:
-            return ""
+    elif _written(draw, victim, before).read_bytes() == before:
+        return ""
     try:
-        load_checkpoint(path)
-    except CheckpointError as error:
-        return "" if str(path) in str(error) else "the message does not name the file"
+        checkpoints.load_checkpoint(path)
+    except checkpoints.CheckpointError as error:
+        return _not_named(path, error)
     return f"{victim.name} was damaged ({how}) and the checkpoint accepted"
 
 
 def ledger(draw: random.Random, folder: Path) -> str:
-    """A ledger: refused, or the lines of the original as far as they go; a changed last line has another head."""
-    lines = ledger_lines(draw)
-    path = folder / "ledger.jsonl"
-    path.write_bytes(damaged(draw, b"".join(lines)))
+    """A ledger: rejected, or the first lines of the original; a changed last line has another head."""
+    lines = samples.ledger_lines(draw)
+    path = _written(draw, folder / "ledger.jsonl", b"".join(lines))
     try:
         heads = [digest for _, digest in digested_ledger(path)]
     except LedgerError as error:
-        return "" if str(path) in str(error) else "the message does not name the file"
+        return _not_named(path, error)
     count = len(heads)
     kept = [line + b"\n" for line in path.read_bytes().split(b"\n")[:count]]
     if kept == lines[:count]:
@@ -154,33 +150,107 @@ def ledger(draw: random.Random, folder: Path) -> str:
 
 
 def history(draw: random.Random, folder: Path) -> str:
-    """A ledger as the checkers read it: never an error, and never `holds` of a chain that is broken."""
-    lines = ledger_lines(draw)
-    path = folder / "ledger.jsonl"
-    path.write_bytes(damaged(draw, b"".join(lines)))
+    """A ledger for the checkers: they never fail, and never find that a broken chain `holds`."""
+    lines = samples.ledger_lines(draw)
+    path = _written(draw, folder / "ledger.jsonl", b"".join(lines))
     verdicts = {verdict.claim: verdict for verdict in verify([read_run(path)])}
-    failed = [verdict.why for verdict in verdicts.values() if "the checker failed" in verdict.why]
-    if failed:
+    if failed := [verdict.why for verdict in verdicts.values() if "the checker failed" in verdict.why]:
         return failed[0]
     kept = [line + b"\n" for line in path.read_bytes().split(b"\n")[:-1]]
-    intact = verdicts["chain-intact"].outcome is Outcome.HOLDS
-    # The last whole line is linked by nothing after it.
-    if intact and kept[:-1] != lines[: max(0, len(kept) - 1)]:
-        return "a broken chain holds"
-    return ""
+    # Nothing follows the last whole line, so the chain does not protect it.
+    changed = kept[:-1] != lines[: max(0, len(kept) - 1)]
+    return "a broken chain holds" if changed and verdicts["chain-intact"].outcome is Outcome.HOLDS else ""
 
 
 def summary(draw: random.Random, folder: Path) -> str:
     """A summary: read, or `ValueError`."""
-    path = folder / "summary.json"
-    path.write_bytes(damaged(draw, summary_file()))
     with contextlib.suppress(ValueError):
-        read_summary(path)
+        read_summary(_written(draw, folder / "summary.json", samples.summary_file()))
     return ""
 
 
+def report(draw: random.Random, folder: Path) -> str:
+    """A campaign's report: read, or `InputError`."""
+    with contextlib.suppress(InputError):
+        read_json(_written(draw, folder / "report.json", samples.report_file()))
+    return ""
+
+
+def message(draw: random.Random, _folder: Path) -> str:
+    """A value in the ranks' store: parsed, or dropped and counted; never an error in a guard."""
+    value, form = draw.choice(samples.messages())
+    raw, checked = damaged(draw, value), StrictReader()
+    found = checked.read("key", raw, form)
+    return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
+
+
+@cache
+def _tokenizer(split_special_tokens: bool) -> Tokenizer:
+    """The tokenizers of models recognize special tokens in a text; the byte tokenizer by default does not."""
+    tokenizer = byte_tokenizer()
+    if not split_special_tokens:
+        tokenizer.base.split_special_tokens = False
+    return tokenizer
+
+
+def conversations(draw: random.Random, folder: Path) -> str:
+    """A file of conversations: rows with at least one trained token, or `InputError` that names the file."""
+    name, content = draw.choice(samples.CONVERSATION_FILES)
+    path, tokenizer = _written(draw, folder / name, content), _tokenizer(True)
+    try:
+        found = read_conversations(path)
+        rows = _encoded(tokenizer, found)
+    except InputError as error:
+        return _not_named(path, error)
+    return _fault(found, rows, tokenizer)
+
+
+def template(draw: random.Random, _folder: Path) -> str:
+    """A model's chat template: it trains the answers, or `InputError` without control codes."""
+    tokenizer = _tokenizer(False)
+    chosen = draw.choice(samples.TEMPLATES)
+    tokenizer.base.chat_template = damaged(draw, chosen.encode()).decode("utf-8", "replace")
+    data = ConversationSet((Conversation(0, samples.TALK, "rows.jsonl:1"),), "rows.jsonl", "messages")
+    try:
+        rows = _encoded(tokenizer, data)
+    except InputError as error:
+        return "" if all(line.isprintable() for line in str(error).split("\n")) else "the message holds control codes"
+    (row,) = rows
+    answers = [each.content for each in samples.TALK if each.role == "assistant"]
+    learned = str(tokenizer.base.decode([id_ for id_, weight in zip(row.ids, row.weights, strict=True) if weight]))
+    if row.cut == 0 and not all(answer in learned for answer in answers):
+        return f"an answer is not learned: {learned!r}"
+    return _fault(data, rows, tokenizer)
+
+
+def _encoded(tokenizer: Tokenizer, data: ConversationSet) -> list[EncodedRow]:
+    rows: list[EncodedRow] = []
+    encode_each(tokenizer, data.form, data.rows, _LONGEST, "assistant", rows.append)
+    return rows
+
+
+def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) -> str:
+    """What is wrong with encoded rows."""
+    if [row.id for row in rows] != [row.id for row in data.rows] or not rows:
+        return "other rows were encoded than were read"
+    for row in rows:
+        if len(row.ids) != len(row.weights) or len(row.ids) > _LONGEST or row.weights[0] != 0.0:
+            return f"row {row.id} has {len(row.ids)} ids, {len(row.weights)} weights"
+        if not any(row.weights) or not all(0.0 <= weight < math.inf for weight in row.weights):
+            return f"row {row.id} has the weights {[*row.weights]}"
+        if not all(0 <= id_ < tokenizer.vocab_size for id_ in row.ids):
+            return f"row {row.id} has an id that the vocabulary has not"
+    return ""
+
+
+def _prepare_conversations() -> None:
+    """Create the tokenizers and import the renderer of templates."""
+    template(random.Random(0), Path())
+    _tokenizer(True)
+
+
 def model_folder(draw: random.Random, folder: Path) -> str:
-    """A model's folder: a model with its tokenizer and labels, or `InputError`; nothing outside opened, no code run."""
+    """A model's folder: a model with tokenizer and labels, or `InputError`; no access outside, no code executed."""
     inside = folder / "model"
     with guarded(inside) as wrong:
         attacked(draw, inside, folders.model_folder())
@@ -193,7 +263,7 @@ def model_folder(draw: random.Random, folder: Path) -> str:
 
 
 def bundle(draw: random.Random, folder: Path) -> str:
-    """A bundle as `andon explain` reads it: lines, or `InputError`."""
+    """A bundle for `andon explain`: lines, or `InputError`."""
     inside = folder / "bundle"
     with guarded(inside) as wrong:
         attacked(draw, inside, folders.bundle_folder())
@@ -204,55 +274,37 @@ def bundle(draw: random.Random, folder: Path) -> str:
 
 
 def run_folder(draw: random.Random, folder: Path) -> str:
-    """A run's folder as `show`, `verify`, `eval` and a resume look at it: each ends in words."""
+    """A run folder for `show`, `verify`, `eval` and a resume: a result, or an error with a message."""
     inside = folder / "run"
     with guarded(inside) as wrong:
         attacked(draw, inside, folders.run_folder())
         run = RunFolder(inside)
-        looks: tuple[Callable[[], object], ...] = (
+        readers: tuple[Callable[[], object], ...] = (
             run.state,
             lambda: list(overview(open_recorded(inside))),
             lambda: read_summary(run.summary),
             lambda: read_provenance(run.provenance),
-            lambda: newest_valid(run.checkpoints),
+            lambda: checkpoints.newest_valid(run.checkpoints),
             lambda: config_at_hand(run),
             lambda: progress_text(run),
         )
-        for look in looks:
+        for reader in readers:
             with contextlib.suppress(InputError, ValueError):
-                look()
+                reader()
         with contextlib.suppress(InputError, OSError):
             failed = [verdict.why for verdict in verify([read_run(inside)]) if "the checker failed" in verdict.why]
-            unread = ("manifest.json", "summary.json", "config.yaml")  # a claim that needs one says that it has none
+            unread = ("manifest.json", "summary.json", "config.yaml")  # a claim that needs a missing file says so
             if any(not any(name in why for name in unread) for why in failed):
                 return failed[0]
         return wrong()
-
-
-def report(draw: random.Random, folder: Path) -> str:
-    """A campaign's report: read, or `InputError`."""
-    path = folder / "report.json"
-    path.write_bytes(damaged(draw, report_file()))
-    with contextlib.suppress(InputError):
-        read_json(path)
-    return ""
-
-
-def message(draw: random.Random, folder: Path) -> str:
-    """A value in the ranks' store: one of its form, or dropped and counted; never an error in a guard."""
-    del folder
-    value, form = draw.choice(messages())
-    raw, checked = damaged(draw, value), StrictReader()
-    found = checked.read("key", raw, form)
-    return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
 
 
 SURFACES: tuple[Surface, ...] = (
     Surface("config", config),
     Surface("--set", override),
     Surface("data file", data),
-    Surface("conversations", conversations.conversations, conversations.prepare),
-    Surface("chat template", conversations.template, conversations.prepare),
+    Surface("conversations", conversations, _prepare_conversations),
+    Surface("chat template", template, _prepare_conversations),
     Surface("checkpoint", checkpoint),
     Surface("ledger", ledger),
     Surface("history", history),
