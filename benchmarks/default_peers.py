@@ -159,10 +159,7 @@ def base(out: str, talk: str, dtype: str, **shape: Any) -> Row:
 
 
 def talk(out: str, rows: int, seed: int, answers: bool = True) -> Row:
-    """Write `rows` conversations of 1 to 4 turns. An answer walks through the words by a fixed rule, with some noise.
-
-    answers: without it each conversation ends with its first question.
-    """
+    """Write `rows` conversations of 1 to 4 turns by a noisy rule; without answers, first questions."""
     draw, rule = random.Random(seed), random.Random(0)
     words = [a + b + c for a in ("ka", "lo", "mi", "ru", "se") for b in "nrst" for c in ("el", "ion", "um", "ay")]
     after = {word: rule.sample(words, 2) for word in words}

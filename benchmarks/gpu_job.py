@@ -45,10 +45,7 @@ class Shape:
 
     @property
     def products(self) -> float:
-        """Floating-point operations of a step's matrix products: forward, and backward to the inputs of frozen ones.
-
-        The vocabulary's head is not counted.
-        """
+        """Floating-point operations of a step's matrix products, forward and backward, without the head."""
         width = self.heads * self.head_size
         layer = self.hidden * (2 * width + 2 * self.kv_heads * self.head_size + 3 * self.inner)
         return 4.0 * self.layers * layer * self.batch * self.length

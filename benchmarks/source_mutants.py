@@ -192,7 +192,6 @@ def sample(root: Path, count: int, seed: int) -> list[Site]:
 
 
 def _span(text: str, node: ast.expr | ast.stmt) -> tuple[int, int]:
-    """The first and last byte of a node in `text`."""
     starts = [0]
     for line in text.encode().splitlines(keepends=True):
         starts.append(starts[-1] + len(line))

@@ -94,10 +94,7 @@ def _all(base: Path, options: argparse.Namespace, settings: Sequence[str]) -> It
 
 
 def _resumed(folder: Path, backend: str, pair: str, half: int, sent: str, settings: Sequence[str]) -> Found:
-    """Begun on as many workers as `pair` says first, ended by a signal after step `half`, resumed on the others.
-
-    Raises `RuntimeError` if the run did not end by the signal.
-    """
+    """A run on the first number of workers in `pair`, ended by a signal after step `half`, resumed on the second."""
     before, _, after = pair.partition(":")
     target, code = SIGNALS[sent]
     began = time.perf_counter()
