@@ -83,7 +83,7 @@ def test_slow_updates_are_no_long_silence(monkeypatch: pytest.MonkeyPatch, capfd
 def test_no_progress_and_progress_as_json_are_not_both(tmp_path: Path) -> None:
     ended = cli("train", "--quiet", "--json", "--run-dir", tmp_path / "run")
     assert ended.code == 2
-    assert "--quiet: says nothing, and --json" in ended.said[0]
+    assert "--quiet: cannot be combined with --json" in ended.said[0]
     assert not (tmp_path / "run").exists()
 
 
@@ -431,7 +431,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, 
         with pytest.raises(InputError, match=what):
             predicted(run, tmp_path / "none.csv", "--output", output)
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(InputError, match="is there and is no file"):
+    with pytest.raises(InputError, match="exists and is not a regular file"):
         predicted(run, "--output", tmp_path / "folder.csv")
     with pytest.raises(InputError, match="name one file of texts"):
         predicted(run, "a.csv", "--data", "b.csv")

@@ -173,7 +173,7 @@ def train(
 ) -> None:
     """Train. The result is the same to the bit for every number of workers."""
     if quiet and as_json:
-        raise InputError([Problem("--quiet", "says nothing, and --json says it as JSON; give one of them")])
+        raise InputError([Problem("--quiet", "cannot be combined with --json; give one of them")])
     progress = "quiet" if quiet else "json" if as_json else None
     flags = {"run.progress": progress, "run.workers": workers, "run.resume": resume, "run.dir": run_dir}
     from andon.cli.train import run_training

@@ -58,7 +58,7 @@ def check_output(output: Path | None, data: Path | None) -> None:
         return
     require_kind(output)
     if is_there(output) and not output.is_file():
-        raise InputError([Problem("--output", f"{output} is there and is no file")])
+        raise InputError([Problem("--output", f"{output} exists and is not a regular file")])
     if not output.parent.is_dir():
         raise InputError([Problem("--output", f"there is no folder {output.parent}")])
     if data is not None and is_there(data) and is_there(output) and output.samefile(data):

@@ -342,8 +342,8 @@ class _Encoder:
         return self._batch
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:
-        """`plain_ids` of texts with shared prefixes. Each part between added tokens is tokenised only once. The first
-        texts are also tokenised whole; if the ids differ, splitting is disabled."""
+        """Like `plain_ids`, but texts are split at added tokens and each distinct part is tokenised once. The first
+        texts are also tokenised whole, and a difference disables splitting for good."""
         if self._splits is False:
             return self._tokenizer.plain_ids(texts)
         split = [self._added.split(text) for text in texts]

@@ -212,7 +212,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _integer(digits: str) -> int:
     if len(digits) > 400:
-        raise ValueError(f"an integer of {len(digits)} digits")
+        raise ValueError(f"an integer of {len(digits)} digits, and at most 400 are read")
     return int(digits)
 
 

@@ -274,7 +274,7 @@ class Tokenizer:
 
 
 def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """The position of the first token of each word of `text`, or -1."""
+    """By word of `text` (split at spaces), the position of its first token; -1 if no token covers it."""
     place_of = [-1] * max((end for _, end in offsets), default=0)  # by character: the position of its first token
     for place, (start, end) in reversed([*enumerate(offsets)]):
         place_of[start:end] = [place] * (end - start)

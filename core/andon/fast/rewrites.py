@@ -96,7 +96,7 @@ def only_at(x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def picked(x: Tensor, chosen: Tensor) -> Tensor:
-    """[rows, 1, size]: each row's `chosen` token of `x`, in the type of `x`."""
+    """[rows, 1, size], in the dtype of `x`: of each row the one token at which `chosen` [rows, length] is True."""
     token: Tensor = only_at(x, chosen).sum(1, keepdim=True, dtype=x.dtype)  # autocast would sum in fp32
     return token
 

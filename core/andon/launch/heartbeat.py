@@ -35,10 +35,10 @@ _PLACE_S = 1.0  # report where the main thread is after this time
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Bounds of waits in seconds; other bounds shrink with a short `timeout_s`.
+    """Timeouts in seconds. A small `timeout_s` also shortens the other waits of this module.
 
-    timeout_s: give up a rank for which others have waited this long. step_s: an update that takes longer ends the run;
-    None: no limit. silence_s: how long a live rank may send no beat; None: derived from `timeout_s`.
+    timeout_s: how long others wait for a rank before it counts as lost. step_s: an update that takes longer ends the
+    run; None: no limit. silence_s: how long a live rank may send no beat; None: derived from `timeout_s`.
     """
 
     timeout_s: float

@@ -190,7 +190,7 @@ def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoRetu
 
 
 def _take_the_end() -> None:
-    """Claim the end of this process. If another thread is already ending it, wait for that."""
+    """Make this thread the one that ends the process. Any later caller blocks for ever."""
     if not _state.ending.acquire(blocking=False):
         threading.Event().wait()
 

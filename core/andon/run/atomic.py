@@ -51,6 +51,8 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
             above = Path(os.fsdecode(error.filename)).parent
             if above.is_dir():
                 reason = f"nothing of that name can be made in {above}"
+        if doing == "read":
+            reason = reason.replace("to write", "to read")
         raise InputError([Problem(str(path), f"cannot be {doing}: {reason} ({error.strerror})")]) from error
 
 

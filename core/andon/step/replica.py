@@ -208,7 +208,7 @@ class Replica:
             start += piece.numel()
 
     def clip(self, limit: float | None, norm: torch.Tensor | float) -> None:
-        """Scale the gradient to the L2 norm `limit` if `norm` (0-dim fp32) is above it (None: never)."""
+        """Clip the gradient to the L2 norm `limit` (None: no clipping). norm: its norm as reported, 0-dim fp32."""
         if limit is not None:
             # Clip by the reported norm instead of computing it again.
             total = torch.as_tensor(norm, dtype=torch.float32, device=self.master.device)

@@ -1,6 +1,16 @@
 """The step: plan, compute, report, reduce, report, apply, report. One code path for every backend.
 
-`TrainingStep.launch` is the overview. The decorators of each phase name its laws (`andon_contracts.laws.update`).
+`TrainingStep.launch` is the overview. The decorators of each phase name its laws, which are judged on what the phase
+reports, after it has run; their conditions stand in `andon_contracts.laws.update`, their clauses in `clauses`.
+
+    phase               contract                        laws (evaluated first to last)
+    _compute            C-DP-002, F-DP-002, F-DP-003    ROWS_AGREE, then LEAVES (each once, as planned, finite)
+    _audit_gradients    audit                           AUDITED
+    _reduce_gradient    C-DP-001, F-DP-003              RATE, WEIGHTS_UNCHANGED; GRADIENTS_AGREE, FINITE, CLIP
+    _compare_moments    C-DP-001, one rank alone        OPTIMIZER_UNCHANGED (several: after the update)
+    _apply_update       C-DP-001, F-DP-001              ONE_UPDATE, OPTIMIZERS, REPLICAS
+    mean_loss           F-DP-005                        its own condition, when the result is read
+    F-DP-004, devices without a GPU, is on `backend.devices.placement`.
 
 To read a value from a GPU, the host waits for all earlier work, and then the GPU idles until the host has caught up. So
 if all replicas are on GPUs, values are copied to pinned memory after the work that computes them and read a step later.

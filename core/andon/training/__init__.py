@@ -1,1 +1,1 @@
-"""A run: material, replicas, epochs around the step, evaluation, what is written down."""
+"""A training run: data and model, the loop of epochs around `andon.step`, evaluation, output files."""

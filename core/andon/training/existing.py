@@ -84,8 +84,8 @@ def as_begun(config: Config, folder: RunFolder) -> Config:
 def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     """Raise `InputError` if `config` describes another run than the finished one in `folder`.
 
-    It lists each differing key of the identity, the base and the columns, or different data. The kind of device is
-    ignored, since nothing is left to compute. Data files that no longer exist are not compared.
+    It lists every setting that differs (identity, base, column names), or says that the data differ. The kind of
+    device is ignored, since nothing is left to compute. Data files that no longer exist are not compared.
     """
     try:
         was = config_of(folder)

@@ -87,12 +87,12 @@ def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
 def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: str = "rows") -> tuple[str, ...]:
     """Write the run's model atomically to a new folder, and compare it with the run as `check` requires.
 
-    dtype: a key of `DTYPES`: merge the adapter into the base in fp32 and write the sums in this type, for transformers
-    alone. None: write the adapter for peft, with the embedded base inside, or the whole model if every weight was
+    dtype: a key of `DTYPES`: merge the adapter into the base in fp32 and save that in this type, which needs no peft.
+    None: save a peft adapter (with its base if that is the embedded one), or the whole model if every weight was
     trained. check: one of `CHECKS`.
 
-    Returns lines for the user, the first about the drift. Afterwards `run.model` is unusable. Raises `InputError` as
-    `require_place` and `result_of` do, and `RuntimeError` if the folder gives other outputs than the run.
+    Returns lines to print; the first says how far outputs differ from the run's. Afterwards `run.model` is unusable.
+    Raises `InputError` as `require_place` and `result_of` do, and `RuntimeError` if the folder gives other outputs.
     """
     require_place(target)
     result, config = result_of(run.folder), config_of(run.folder)

@@ -199,7 +199,7 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
     skipped = skipped_of(task)
     usable = tuple(id_ for id_ in ids if id_ not in skipped)
     if skipped and not usable:
-        raise InputError([Problem("data.eval", f"no row can be used; {skipped[min(skipped)]}")])
+        raise InputError([Problem("data.eval", f"none of its rows can be used; the first: {skipped[min(skipped)]}")])
     return usable
 
 

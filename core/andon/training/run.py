@@ -494,7 +494,7 @@ def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -
     """Write the summary, which must be the last file: with it, the folder counts as finished."""
     changed = changed_since(session.config, session.material.rows, session.began)
     for key, how in changed.items():
-        say(f"warning: {key} is not what this run was trained on any more: it {how}")
+        say(f"warning: {key} has changed since this run read it: it {how}")
     journal.ledger.sync()
     last = replace(
         summary,
