@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,37 +90,18 @@ class Bench:
         return replace(row, unguarded=unguarded[0], doubt=judging.doubt(phases[1], unguarded[0], finds))
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
-        """The disturbed run, and the one without the guard if there is a guard.
+        """The disturbed run, and the one without the guard if there is a guard."""
+        return [self._phase(nemesis, guarded=guarded) for guarded in ((True, False) if nemesis.guard else (True,))]
 
-        If the guard is off only in the resumed run, both are resumed from copies of one disturbed run.
-        """
-        if nemesis.guard is None:
-            return self._phases(nemesis, guarded=True, heals=(True,))
-        if nemesis.launch(guarded=True) == nemesis.launch(guarded=False):
-            return self._phases(nemesis, guarded=True, heals=(True, False))
-        return [
-            phase for guarded in (True, False) for phase in self._phases(nemesis, guarded=guarded, heals=(guarded,))
-        ]
-
-    def _phases(self, nemesis: Nemesis, *, guarded: bool, heals: Sequence[bool]) -> list[Phase]:
-        """One disturbed run, resumed from the same folder once for each of `heals` (with the guard, without)."""
+    def _phase(self, nemesis: Nemesis, *, guarded: bool) -> Phase:
         with self._opened("guarded" if guarded else "unguarded", nemesis) as run:
             phase = self._fault(nemesis, run, guarded=guarded)
             if not guarded and judging.wrong_before_healing(nemesis.promise, phase):
-                return [phase]  # without its guard it is already wrong, so resuming would add nothing
-            kept = run.folder.with_name(f"{run.folder.name}-kept")
-            found: list[Phase] = []
-            if len(heals) > 1:
-                shutil.copytree(run.folder, kept, symlinks=True)
-            for with_guard in heals:
-                if found:
-                    shutil.rmtree(run.folder)
-                    shutil.copytree(kept, run.folder, symlinks=True)
-                launch = nemesis.heal(guarded=with_guard)
-                nemesis.place.start(run, launch)
-                healing, unmoved = run.end(), (*phase.idle, *idle(launch.plants, run.scratch))
-                found.append(replace(phase, healing=healing, result=run.whole.differs(run.folder), idle=unmoved))
-            return found
+                return phase  # without its guard it is already wrong, so resuming would add nothing
+            launch = nemesis.heal(guarded=guarded)
+            nemesis.place.start(run, launch)
+            healing, unmoved = run.end(), (*phase.idle, *idle(launch.plants, run.scratch))
+            return replace(phase, healing=healing, result=run.whole.differs(run.folder), idle=unmoved)
 
     def _fault(self, nemesis: Nemesis, run: Run, *, guarded: bool) -> Phase:
         launch = nemesis.launch(guarded=guarded)

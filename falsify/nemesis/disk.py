@@ -232,7 +232,8 @@ _FORGIVEN, _BELIEVED = (Plant.of("forgiven"),), (Plant.of("unverified"),)
 _REFUSED = Guard(
     "an error of the disk ends the run", "exit 0 instead of 2|not said: 'cannot be written", plants=_FORGIVEN
 )
-_FATAL = Guard("a checkpoint that cannot be written ends the run", "exit 0 instead of 2", plants=_FORGIVEN)
+_LAST = ("training.keep=last",)  # `best` reads a checkpoint at the end, whose absence is an error too
+_FATAL = Guard("a checkpoint that cannot be written ends the run", "exit 0 instead of 2", _LAST, _FORGIVEN)
 _VERIFIED = Guard(
     "the check of every byte against the manifest", "healing: exit|healing: other bits", resume_plants=_BELIEVED
 )
@@ -291,9 +292,8 @@ NEMESES = (
     ),
     Nemesis(
         *("run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
-        # Without a folder there is no summary either, by which the launcher knows that a run is finished. At its end
-        # training.keep=best would read a checkpoint, whose absence is an error too.
-        Guard("what cannot be written ends the run", "exit 71 instead of 2", ("training.keep=last",), _FORGIVEN),
+        # Without a folder there is no summary either, by which the launcher knows that a run is finished.
+        Guard("what cannot be written ends the run", "exit 71 instead of 2", _LAST, _FORGIVEN),
     ),
     Nemesis(
         *("power cut, names kept", (37,)),
