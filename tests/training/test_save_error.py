@@ -155,7 +155,7 @@ def test_a_change_of_the_data_is_told_at_the_end(
     after_update(monkeypatch, 5, lambda replica: do(own.data))
     assert own.train(tmp_path / "run") == 0
     assert outcome(tmp_path / "run") == outcome(whole)
-    told = [line for line in capfd.readouterr().err.splitlines() if "data.train is not what this run was" in line]
+    told = [line for line in capfd.readouterr().err.splitlines() if "data.train has changed since" in line]
     found = summary(tmp_path / "run").get("data_changed", {})
     assert len(told) == len(found) == (1 if words else 0)
     assert all(words in line for line in (*told, *found.values()))
