@@ -189,7 +189,6 @@ def _where(key_path: KeyPath, path: Path | None, lines: Mapping[KeyPath, int], o
 
 
 def _faults(error: ValidationError) -> Iterator[tuple[KeyPath, str]]:
-    """The first fault of each key."""
     seen: set[KeyPath] = set()
     for details in error.errors(include_url=False):
         # Without the union tag that pydantic adds after the key.

@@ -154,7 +154,6 @@ def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int
 
 
 def _first_line(path: Path, file: BinaryIO) -> str:
-    """The first nonblank line, or an empty string."""
     return next((text for _, text in numbered_lines(path, file, lambda *_: None) if text.strip()), "")
 
 

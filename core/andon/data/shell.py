@@ -49,7 +49,6 @@ def _bare(draw: Draw) -> str:
 
 
 def _reading(draw: Draw, word: str) -> str:
-    """An idempotent command with one argument."""
     other = _word(draw)
     return draw.pick(
         (

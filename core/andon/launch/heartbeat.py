@@ -183,7 +183,6 @@ class Heartbeat:
         return True
 
     def _end_by(self, error: Exception, tell: Callable[[], None] = lambda: None) -> None:
-        """The watchdog itself failed: end this rank."""
         report = watchdog_failed(error, self._rank)
         self._exit, self._last = report.exit, report.cause
         with suppress(Exception):  # this store may be what failed

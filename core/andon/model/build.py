@@ -333,7 +333,6 @@ def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: s
 
 
 def _config(base: str, revision: str | None, **values: Any) -> Any:
-    """The configuration at `base`, with `values` replaced."""
     from transformers import AutoConfig
 
     source, local = _source(base, revision)

@@ -100,7 +100,6 @@ def rewriting_backend(options: dict[str, Any], **more: Any) -> Callable[..., Any
 
 @functools.cache
 def _code_of_rewrites() -> str:
-    """A digest of the code that may be traced into graphs."""
     root = Path(__file__).parents[1]
     files = [path for package in ("fast", "model") for path in sorted((root / package).glob("*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

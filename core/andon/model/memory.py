@@ -267,7 +267,6 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
 
 def _layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In fp32 under autocast, as on a GPU."""
     return nn.functional.layer_norm(input.float() if torch.is_autocast_enabled("cpu") else input, *args, **kwargs)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from andon.config.schema import SFT, Config
 from andon.console.exits import Exit
 from andon.console.messages import command_line, say
 from andon.console.problems import InputError, Problem
-from andon.data.origins import require_unchanged, stamps
+from andon.data.origins import Stamp, require_unchanged, stamps
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
@@ -108,6 +108,9 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
     if task:
         say(task)
     # Report all errors in the data once, before ranks start, each of which would report them.
+    files: list[Stamp] = []
+    with suppress(InputError):  # reading names every missing file
+        files = stamps(data_files(config))
     rows = None if is_tokenised_as_read(config) else read_rows(config)
     for note in filter(None, (*(() if rows is None else notes(rows)), chosen, not_portable)):
         say(note)
@@ -122,6 +125,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             try:
                 if given and same_data(folder, config):  # other rows are refused later, so they are not copied
                     config, rows = kept(config, folder, given), None
+                    files = stamps(data_files(config))
                 # From here on signals raise no exception. Raised while the folder's lock is being released, one would
                 # leave the folder locked and its files in place.
                 preemption.begin()
@@ -129,10 +133,11 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
                     cache = cache_of(config, folder.tokens)
                     if rows is not None and cache is not None:  # ranks then read the cache and no data file
                         read_rows(config, folder=cache, known=rows)
+                require_unchanged(data_files(config), files)
                 if config.run.backend == "inline":
                     ended = _train_here(config, folder, started)
                 else:
-                    ended = _train_in_ranks(config, folder, started, entry)
+                    ended = _train_in_ranks(config, folder, started, entry, files)
             finally:
                 folder.discard_unbegun(before=before)
         if ended.exit is Exit.OK and folder.state() is not State.FINISHED:
@@ -186,14 +191,15 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome
         return RunOutcome(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
-def payload_of(config: Config, folder: Path, started: float) -> dict[str, Any]:
-    """The payload of `train_rank`. started: the command's start by `time.monotonic`.
+def payload_of(config: Config, folder: Path, started: float, files: Sequence[Stamp] | None = None) -> dict[str, Any]:
+    """The payload of `train_rank`. started: the command's start by `time.monotonic`. files: the stamps of the data
+    files when they were read; None: as they are now.
 
     Settings that the user did not set are left out: every rank chooses the same values from the data and the base.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
-    now = stamps(data_files(config))
-    return {"config": values, "folder": str(folder), "started": started, "task": inferred_task(config), "files": now}
+    files = stamps(data_files(config)) if files is None else files
+    return {"config": values, "folder": str(folder), "started": started, "task": inferred_task(config), "files": files}
 
 
 def train_rank(payload: Mapping[str, Any]) -> int:
@@ -209,7 +215,9 @@ def train_rank(payload: Mapping[str, Any]) -> int:
     return int(train(config, RunFolder(Path(payload["folder"])), lambda: preempted() is not None, payload["started"]))
 
 
-def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: str) -> RunOutcome:
+def _train_in_ranks(
+    config: Config, folder: RunFolder, started: float, entry: str, files: Sequence[Stamp]
+) -> RunOutcome:
     """Launch ranks, and relaunch them after a failure, at most `run.max_restarts` times.
 
     A restart resumes from the last checkpoint and repeats the same computation bit for bit. If it fails with the same
@@ -220,7 +228,7 @@ def _train_in_ranks(config: Config, folder: RunFolder, started: float, entry: st
     while True:
         result = launch(
             entry,
-            payload_of(config, folder.path, started),
+            payload_of(config, folder.path, started, files),
             workers=config.run.workers,
             run_folder=folder.path,
             timeout_s=config.run.grace_s,

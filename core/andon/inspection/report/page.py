@@ -299,7 +299,6 @@ def render(page: Page) -> str:
 
 
 def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
-    """Template values of one run."""
     ends = [(f"rank {rank}", end.exit, end.cause, end.message) for rank, end in run.ends.items()]
     scored = list(dict.fromkeys(chain(*(each.scores for each in run.evaluations))))[:_MOST_SCORES]
     evaluations = [
