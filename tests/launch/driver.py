@@ -12,10 +12,7 @@ WITHOUT_TORCH = ("andon.launch.rank", "tests.launch.entries", "andon.launch.serv
 
 
 def main() -> None:
-    """Launch two ranks of each entry, one after the other, print each result as a line, end with the last exit code.
-
-    stopped: the fork server is, before a rank starts.
-    """
+    """Launch two ranks of each entry in turn, print each result, end with the last code (stopped: stop the fork server)."""
     from andon.launch import fork_server, launcher
     from andon.launch.launcher import launch, warm_up
 

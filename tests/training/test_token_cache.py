@@ -26,10 +26,9 @@ from andon.data.rows import TextRows, repeated_texts, shared_texts
 from andon.data.tokens import byte_tokenizer
 from andon.run.folder import RunFolder
 from andon.tasks.text import EncodedRows
-from andon.training import token_cache
+from andon.training import start, token_cache
 from andon.training.material import prepare
 from andon.training.rows import read_rows, task_of_run, with_task
-from andon.training.start import payload_of, train_rank
 from andon.training.token_cache import COLUMNS, TokenisedConversations, encoded_texts, tokenised
 from tests.model.tiny import CPU
 from tests.support.ranks import run_ranks
@@ -254,9 +253,7 @@ def test_the_pass_finds_all_that_is_wrong(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_while_reading_is_refused(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def meanwhile(*given: Any, **named: Any) -> Encoding:
         path.write_text(path.read_text() + "\n")
         return encode_each(*given, **named)
@@ -266,11 +263,16 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         made(path, tmp_path / "cache")
 
 
-def test_a_file_that_changes_before_a_rank_reads_it_is_refused(path: Path, tmp_path: Path) -> None:
-    payload = payload_of(load_config(None, [f"data.train={path}"]), tmp_path / "run", 0.0)
+def test_a_change_before_ranks_read_is_refused(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ranks after their launch, and by the command before it."""
+    config = load_config(None, [f"data.train={path}", f"run.dir={tmp_path / 'run'}"])
+    payload = start.payload_of(config, tmp_path / "run", 0.0)
     path.write_text(path.read_text() * 2)
     with pytest.raises(InputError, match="has changed while it was read; start again"):
-        train_rank(json.loads(json.dumps(payload)))
+        start.train_rank(json.loads(json.dumps(payload)))
+    monkeypatch.setattr(start, "is_tokenised_as_read", lambda _: bool(path.write_text(path.read_text() * 2)))
+    with pytest.raises(InputError, match="has changed while it was read; start again"):
+        start.start(config, 0.0)
 
 
 @pytest.mark.parametrize("packing", [False, True])
