@@ -12,7 +12,7 @@ WITHOUT_TORCH = ("andon.launch.rank", "tests.launch.entries", "andon.launch.serv
 
 
 def main() -> None:
-    """Launch two ranks of each entry in turn, print each result, end with the last code (stopped: stop the fork server)."""
+    """Launch two ranks of each entry in turn, print each result, end with the last code (stopped: no fork server)."""
     from andon.launch import fork_server, launcher
     from andon.launch.launcher import launch, warm_up
 
