@@ -323,7 +323,6 @@ class Run(Section):
     @model_validator(mode="before")
     @classmethod
     def _a_worker_for_each_device(cls, values: Any) -> Any:
-        """Without `workers`, use one for each device."""
         devices = values.get("devices") if isinstance(values, Mapping) else None
         if isinstance(devices, list | tuple) and values.get("workers", "auto") == "auto":
             return {**values, "workers": max(len(devices), 1)}

@@ -140,10 +140,11 @@ def portable_kernels() -> Iterator[None]:
     CPU.
     """
     import torch
+    from torch import library
 
     _require_order()
     was_enabled = torch.backends.mkldnn.enabled
-    with torch.library._scoped_library("aten", "IMPL") as kernels:
+    with library._scoped_library("aten", "IMPL") as kernels:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
             for name, kernel in (("mm", _mm), ("addmm", _addmm)):
