@@ -141,7 +141,7 @@ class EncodedRows(PaddedRows):
         """
         self._require_known(ids)
         spans = [slice(self._starts[row], self._starts[row] + int(self.lengths[row])) for row in ids]
-        batch = collate([self._tokens[span].long() for span in spans], self.pad_id, self._multiple, self._limit)
+        batch = collate([self._tokens[span] for span in spans], self.pad_id, self._multiple, self._limit)
         for name, (values, padding) in self._columns.items():
             column = torch.full_like(batch["input_ids"], padding)
             for place, span in enumerate(spans):
