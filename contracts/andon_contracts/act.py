@@ -338,7 +338,7 @@ def current_activity(ident: int) -> str:
     frames = list(traceback.walk_stack(sys._current_frames().get(ident)))
     modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
     activities = (text for module in modules for package, text in _ACTIVITIES if module.startswith(package))
-    return ", ".join(filter(None, (next(activities, ""), _user_line(frames, " ")))) or "where no Python runs"
+    return ", ".join(filter(None, (next(activities, ""), _user_line(frames, " ")))) or "outside Python code"
 
 
 def error_line(error: BaseException) -> str:

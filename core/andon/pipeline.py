@@ -196,7 +196,7 @@ class SafetySample:
         try:
             return list(self.input.encode("utf-8"))
         except UnicodeEncodeError as error:
-            raise InputError(f"{self.input!r} is no Unicode text: {error.reason}") from error
+            raise InputError(f"{self.input!r} is not Unicode text: {error.reason}") from error
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ NEMESES = (
     ),
     Nemesis(
         *("world smaller than asked for", (16, 41), "torchrun --nproc-per-node 2 with --workers 3"),
-        Promise((1,), ("3 were asked for, torchrun started 2",), 30.0, at_once=True),
+        Promise((1,), ("3 were requested, torchrun started 2",), 30.0, at_once=True),
         (Fault(_smaller, before_start=True),),
         no_guard="one comparison before anything else; without --workers torchrun decides",
         launched=replace(_ASKED_FOR, environment=((_WORLD, "2"),)),

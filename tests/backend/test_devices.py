@@ -37,11 +37,11 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(InputError) as caught:
         named_devices(["cuda:0", "tpu", 0, 2, -1, 4321], gpus=2)
     assert [(problem.where, problem.what.split(";")[0]) for problem in caught.value.problems] == [
-        ("run.devices[1]", "'tpu' is no device"),
+        ("run.devices[1]", "'tpu' is not a device"),
         ("run.devices[2]", "GPU 0 is named twice"),
-        ("run.devices[3]", "there is no GPU 2"),
-        ("run.devices[4]", "-1 is no device"),
-        ("run.devices[5]", "there is no GPU 4321"),
+        ("run.devices[3]", "GPU 2 does not exist"),
+        ("run.devices[4]", "-1 is not a device"),
+        ("run.devices[5]", "GPU 4321 does not exist"),
     ]
 
 
@@ -50,10 +50,10 @@ def test_an_absent_gpu_is_the_cpu_only_where_that_was_asked_for(caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         assert named_devices([0, 5, "cpu"], gpus=1, absent="cpu") == (_gpu(0), CPU, CPU)
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("there is no cuda:5: replica 1 trains on the CPU")
+    assert said.startswith("cuda:5 does not exist: replica 1 trains on the CPU")
     with pytest.raises(InputError, match=r"^devices\[1\]: GPU 5 is named twice"):
         named_devices([5, "cuda:5"], gpus=1, where="devices", absent="cpu")
-    with pytest.raises(InputError, match=r"^run\.devices\[0\]: there is no GPU 5; this machine has 1$"):
+    with pytest.raises(InputError, match=r"^run\.devices\[0\]: GPU 5 does not exist; this machine has 1$"):
         named_devices([5], gpus=1)
 
 
@@ -90,7 +90,7 @@ def test_default_placement(
         ("nccl", 128, None, 4096, "at most 127 GPUs of one host"),
         ("gloo", 3, ["cpu", "cpu"], 0, "2 devices for 3 workers"),
         ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),
-        ("nccl", 1, [0], 0, "there is no GPU 0"),
+        ("nccl", 1, [0], 0, "GPU 0 does not exist"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(

@@ -73,8 +73,8 @@ def _unequal() -> list[torch.Tensor]:
 
 def test_messages_of_unequal_length_are_an_error() -> None:
     first, second = run_ranks(2, _unequal)
-    assert "rank 1 sends 16 bytes where this rank sends 8" in str(first.error)
-    assert "rank 0 sends 8 bytes where this rank sends 16" in str(second.error)
+    assert "rank 1 sends 16 bytes and this rank 8" in str(first.error)
+    assert "rank 0 sends 8 bytes and this rank 16" in str(second.error)
 
 
 def _changed() -> list[list[float]]:

@@ -72,7 +72,7 @@ def test_data_with_many_faults(tmp_path: Path) -> None:
 def test_a_run_that_does_not_exist(tmp_path: Path, command: str) -> None:
     (tmp_path / "empty").mkdir()
     data = [tmp_path / "none.csv"] if command == "eval" else []
-    refused(cli(command, tmp_path / "no", *data, stdin=b"\xff\n"), f"{tmp_path / 'no'}: there is no such run")
+    refused(cli(command, tmp_path / "no", *data, stdin=b"\xff\n"), f"{tmp_path / 'no'}: no such run")
     refused(cli(command, tmp_path / "empty", *data, stdin=b"\xff\n"), "holds no run of andon")
 
 

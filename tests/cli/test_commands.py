@@ -144,7 +144,7 @@ def test_check_and_plan_take_what_train_takes(tmp_path: Path) -> None:
     assert any(line.startswith("workers: 3 (inline: ") for line in checked.out)
     assert cli("plan", *given).code == 0
     refused = cli("check", *given, "--model", "./nothing-here")
-    assert refused.said == ["andon: model.base: there is no folder './nothing-here'"]
+    assert refused.said == ["andon: model.base: folder './nothing-here' does not exist"]
 
 
 def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_rank_of_torchrun_refuses_another_number_of_workers(run: Path, monkeyp
         monkeypatch.setenv(name, value)
     ended = andon("train", run / "config.yaml", "--backend", "gloo", "--workers", "2")
     assert ended.code == 2
-    assert any("--workers: 2 were asked for, torchrun started 1" in line for line in ended.said)
+    assert any("--workers: 2 were requested, torchrun started 1" in line for line in ended.said)
 
 
 def test_a_plan_in_words_and_as_json(tmp_path: Path) -> None:
@@ -417,7 +417,7 @@ def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(run: Path, texts: Path) -> None:
-    for name, what in (("cuda", "there is no GPU 0; this machine has 0; or use auto"), ("tpu", "is no device")):
+    for name, what in (("cuda", "GPU 0 does not exist; this machine has 0; or use auto"), ("tpu", "is not a device")):
         with pytest.raises(InputError, match=f"--device: .*{what}"):
             predicted(run, texts, "--device", name)
     assert records(run, texts, "--device", "auto") == records(run, texts, "--device", "cpu")
@@ -426,7 +426,7 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(run: Path, texts: Pa
 def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, tmp_path: Path) -> None:
     for output, what in (
         (tmp_path / "out.xlsx", "unknown kind of file"),
-        (tmp_path / "no" / "out.csv", "there is no folder"),
+        (tmp_path / "no" / "out.csv", "does not exist"),
     ):
         with pytest.raises(InputError, match=what):
             predicted(run, tmp_path / "none.csv", "--output", output)
@@ -479,7 +479,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_base_that_has_moved_is_named(moved: Path, tmp_path: Path) -> None:
     rows = moved / "train.csv"
-    with pytest.raises(InputError, match=r"base'? is no folder here; if it has moved, name its place: --model PATH"):
+    with pytest.raises(InputError, match="is not a local folder; if it has moved, name its place: --model PATH"):
         predicted(moved / "run", rows)
     assert records(moved / "run", rows, "--model", moved / "there") == json.loads((moved / "before.json").read_text())
     for command in (["eval", str(rows)], ["export", str(tmp_path / "out")]):

@@ -223,7 +223,7 @@ def test_parts_that_are_pipes_are_not_waited_for(tmp_path: Path) -> None:
 def test_nothing_is_fetched_for_a_folder(run: Path) -> None:
     config = RunFolder(run).config
     config.write_text(config.read_text().replace("base: null", "base: nobody/has-this"))
-    with pytest.raises(InputError, match=r"no folder here and not in the hub's cache; fetch it first: hf download"):
+    with pytest.raises(InputError, match=r"not a local folder and not in the hub's cache; fetch it first: hf download"):
         load_run(RunFolder(run))
     with pytest.raises(InputError, match="not in the hub's cache"):
         replay_run(run, "1", 1, "inline")
@@ -328,8 +328,8 @@ def test_a_run_folder_runs_no_code(runs: Runs, model_run: Path, tmp_path: Path) 
 
 
 ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "labels are a pipe": ("labels.json", _pipe, "is no regular file"),
-    "weights are a pipe": ("model.safetensors", _pipe, "is no regular file"),
+    "labels are a pipe": ("labels.json", _pipe, "is not a regular file"),
+    "weights are a pipe": ("model.safetensors", _pipe, "is not a regular file"),
     "weights are elsewhere": ("model.safetensors", _elsewhere, "is a link that leads out of the folder"),
     "settings without end": ("config.json", lambda path: path.write_text('{"a":' * 100_000), "recursion"),
     "a kernel of the hub": (
@@ -343,7 +343,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a link to a folder": (
         "labels.json",
         lambda path: (path.parent / "additional_chat_templates").symlink_to("/etc"),
-        "is no regular file",
+        "is not a regular file",
     ),
     "labels are a number": ("labels.json", lambda path: change(path, labels=7), "cannot read the label names"),
     "weights are a pickle": ("model.safetensors", lambda path: path.write_bytes(b"\x80\x04}."), "cannot load"),

@@ -114,8 +114,8 @@ BAD = {
     "run.workers=0": "must be at least 1 (0)",
     "run.devices=[0, 0]": "GPU 0 is there 2 times",
     "run.devices=[1, cuda:1]": "GPU 1 is there 2 times",
-    "run.devices=[gpu]": "'gpu' is no device",
-    "run.devices=[-1]": "'-1' is no device",
+    "run.devices=[gpu]": "'gpu' is not a device",
+    "run.devices=[-1]": "'-1' is not a device",
     "run.devices=[0.5]": "must be a list of devices",
     "run.devices=[]": "names 0 devices for 1 workers",
     "run.timeout_s=0": "must be more than 0 (0)",
@@ -187,7 +187,7 @@ def test_values_that_go_together_are_taken() -> None:
         (b"seed: [1\n", (), "config.yaml:2: malformed YAML"),
         (b"seed: 1\nseed: 2\n", (), "config.yaml:2 seed: is there already, on line 1"),
         # The override of a key does not hide that the section in the file is wrong.
-        (b"optimizer: adamw\n", ["optimizer.lr=1e-3"], "--set optimizer.lr: optimizer is no section, it is 'adamw'"),
+        (b"optimizer: adamw\n", ["optimizer.lr=1e-3"], "--set optimizer.lr: optimizer must be a section, is 'adamw'"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_said_with_its_line(

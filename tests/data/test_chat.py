@@ -215,7 +215,7 @@ def test_a_template_that_shows_earlier_answers_otherwise_is_refused() -> None:
     """What would be learned there is not what the model writes when it answers; the last answer alone can be."""
     said = refused(tokenizer(THINKING), rows_of(TALK))
     assert len(said) == 1
-    assert said[0].startswith("a.jsonl:1: the chat template writes message 2 otherwise once there is more behind it")
+    assert said[0].startswith("a.jsonl:1: the chat template writes message 2 differently if more messages follow")
     last = [Message("assistant", "yo", 0.0) if each.content == "yo" else each for each in TALK]
     ids, weights = one(encode_conversations(tokenizer(THINKING), rows_of(last), 1000))
     assert trained(ids, weights) == written("<think></think> me <|im_end|>")[0]
@@ -460,7 +460,7 @@ def test_rows_are_cut_at_their_end_and_it_is_said_what_is_lost() -> None:
     assert [weight > 0 for weight in enough.rows[0].weights].count(True) == 1
     untrained = (TALK[1], Message("assistant", "abcd", 0.0))
     assert refused(tokenizer(CHATML), rows_of(untrained))[0].endswith("all its answers have weight 0")
-    assert refused(tokenizer(CHATML), rows_of(talk), 1)[0].startswith("model.max_length: must be 2 at least")
+    assert refused(tokenizer(CHATML), rows_of(talk), 1)[0].startswith("model.max_length: must be at least 2")
 
 
 def test_a_token_across_the_beginning_of_an_answer_is_refused() -> None:

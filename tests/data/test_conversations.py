@@ -237,7 +237,7 @@ def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path)
     )
     assert faults(path) == [
         "a.jsonl:1: completion is empty",
-        "a.jsonl:3: has messages, the rows from a.jsonl:2 on have text; write all alike",
+        "a.jsonl:3: has messages, the rows from a.jsonl:2 on have text; use one form for all",
         "a.jsonl:4: text is empty",
         "a.jsonl:6: id 1 is there already, at a.jsonl:5",
     ]

@@ -110,7 +110,7 @@ def test_what_is_no_file_of_rows_is_refused_with_its_path(tmp_path: Path, name: 
         ".": "is a folder; name a file in it",
         "empty.csv": "empty.csv: is empty",
         "header.csv": "header.csv: has no rows",
-        "pipe.csv": "pipe.csv: is no regular file",
+        "pipe.csv": "pipe.csv: is not a regular file",
     }[name]
     assert said.endswith(expected)
 
@@ -141,7 +141,7 @@ BAD_LINES = {
     '{"text": "a", "label": false}': "label False is a bool",
     '{"text": "a", "label": [0]}': "label [0] is a list",
     '{"text": "a", "label": "zero"}': "label 'zero' is of another type than 2 others, which are integers",
-    '{"text": "a", "label": NaN}': "malformed JSON: NaN is no JSON number",
+    '{"text": "a", "label": NaN}': "malformed JSON: NaN is not a JSON number",
     '{"text": "a", "label": 0, "label": 1}': "malformed JSON: the key 'label' is there twice",
     '{"text": "a", "label": ' + "1" * 5000 + "}": "malformed JSON: an integer of 5000 digits, and at most 400 are read",
     '{"text": ' + "[" * 200_000 + "}": "malformed JSON: nested too deeply",
@@ -320,7 +320,7 @@ def test_parquet_is_read_like_the_others(tmp_path: Path) -> None:
     assert read(DataSet, path).labels == ("9", "10")
     parquet.write_table(arrow.table({"text": ["a", None], "label": [0, 1]}), path)
     assert faults(path) == ["a.parquet row 2: text must be a string, is null"]
-    assert faults(written(tmp_path, "b.parquet", b"no"))[0].startswith("b.parquet: is no Parquet file")
+    assert faults(written(tmp_path, "b.parquet", b"no"))[0].startswith("b.parquet: is not a Parquet file")
 
 
 def test_without_pyarrow_the_extra_to_install_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,7 +340,7 @@ def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "fault"),
     [
-        ("NaN", "NaN is no JSON number"),
+        ("NaN", "NaN is not a JSON number"),
         ("null", "label is null"),
         ('"high"', "label 'high' is a str, and a number is learned"),
         ("true", "label True is a bool, and a number is learned"),
@@ -349,9 +349,9 @@ def test_numbers_are_read_as_they_are(tmp_path: Path) -> None:
         (f"1{'0' * 350}", "is beyond 3e+38, and a model gives numbers of fp32"),
         ("\tnan", "label 'nan' is not finite"),
         ("\t-inf", "label '-inf' is beyond"),
-        ("\t3,5", "label '3,5' is no number"),
-        ("\t1_0", "label '1_0' is no number"),  # for Python it is one
-        ("\t", "label '' is no number"),
+        ("\t3,5", "label '3,5' is not a number"),
+        ("\t1_0", "label '1_0' is not a number"),  # for Python it is one
+        ("\t", "label '' is not a number"),
     ],
 )
 def test_what_is_no_number_is_told_with_its_line(tmp_path: Path, label: str, fault: str) -> None:

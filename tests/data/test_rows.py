@@ -135,7 +135,7 @@ def test_every_class_without_rows_is_refused_by_number_or_name(kind: ClassWeight
         class_weights(kind, [0, 3, 0])
     assert [problem.what[-1] for problem in caught.value.problems] == ["0", "2"]
     assert all(problem.where == "data.class_weights" for problem in caught.value.problems)
-    with pytest.raises(InputError, match="there is none of class 'urgent'"):
+    with pytest.raises(InputError, match="no row has class 'urgent'"):
         class_weights(kind, [3, 0], ("usual", "urgent"))
     with pytest.raises(InputError):
         class_weights("uniform", [])

@@ -280,7 +280,7 @@ def test_a_tokenizer_whose_own_code_is_not_run_says_so(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer_config.json"
     named = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | named))
-    assert "names code of its own" in pretrained_tokenizer(str(tmp_path), local_only=True).own_code
+    assert "names custom code" in pretrained_tokenizer(str(tmp_path), local_only=True).own_code
 
 
 # Names that are no folder.
@@ -317,7 +317,7 @@ class _KnowsNothing(BaseHTTPRequestHandler):
     ("name", "part"), [("nodir", "HF_HUB_OFFLINE"), ("my dir", "can be no hub id"), ("runs/a/b", "can be no hub id")]
 )
 def test_without_the_hub_a_name_that_is_no_folder_is_refused_as_both(name: str, part: str) -> None:
-    with pytest.raises(InputError, match=f"there is no folder '{name}' here, and .*{part}"):
+    with pytest.raises(InputError, match=f"'{name}' is not a local folder, and .*{part}"):
         pretrained_tokenizer(name, local_only=False)
 
 
@@ -336,9 +336,9 @@ def test_a_name_that_the_hub_does_not_know_is_asked_for_once(tmp_path: Path) -> 
         server.shutdown()
         thread.join()
     unreachable, _ = asking.communicate("\n\n")
-    assert unknown.startswith("model.base: there is no folder 'nodir' here, and the hub has no model of that name")
+    assert unknown.startswith("model.base: 'nodir' is not a local folder, and the hub has no model of that name")
     assert [path for path in _KnowsNothing.asked if "nodir" in path] == ["/api/models/nodir"]
-    assert unreachable.startswith("model.base: there is no folder 'nodir' here, and the hub could not be reached (")
+    assert unreachable.startswith("model.base: 'nodir' is not a local folder, and the hub could not be reached (")
 
 
 def test_a_file_is_no_models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def test_every_rank_has_its_device(backend: str, world: int, gpus: int, devices:
 
 
 def test_more_ranks_of_nccl_than_gpus_have_no_place() -> None:
-    with pytest.raises(InputError, match="there is no GPU 2; this machine has 2"):
+    with pytest.raises(InputError, match="GPU 2 does not exist; this machine has 2"):
         devices_of("nccl", 3, 2)
     assert [room_for("nccl", 3, gpus) for gpus in (0, 1, 2, 4)] == [1, 1, 2, 3]
     assert [room_for(backend, 3, 1) for backend in ("gloo", "mixed")] == [3, 3]
@@ -91,7 +91,7 @@ def test_a_rank_whose_gpu_is_not_there_says_so() -> None:
     pool = RankPool(1, backend="nccl")
     (answer,) = pool.run(f"{HERE}:group_of", None)
     pool.close()
-    assert "there is no GPU 0; this machine has 0" in answer.error
+    assert "GPU 0 does not exist; this machine has 0" in answer.error
 
 
 def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:

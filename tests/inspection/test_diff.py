@@ -46,7 +46,7 @@ QUIET = _but(Step, ids=(), count=None, loss=None, epoch=None, position=None)
         (whole_run(), whole_run()[:2], DIFFERENT, "the 1 that both have are the same to the bit; 2 | 1 in all"),
         (whole_run(), [start(), step(1, (2, 0), weights=9)], DIFFERENT, "; 2 | 1 steps in all"),
         (whole_run(), [start()], INCOMPARABLE, "place     2 gloo workers | unknown\n"),
-        ([start()], whole_run(), INCOMPARABLE, "result    not comparable: there is no step that both have"),
+        ([start()], whole_run(), INCOMPARABLE, "result    not comparable: no step is in both"),
     ],
 )
 def test_runs_are_the_same_or_said_not_to_be(

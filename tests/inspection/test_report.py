@@ -165,7 +165,7 @@ def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -
 
 def test_what_is_no_run_or_no_page_is_refused(run: Path, tmp_path: Path) -> None:
     for arguments, said in (
-        ((tmp_path / "none",), "there is no such run"),
+        ((tmp_path / "none",), "no such run"),
         ((run / "config.yaml",), "is a configuration"),
         ((run, "--html", run / "ledger.jsonl"), "must end in .html"),
         ((run, "--html", tmp_path / "no" / "folder.html"), "cannot be written"),

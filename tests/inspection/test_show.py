@@ -111,7 +111,7 @@ def test_a_step_that_is_not_there_is_refused(tmp_path: Path, number: int) -> Non
 
 
 def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no such run"):
+    with pytest.raises(InputError, match="no such run"):
         open_recorded(tmp_path / "nothing")
     with pytest.raises(InputError, match=r"holds no run: it has no ledger.jsonl"):
         open_recorded(tmp_path)
@@ -222,12 +222,12 @@ def test_what_explains_nothing_is_refused(tmp_path: Path) -> None:
         list(explain(write(tmp_path / "l.jsonl", whole_run())))
     other = tmp_path / "other.json"
     other.write_text(json.dumps({"a": 1}))
-    with pytest.raises(InputError, match="is no bundle"):
+    with pytest.raises(InputError, match="is not a bundle"):
         list(explain(other))
     other.write_text("{")
-    with pytest.raises(InputError, match="is no bundle"):
+    with pytest.raises(InputError, match="is not a bundle"):
         list(explain(other))
-    with pytest.raises(InputError, match="there is no such run"):
+    with pytest.raises(InputError, match="no such run"):
         list(explain(tmp_path / "nothing"))
     assert list(explain(Path("clip-once")))[1] == f"  promise  {CLAUSES['clip-once'].statement}"
     with pytest.raises(InputError, match="did you mean 'clip-once'"):

@@ -192,7 +192,7 @@ def a_file(folder: Path) -> None:
     [
         (torn, "cannot load"),
         (a_file, "is a file"),
-        (lambda folder: None, r"no config\.json, so it is no model$"),
+        (lambda folder: None, r"no config\.json, so it is not a model$"),
         (
             lambda folder: (folder / "adapter_config.json").write_text("{}"),
             "holds an adapter: give its base model, or merge it",
@@ -210,7 +210,7 @@ def test_a_folder_that_is_no_model_is_refused(made: Any, message: str, tmp_path:
 
 @pytest.mark.parametrize("name", ["./absent", "/absent/folder", "a/b/c", "~/absent-folder"])
 def test_an_absent_folder_is_not_looked_up_on_the_hub(name: str) -> None:
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         base_of(changed(TINY, base=name))
 
 

@@ -406,7 +406,7 @@ def test_a_mean_is_of_all_rows_in_one_order() -> None:
 
 
 def test_models_without_such_rows_are_refused() -> None:
-    with pytest.raises(InputError, match=r"model.new_tokens: Qwen3ForSequenceClassification is no causal language"):
+    with pytest.raises(InputError, match=r"model.new_tokens: Qwen3ForSequenceClassification is not a causal language"):
         attach(base_of(TINY), LORA, 3, NEW)
     biased = GPTJConfig(vocab_size=KNOWN, n_embd=16, n_layer=1, n_head=2, rotary_dim=4, n_positions=32)
     with pytest.raises(InputError, match=r"model.new_tokens: the logits of GPTJForCausalLM have a bias"):

@@ -181,7 +181,7 @@ def test_what_is_no_file_is_refused_by_name(tmp_path: Path, name: str, make: Cal
     (run.path / name).unlink(missing_ok=True)
     make(run.path / name)
     assert not run.begun()
-    with pytest.raises(InputError, match=f"{name}: is no file, but a folder, a pipe or a device"):
+    with pytest.raises(InputError, match=f"{name}: is not a regular file, but a folder, a pipe or a device"):
         run.state()
 
 
@@ -232,7 +232,7 @@ def test_what_is_no_run_is_never_written_to(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"finished": true}\n')
     run = RunFolder(tmp_path)
     assert run.state() is State.FOREIGN
-    with pytest.raises(InputError, match="no run"), run.open_for_writing():
+    with pytest.raises(InputError, match="not a run folder"), run.open_for_writing():
         pytest.fail("written to")
     assert [p.name for p in tmp_path.iterdir()] == [name]
 

@@ -229,7 +229,7 @@ def test_a_wrong_summary_is_not_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("text", "says"), [("{", "no summary"), ("{}", "run is missing"), ("[]", "object")])
+@pytest.mark.parametrize(("text", "says"), [("{", "not the summary"), ("{}", "run is missing"), ("[]", "object")])
 def test_a_wrong_summary_is_an_input_error(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "s.json").write_text(text)
     with pytest.raises(InputError, match=says) as caught:

@@ -238,7 +238,7 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
     with pytest.raises(KeyboardInterrupt):
         andon.train(ROWS, backend="inline", workers=1, **sections())
     (begun,) = Path("runs").iterdir()
-    assert "ended at a step boundary; go on with: andon.train(..., run_dir=" in capsys.readouterr().err
+    assert "ended at a step boundary; resume with: andon.train(..., run_dir=" in capsys.readouterr().err
     assert RunFolder(begun).state() is State.UNFINISHED
     # Ranks agree on a wish to end at the begin of an update, so that the next one is the last.
     assert (begun / "checkpoints" / f"step-{AT + 1:08d}").is_dir()
@@ -248,7 +248,7 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("step", "left"), [(AT, "the last checkpoint stands; go on"), (2, "no checkpoint had")])
+@pytest.mark.parametrize(("step", "left"), [(AT, "the last checkpoint stands; resume"), (2, "no checkpoint had")])
 def test_a_second_interrupt_ends_at_once_and_is_raised_too(
     whole: Path,
     tmp_path: Path,
@@ -273,7 +273,7 @@ def test_another_signal_reaches_the_program_s_own_handler(tmp_path: Path, monkey
     before = signal.signal(signal.SIGUSR1, hear)
     try:
         signalled(monkeypatch, signal.SIGUSR1)
-        with pytest.raises(andon.Preempted, match="ended at a step boundary; go on with") as ended:
+        with pytest.raises(andon.Preempted, match="ended at a step boundary; resume with") as ended:
             train(ROWS, tmp_path / "run")
         assert signal.getsignal(signal.SIGUSR1) is hear
     finally:

@@ -230,7 +230,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_p
     taken.mkdir()
     for target, options, what in (
         (taken, (), "is there already"),
-        (tmp_path / "no" / "out", MERGE, "there is no folder"),
+        (tmp_path / "no" / "out", MERGE, "does not exist"),
         (tmp_path / "out", ("--dtype", "bfloat16"), "is for --merge"),
         (tmp_path / "out", ("--merge", "--dtype", "float8"), "is not one of float32, bfloat16"),
         (tmp_path / "out", ("--check", "some"), "--check: 'some' is not one of rows, full, none"),
@@ -239,7 +239,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_p
             exported(made / "embedded", target, *options)
     copy = shutil.copytree(made / "embedded", tmp_path / "run")
     (copy / "summary.json").write_text(json.dumps(summary(copy) | {"finished": False}))
-    with pytest.raises(InputError, match="is not finished; go on with it: andon train"):
+    with pytest.raises(InputError, match="is not finished; resume it with: andon train"):
         exported(copy, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"taken", "run"}
 

@@ -160,7 +160,7 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
     told = [
         (
             "warning: 'POS', 'pos' are classes of their own, and differ only in case, white space or Unicode form; "
-            "if they mean the same, write them alike"
+            "if they mean the same, spell them in one way"
         ),
         "warning: no training row has the class 'urgent'; all its rows are held back for validation",
         f"note: 1 texts span several lines (first: {data}:{validation[0] + 2}); is a quote left open there?",
@@ -250,11 +250,11 @@ def test_code_that_a_base_names_is_said_by_every_command(tmp_path: Path, capsys:
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "own.Model"}}))
     runs, more = COLOUR.written(tmp_path), (f"model.base={base}", "training.max_steps=1")
-    warning = "warning: the base's config.json names code of its own (own.Model), which Andon does not run"
+    warning = "warning: the base's config.json names custom code (own.Model), which Andon does not run"
     assert runs.train(tmp_path / "run", *more) == 0
     assert warning in capsys.readouterr().err
     assert any(line.startswith(warning) for line in describe(load_config(None, runs.overrides(*more), {})))
     load_run(RunFolder(tmp_path / "run"))
     assert warning in capsys.readouterr().err
     card = (tmp_path / "run" / "adapter" / "README.md").read_text()
-    assert "The base's config.json names code of its own (own.Model), which Andon does not run" in card
+    assert "The base's config.json names custom code (own.Model), which Andon does not run" in card

@@ -285,7 +285,7 @@ def test_what_defines_a_run_must_match(
         ),
         (
             lambda lines: lines[: max(n for n, line in enumerate(lines) if b'"kind":"step"' in line)],
-            r"step-00000002: line \d+ of ledger.jsonl is not the one",
+            r"step-00000002: line \d+ of ledger.jsonl differs from the line",
         ),
         (lambda lines: [b"mine\n"], r"ledger\.jsonl:1: "),
     ],
@@ -311,7 +311,7 @@ def test_a_checkpoint_of_another_run_is_named_with_what_to_do(
     (problem,) = caught.value.problems
     assert problem.where == str(put_in)
     assert "the checkpoint is of another run" in problem.what
-    assert "move this checkpoint away, to go on from the one before it" in problem.what
+    assert "move this checkpoint away, to resume from the one before it" in problem.what
     assert f"begin anew: andon train {folder / 'config.yaml'} --run-dir ANOTHER_FOLDER" in problem.what
     shutil.move(put_in, tmp_path)
     assert runs.train(folder, resume="auto") == 0
@@ -339,7 +339,7 @@ def test_what_a_checkpoint_quotes_outlives_a_power_cut(
 def test_a_damaged_provenance_is_refused(runs: Runs, interrupted: Interrupted, tmp_path: Path) -> None:
     folder = interrupted(tmp_path / "run", 2)
     (folder / "provenance.json").write_text("{")
-    with pytest.raises(InputError, match=r"provenance\.json: is no provenance of a run: .*; put it back .* remove it"):
+    with pytest.raises(InputError, match=r"\.json: is not the provenance of a run: .*; put it back .* remove it"):
         runs.train(folder, resume="auto")
     (folder / "provenance.json").unlink()
     assert runs.train(folder, resume="auto") == 0
@@ -375,7 +375,7 @@ def test_sigterm_ends_at_a_step_boundary(runs: Runs, whole: Path, tmp_path: Path
     said, _ = launcher.communicate(timeout=PATIENCE_S)
     assert launcher.returncode == Exit.PREEMPTED, said
     assert [line for line in said.splitlines() if not line.startswith(("andon: ", "validation after step 6: "))] == []
-    assert "go on with: andon train" in said
+    assert "resume with: andon train" in said
     assert checkpoints(tmp_path / "run")[-1] == "step-00000007"
     assert runs.train(tmp_path / "run", resume="auto") == 0
     assert outcome(tmp_path / "run") == outcome(whole)

@@ -124,7 +124,7 @@ def test_the_embedded_model_on_rows_of_ones_own_is_warned_of(
     runs: Runs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert runs.train(tmp_path / "run", "training.max_steps=1") == 0
-    assert capfd.readouterr().err.count("warning: no --model is given") == 1
+    assert capfd.readouterr().err.count("warning: --model is not set") == 1
     assert any(line.startswith("warning: no --model") for line in describe(load_config(None, runs.overrides())))
 
 

@@ -52,7 +52,7 @@ def named_devices(
         at = f"{where}[{place}]"
         match = _NAME.fullmatch(str(name).strip())
         if match is None:
-            problems.add(at, f"{name!r} is no device; write cpu, or the index of a GPU")
+            problems.add(at, f"{name!r} is not a device; write cpu, or the index of a GPU")
             continue
         device = torch.device("cpu")
         if not match["cpu"]:
@@ -63,9 +63,9 @@ def named_devices(
             elif index < count:
                 device = torch.device("cuda", index)
             elif absent == "cpu":
-                _LOG.warning("there is no cuda:%d: replica %d trains on the CPU (clause cpu-fallback)", index, place)
+                _LOG.warning("cuda:%d does not exist: replica %d trains on the CPU (clause cpu-fallback)", index, place)
             else:
-                problems.add(at, f"there is no GPU {index}; this machine has {count}")
+                problems.add(at, f"GPU {index} does not exist; this machine has {count}")
             used.add(index)
         devices.append(device)
     problems.raise_if_any()

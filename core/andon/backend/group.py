@@ -79,7 +79,7 @@ class GroupBackend:
         for rank in range(self.world_size):
             length = int.from_bytes(messages[rank][:_LENGTH_BYTES], "little")
             if length != size:
-                msg = f"rank {rank} sends {length} bytes where this rank sends {size}: they are not at the same place"
+                msg = f"rank {rank} sends {length} bytes and this rank {size}: they are in different collectives"
                 raise RuntimeError(msg)
             row = torch.frombuffer(bytearray(messages[rank][_LENGTH_BYTES : _LENGTH_BYTES + size]), dtype=torch.uint8)
             rows.append(row.view(sent.dtype).view(sent.shape).to(self.devices[0]))

@@ -251,7 +251,7 @@ def doctor(
     as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False,
     timeout: Annotated[float, Option(min=1, help="Seconds that each check may take at most.")] = 60,
 ) -> None:
-    """Say whether runs can train here, and what to do where not. Ends with 0 where they can, with 1 where not."""
+    """Check whether runs can train here, and say what to do if not. Exit code 0 if they can, else 1."""
     from andon.inspection.doctor import examine
 
     checks = []
@@ -289,16 +289,16 @@ def plan(
     ] = None,
     as_json: Annotated[bool, Option("--json", help="One JSON object, in bytes.")] = False,
 ) -> None:
-    """Say what memory a run needs on each device. Ends with 0 where it fits, with 2 where not."""
+    """Say what memory a run needs on each device. Exit code 0 if it fits, else 2."""
     from andon.config.load import load_config
     from andon.training.choices import placed
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
-        raise InputError([Problem("--gpu-memory", f"{gpu_memory} is no size of a GPU in GiB")])
+        raise InputError([Problem("--gpu-memory", f"must be a number of GiB above 0, is {gpu_memory}")])
     loaded = load_config(arguments.file, arguments.overrides, arguments.flags)
     parts = [part.strip() for part in workers.split(",")] if workers is not None else []
     if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
-        what = f"{workers!r} is no list of numbers from 1 to {_MOST_WORKERS}, as in 1,2,4"
+        what = f"must be numbers from 1 to {_MOST_WORKERS}, as in 1,2,4, is {workers!r}"
         raise InputError([Problem("--workers", what)])
     counts = tuple(dict.fromkeys(map(int, parts)))
     in_a_child("plan")
@@ -427,13 +427,13 @@ def generate(
     folder = require_run(run)
     require_task(folder, (SFT,), "predict")
     if prompt and data is not None:
-        raise InputError([Problem("--data", f"{data}, and a prompt beside it; give one of them")])
+        raise InputError([Problem("--data", f"{data} cannot be combined with a prompt; give one of them")])
     check_output(output, data)
     faults = [fault for each in prompt or () if (fault := text_fault(each)) is not None]
     if faults:
         raise InputError([Problem("the prompt", fault) for fault in faults])
     if data is None and prompt_column is not None:
-        raise InputError([Problem("--prompt-column", f"{prompt_column}, a column of a file; give --data beside it")])
+        raise InputError([Problem("--prompt-column", f"{prompt_column} names a column of a file; add --data")])
     prompts: Sequence[Any]
     prompts = prompt or (read_lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column))
     from andon.training.inference import answer, load_run
@@ -550,12 +550,12 @@ def replay(
 @_listed
 def report(
     run: Run,
-    other: Annotated[Path | None, Argument(help="A second one, to be shown beside it.")] = None,
+    other: Annotated[Path | None, Argument(help="A second run, shown next to the first.")] = None,
     html: Annotated[
         Path | None, Option(help="Where the page is written; RUN/report.html, or report-OTHER.html.")
     ] = None,
 ) -> None:
-    """Make one HTML page of a run, or of two side by side. Curves, scores, verdict, what happened, where they part."""
+    """Make one HTML page of a run, or of two side by side: curves, scores, verdict, events, differences."""
     # The default name contains the other run's, so that no report overwrites another.
     suffix = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
     page = f"report{suffix}.html" if run.is_dir() else f"{run.stem}{suffix}.html"

@@ -49,7 +49,7 @@ def cell(value: object, output: Path | None) -> object:
 
 def one_file(file: Path | None, data: Path | None) -> Path | None:
     if file is not None and data is not None:
-        raise InputError([Problem("--data", f"{data}, and {file} beside it; name one file of texts")])
+        raise InputError([Problem("--data", f"{data} and {file}: name one file of texts")])
     return file if file is not None else data
 
 
@@ -60,7 +60,7 @@ def check_output(output: Path | None, data: Path | None) -> None:
     if is_there(output) and not output.is_file():
         raise InputError([Problem("--output", f"{output} exists and is not a regular file")])
     if not output.parent.is_dir():
-        raise InputError([Problem("--output", f"there is no folder {output.parent}")])
+        raise InputError([Problem("--output", f"folder {output.parent} does not exist")])
     if data is not None and is_there(data) and is_there(output) and output.samefile(data):
         raise InputError([Problem("--output", f"{output} is the file that is read; name another")])
 

@@ -43,14 +43,14 @@ def run_training(
         _run_as_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
     ended = start(config, started, entry=entry)
-    if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; go on with" not in ended.why:
+    if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; resume with" not in ended.why:
         say(f"{ended.why}; resume with: {resume_command(ended.folder)}")
     elif ended.why:
         say(*(ended.why.split("\n") if ended.exit is Exit.USAGE else [ended.why]))
     if config.run.progress == "json":
         put(json.dumps({"what": "end", "exit": int(ended.exit), "run": str(ended.folder.path)}))
     if ended.exit is Exit.PREEMPTED:
-        say(f"ended at a step boundary; go on with: {resume_command(ended.folder)}")
+        say(f"ended at a step boundary; resume with: {resume_command(ended.folder)}")
     return ended.exit
 
 
@@ -59,7 +59,7 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
     def work(context: RankContext) -> int:
         count = flags.get("run.workers")
         if count not in (None, context.world_size):
-            raise InputError([Problem("--workers", f"{count} were asked for, torchrun started {context.world_size}")])
+            raise InputError([Problem("--workers", f"{count} were requested, torchrun started {context.world_size}")])
         config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
         if context.rank == 0 and task_notice(config):
             say(task_notice(config))

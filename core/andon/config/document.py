@@ -108,7 +108,7 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
                     return _READERS[kind](node.value)
                 fault = f"too long a number ({shown(node.value)})"
             except (ValueError, KeyError):
-                fault = f"{shown(node.value)} is no {kind}"
+                fault = f"{shown(node.value)} is not a valid {kind}"
         problems.add(f"{place} {'.'.join(path)}".rstrip(), fault)
         return None
 

@@ -115,7 +115,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
         for depth, name in enumerate(path[:-1], start=1):
             inner = section.setdefault(name, {})
             if not isinstance(inner, dict):
-                problems.add(where, f"{'.'.join(path[:depth])} is no section, it is {shown(inner)}")
+                problems.add(where, f"{'.'.join(path[:depth])} must be a section, is {shown(inner)}")
                 return
             section = inner
         section[path[-1]] = value

@@ -73,7 +73,7 @@ def auto(default: Any, description: str) -> Any:
 
 
 class Model(Section):
-    """The base model. The sizes describe the embedded one and are unused when `base` is given."""
+    """The base model. The sizes describe the embedded one and are unused if `base` is set."""
 
     base: Name | None = setting(None, "folder or hub id of a transformers model; null: the embedded one")
     revision: Name | None = setting(None, "branch, tag or commit of a base on the hub; null: its main branch")
@@ -166,7 +166,7 @@ class Data(Section):
         None, "between several labels in one string, as in a;b; null: labels are lists"
     )
     text_pair_column: Name | None = setting(
-        None, "of a second text, which the tokenizer joins to the first; null: there is none"
+        None, "of a second text, which the tokenizer joins to the first; null: no second text"
     )
     label_column: Name | None = setting(None, "null: label")
     bad_rows: Literal["refuse", "skip"] = setting(
@@ -184,7 +184,7 @@ class Data(Section):
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if self.eval is not None and self.train is None:
-            yield "eval", f"needs data.train: the embedded data has rows of its own for it ({self.eval!r})"
+            yield "eval", f"needs data.train: the embedded data already has evaluation rows ({self.eval!r})"
         if self.limit is not None and self.train is None:
             yield "limit", f"needs data.train; the embedded data is used as it is ({self.limit})"
         paths = [file.path for file in self.files]
@@ -261,7 +261,7 @@ class Training(Section):
         None, "between checkpoints, at most 5 % of the time; null: never; auto: 15 with a base"
     )
     evaluate_every: Count | None = setting(None, "steps; at the end of every epoch anyway")
-    keep_checkpoints: Count = setting(3, "newest ones that stay, besides the best")
+    keep_checkpoints: Count = setting(3, "number of newest checkpoints kept, in addition to the best")
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if "micro_batches" in self.model_fields_set and self.micro_batches > self.batch_size:
@@ -275,7 +275,7 @@ class Contracts(Section):
     enabled: bool = True
     base_every: Count = setting(50, "steps between two checks that the frozen weights are untouched")
     audit_every: Annotated[int, Field(ge=0)] | None = setting(
-        None, "steps between two audits; 0: none; null: so many that they cost a hundredth"
+        None, "steps between two audits; 0: none; null: chosen so that audits cost 1 %"
     )
     audit_coverage: Size | Literal["all"] = setting(
         1, "micro-batches of each rank that another one computes again in an audit, or all"
@@ -310,7 +310,7 @@ class Run(Section):
     progress: Literal["auto", "always", "never", "quiet", "json"] = setting(
         "auto", "a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout"
     )
-    timeout_s: Positive = setting(600.0, "a rank that gives no answer for so long is given up")
+    timeout_s: Positive = setting(600.0, "a rank that does not answer for this long counts as lost")
     step_deadline_s: Positive | None = setting(
         None, "an update that takes longer ends the run; null: it is only said to be slow"
     )
@@ -340,7 +340,7 @@ class Run(Section):
         names = [str(name) for name in self.devices]
         for name in names:
             if not _DEVICE.fullmatch(name):
-                yield "devices", f"{name!r} is no device; write cpu, or the index of a GPU as 0 or cuda:0"
+                yield "devices", f"{name!r} is not a device; write cpu, or the index of a GPU as 0 or cuda:0"
         gpus = [int(name.removeprefix("cuda:")) for name in names if name != "cpu"]
         for gpu in gpus:
             if gpus.count(gpu) > 1:

@@ -39,7 +39,7 @@ def require_file(path: Path, *, empty: bool = False) -> None:
             names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
             fault = f"no such file{did_you_mean(path.name, names)}"
         elif not path.is_file():
-            fault = "is no regular file"
+            fault = "is not a regular file"
         elif path.stat().st_size == 0 and not empty:
             fault = "is empty"
         else:
@@ -47,7 +47,7 @@ def require_file(path: Path, *, empty: bool = False) -> None:
     except OSError as error:
         fault = f"cannot be read: {error.strerror or error}"
     except ValueError as error:
-        fault = f"is no path: {error}"
+        fault = f"is not a path: {error}"
     raise InputError([Problem(where, fault)])
 
 
@@ -145,7 +145,7 @@ def require_model_folder(folder: Path, where: str) -> None:
             fault = f"cannot be read: {getattr(error, 'strerror', None) or error}"
         else:
             if not stat.S_ISREG(status.st_mode):
-                fault = "is no regular file"
+                fault = "is not a regular file"
             elif path.is_symlink() and not any(real.is_relative_to(place) for place in inside):
                 fault = "is a link that leads out of the folder"
             elif path.suffix in _SETTINGS and status.st_size > most:

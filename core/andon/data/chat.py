@@ -141,7 +141,7 @@ def encode_each(
     """
     if max_length < 2:
         raise InputError(
-            [Problem("model.max_length", f"must be 2 at least, since the first token of a row is given ({max_length})")]
+            [Problem("model.max_length", f"must be at least 2: the first token is never predicted ({max_length})")]
         )
     encoder = _Encoder(tokenizer, form, train_on)
     problems, all_ = ProblemList(skips=skip_bad), _Batch()
@@ -167,7 +167,7 @@ def encode_each(
     problems.raise_if_any()
     notes = []
     if encoder.dated:
-        notes.append("the chat template writes today's date; it is given one day always, so that runs can be repeated")
+        notes.append("the chat template writes today's date; Andon passes one fixed date, so that runs can be repeated")
     if all_.spelling:
         first = f"(first: {all_.spelling[0]})"
         notes.append(f"{len(all_.spelling)} rows of text spell special tokens, which are read as such {first}")
@@ -490,7 +490,7 @@ class _Encoder:
         if turn.answer and self._closing is None:
             own = self._closed(own, whole[start + len(own) :][:1], turn)
         if whole[start : start + len(own)] != own:
-            what = f"the chat template writes {self._name(turn.place)} otherwise once there is more behind it"
+            what = f"the chat template writes {self._name(turn.place)} differently if more messages follow"
             remedy = 'make a row of each answer, or give the earlier ones "train": false'
             raise TemplateFault(f"{what}, so that a model would learn what it will not be asked to write; {remedy}")
         return start, start + len(own)
@@ -585,7 +585,7 @@ class ChatTemplate:
                 [dialog], tools, chat_template=self._source, add_generation_prompt=asks, **settings
             )
         except TemplateSyntaxError as error:
-            raise _refused(f"is no template: {_words(error)}") from error
+            raise _refused(f"is not a valid template: {_words(error)}") from error
         except Exception as error:  # a third-party program may raise anything
             raise TemplateFault(f"the model's chat template refuses it: {_words(error)}") from error
         (text,), marks = rendered

@@ -164,7 +164,7 @@ class Reading:
         fields = _as_messages(record.fields, faults)
         form = None if faults else _form(fields, faults)
         if form is not None and form != (self.form or form):
-            faults.append(f"has {form}, the rows from {self.first} on have {self.form}; write all alike")
+            faults.append(f"has {form}, the rows from {self.first} on have {self.form}; use one form for all")
         messages = () if form is None else _with_tools(_messages(form, fields, faults), fields, faults)
         faults += self.origins.repeated(table, record)
         if form == "text" and fields.get("tools"):

@@ -216,7 +216,7 @@ def _integer(digits: str) -> int:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # CSV and TSV
@@ -332,7 +332,7 @@ def parquet(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
     try:
         opened = arrow_parquet.ParquetFile(file)
     except (arrow.ArrowException, OSError) as error:
-        raise InputError([Problem(str(path), f"is no Parquet file: {error}")]) from error
+        raise InputError([Problem(str(path), f"is not a Parquet file: {error}")]) from error
 
     def records() -> Iterator[Record]:
         number = 0

@@ -23,7 +23,7 @@ def at_hand(base: str, revision: str | None = None) -> str:
     try:
         return snapshot_download(base, revision=revision, local_files_only=True)
     except Exception as error:  # an invalid name, or not in the cache
-        what = f"the base {base!r} is no folder here"
+        what = f"the base {base!r} is not a local folder"
         if Path(base).is_absolute():
             what += "; if it has moved, name its place: --model PATH, in eval, predict, generate and export"
         else:
@@ -60,4 +60,4 @@ def require_on_hub(name: str, revision: str | None = None) -> None:
         return  # other HTTP errors: loading retries those that may be transient
     except Exception as error:  # noqa: BLE001 - the hub client's HTTP library varies
         why = f"the hub could not be reached ({type(error).__name__}: {error})"
-    raise InputError([Problem("model.base", f"there is no folder {name!r} here, and {why}")])
+    raise InputError([Problem("model.base", f"{name!r} is not a local folder, and {why}")])

@@ -72,7 +72,7 @@ def target_of(label: object, typed: bool) -> tuple[float, str | None]:
     if isinstance(label, bool) or not isinstance(label, int | float if typed else str):
         return 0.0, f"label {shown(label)} is a {type(label).__name__}, and a number is learned"
     if isinstance(label, str) and not _NUMBER.fullmatch(label.strip()):
-        return 0.0, f"label {shown(label)} is no number"
+        return 0.0, f"label {shown(label)} is not a number"
     try:
         number = float(label)
     except OverflowError:  # JSON integers are unbounded
@@ -158,7 +158,7 @@ def class_weights(kind: ClassWeights, counts: Sequence[int], names: Sequence[str
     absent = [number for number, count in enumerate(counts) if count <= 0]
     if absent:
         shown_as = [shown(names[number]) if names else str(number) for number in absent]
-        what = f"{kind} needs a training row of every class; there is none of class"
+        what = f"{kind} needs a training row of every class; no row has class"
         raise InputError([Problem("data.class_weights", f"{what} {name}") for name in shown_as])
     total = sum(counts)
     raw = [total / (len(counts) * count) for count in counts]

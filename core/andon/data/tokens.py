@@ -75,7 +75,7 @@ class Tokenizer:
         if not self.base.init_kwargs.get("auto_map"):
             return ""
         return (
-            "the base's tokenizer_config.json names code of its own (auto_map), which Andon does not run: this is the "
+            "the base's tokenizer_config.json names custom code (auto_map), which Andon does not run: this is the "
             f"{type(self.base).__name__} of transformers, which may give other tokens"
         )
 
@@ -167,7 +167,7 @@ class Tokenizer:
         """The ids of these tokens. Raises `InputError` for an unknown token."""
         known = self.base.get_vocab() if tokens else {}
         unknown = [
-            Problem("model.new_tokens", f"{each!r} is no token of this tokenizer")
+            Problem("model.new_tokens", f"{each!r} is not a token of this tokenizer")
             for each in tokens
             if each not in known
         ]
@@ -345,7 +345,7 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
     Without a padding token, the end, unknown or begin token pads. Raises `InputError` if all are missing.
     """
     if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
-        raise InputError([Problem("model.base", f"there is no folder {path_or_hub_id!r}")])
+        raise InputError([Problem("model.base", f"folder {path_or_hub_id!r} does not exist")])
     if not local_only:
         require_on_hub(path_or_hub_id, revision)
     from transformers import AutoTokenizer

@@ -27,7 +27,7 @@ _SHOWN = 160
 _EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # they follow from data.train and model.base
 
 
-OTHER_MACHINE = "not comparable: other versions or hardware, where other bits are no fault"
+OTHER_MACHINE = "not comparable: other versions or hardware, where other bits are expected"
 
 
 class Comparison(Enum):
@@ -131,7 +131,7 @@ def compare(one: Side, other: Side) -> Differences:
     if report.result is Comparison.DIFFERENT:
         incomparable = OTHER_MACHINE if on[0] != on[1] else ""
     elif not one.recorded.trajectory.keys() & other.recorded.trajectory.keys():
-        incomparable = "not comparable: there is no step that both have"
+        incomparable = "not comparable: no step is in both"
     else:
         report.add("result", "the same")
     if incomparable:

@@ -84,7 +84,7 @@ def _checks(limit_s: float, *arguments: str) -> list[Check]:
     try:
         scratch = tempfile.TemporaryDirectory(prefix=f"ad-{os.getpid()}-", dir=short, ignore_cleanup_errors=True)
     except OSError as error:
-        what = f"no folder for temporary files ({error.strerror}); set TMPDIR to one that can be written"
+        what = f"no folder for temporary files ({error.strerror}); set TMPDIR to a writable folder"
         raise InputError(what) from error
     with scratch:
         probe = subprocess.Popen(

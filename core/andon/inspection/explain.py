@@ -33,7 +33,7 @@ def explain(path: Path) -> Iterator[str]:
     elif not is_there(path):
         name = str(path)
         if name not in CLAUSES:
-            raise InputError([Problem(name, f"there is no such run, bundle or check{did_you_mean(name, CLAUSES)}")])
+            raise InputError([Problem(name, f"no such run, bundle or check{did_you_mean(name, CLAUSES)}")])
         yield from (name, *_promise(CLAUSES[name]), f"  likely   {CLAUSES[name].likely or 'not known'}")
     elif is_folder(path) and not (path / "ledger.jsonl").exists() and (files := sorted(path.glob("*.json"))):
         for file in files:
@@ -65,12 +65,12 @@ def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is no bundle: {error}")]) from error
+        raise InputError([Problem(str(path), f"is not a bundle: {error}")]) from error
     try:
         del body["record"]["v"]
         record = Broken.from_json(body["record"])
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        problem = f"is no bundle: it has no record of a violation ({error})"
+        problem = f"is not a bundle: it has no record of a violation ({error})"
         raise InputError([Problem(str(path), problem)]) from error
     yield from _lines(record, body)
     yield from _of_ranks(path.with_suffix(""), record.tensor)
@@ -161,7 +161,7 @@ def _read(path: Path) -> dict[str, Any] | str:
         return str(error.strerror)
     except ValueError as error:
         return str(error)
-    return content if isinstance(content, dict) else "it is no object"
+    return content if isinstance(content, dict) else "it is not an object"
 
 
 def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:

@@ -189,7 +189,7 @@ def open_recorded(path: Path, *, facts: bool = False) -> Recorded:
     try:
         return _read(path, ledger, folder, facts=facts)
     except FileNotFoundError:
-        what = "there is no such run" if folder is None else f"holds no run: it has no {ledger.name}"
+        what = "no such run" if folder is None else f"holds no run: it has no {ledger.name}"
         raise InputError([Problem(str(path), what)]) from None
     except OSError as error:
         raise InputError([Problem(str(ledger), f"cannot be read: {error.strerror}")]) from error

@@ -77,7 +77,7 @@ def read_range(text: str, recorded: Recorded) -> tuple[int, int]:
         raise InputError([Problem(str(recorded.ledger), "it has no steps to do again")])
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or not (match[1] or match[2]):
-        raise InputError([Problem("--steps", f"{text!r} is no range of steps; write A:B, as in 3:7")])
+        raise InputError([Problem("--steps", f"{text!r} is not a range of steps; write A:B, as in 3:7")])
     first = int(match[1]) if match[1] else steps[0]
     last = int(match[3]) if match[3] else (steps[-1] if match[2] else first)
     if not steps[0] <= first <= last <= steps[-1]:

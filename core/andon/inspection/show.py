@@ -37,7 +37,7 @@ def texts_of(folder: RunFolder | None) -> Texts:
     except InputError as error:
         return Texts(missing=f"the texts are not at hand: {error.line}")
     if recorded != rows.digest:
-        return Texts(missing="the texts are not shown: the data is no longer that which the run was trained on")
+        return Texts(missing="the texts are not shown: the data has changed since the run")
     if config.training.packing:
         return Texts(missing="the ids are those of packs of rows; their texts are not shown")
     return Texts(rows)
@@ -124,7 +124,7 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
         if retracted:
             yield from event(retracted[-1], run)
         else:
-            yield f"step {step} was not applied, so there is no record of it"
+            yield f"step {step} was not applied, so it has no record"
         return
     which = "" if record.optimizer_index is None else f" of optimizer {record.optimizer_index}"
     done = ", skipped by the loss scaler" if record.skipped else ""

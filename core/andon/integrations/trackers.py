@@ -36,7 +36,7 @@ class Tracker:
             call()
         except Exception as error:  # noqa: BLE001 - a third-party library may raise anything
             self._failed = True
-            say(f"warning: no more is written for {self._where}: {error}")
+            say(f"warning: nothing more is written for {self._where}: {error}")
 
 
 def require(trackers: Sequence[str]) -> None:

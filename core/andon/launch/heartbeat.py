@@ -219,7 +219,7 @@ class Heartbeat:
             return None
         else:
             other = f"{view.name(failed[:1])} ended: {view.statuses[failed[0]].ended}"
-            hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'where no Python runs'}"
+            hangs = f"hangs in {mine.where} for {mine.since_s:.1f} s, {mine.place or 'outside Python code'}"
             cause = f"rank {self._rank} of {self._world} {hangs}; {other}"
             if mine.waits:
                 code, cause = Exit.RANK_LOST, f"still in a collective of {mine.where}, but {other}"

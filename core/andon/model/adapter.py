@@ -140,7 +140,7 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
     built: Any = model
     head: Any = vocabulary_head(model)
     if head is None:
-        raise InputError([Problem("model.new_tokens", f"{type(model).__name__} is no causal language model")])
+        raise InputError([Problem("model.new_tokens", f"{type(model).__name__} is not a causal language model")])
     if kind != "none" and getattr(head, "bias", None) is not None:
         what = f"the logits of {type(model).__name__} have a bias, and rows beside an adapter have none"
         raise InputError([Problem("model.new_tokens", f"{what}: adapter.kind=none")])
@@ -386,7 +386,7 @@ def read_labels(folder: Path) -> tuple[str, ...]:
     try:
         names = json.loads(file.read_text(encoding="utf-8"))["labels"]
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise TypeError("labels is no list of names")
+            raise TypeError("labels is not a list of names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError([Problem(str(file), f"cannot read the label names: {error}")]) from error
     return tuple(names)

@@ -194,7 +194,7 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
     if codes:
         own_code = (
-            f"the base's config.json names code of its own ({_shown(sorted(codes))}), which Andon does not run: this "
+            f"the base's config.json names custom code ({_shown(sorted(codes))}), which Andon does not run: this "
             f"is the {type(model).__name__} of transformers with the same weights, which may compute something else "
             "(if it does not, remove auto_map from config.json)"
         )
@@ -382,13 +382,13 @@ def _source(base: str, revision: str | None) -> tuple[str, bool]:
         elif (folder / "adapter_config.json").is_file():  # also next to a model: transformers would load both
             what = f"{base!r} holds an adapter: give its base model, or merge it (andon export RUN DIR --merge)"
         elif not (folder / "config.json").is_file():
-            what = f"{base!r} has no config.json, so it is no model"
+            what = f"{base!r} has no config.json, so it is not a model"
         else:
             return str(folder), True
     elif folder.exists():
         what = f"{base!r} is a file; give the model's folder"
     elif base.startswith((".", "/", "~")) or base.count("/") > 1:
-        what = f"there is no folder {base!r}"
+        what = f"folder {base!r} does not exist"
     else:
         return base, False
     raise InputError([Problem(where, what)])

@@ -221,7 +221,7 @@ def padding_note(model: nn.Module, device: torch.device) -> str:
     """A warning with the change of logits by padding, if padding on either side changes them; else empty."""
     change = padding_of(model, device).change
     what = f"padding a short row moves its logits by up to {change:.1e} of the largest"
-    what += ", so what is said of a text depends on the texts in its batch"
+    what += ", so its outputs for a text depend on the other texts in the batch"
     return f"{type(without_adapter(model)).__name__} mixes padding into its rows: {what}" if change else ""
 
 

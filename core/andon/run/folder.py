@@ -141,7 +141,7 @@ class RunFolder:
         files or a link, which may lead out of it, or if it cannot be written.
         """
         if self.state() is State.FOREIGN:
-            raise InputError([Problem(str(self.path), "holds something that is no run; name a new or an empty folder")])
+            raise InputError([Problem(str(self.path), "is not a run folder of Andon; name a new or an empty folder")])
         with storage(self.path, "read"):
             links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
         if links:
@@ -222,7 +222,7 @@ class RunFolder:
         ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
         names = {path.name for path in (*ours, self._claim)}
         entries = [each for each in os.scandir(self.path) if each.name in names]
-        what = "is no file, but a folder, a pipe or a device"
+        what = "is not a regular file, but a folder, a pipe or a device"
         if wrong := [each.name for each in entries if not (each.is_file() or each.is_symlink())]:
             raise InputError([Problem(str(self.path / name), what) for name in wrong])
 

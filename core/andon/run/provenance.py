@@ -105,11 +105,11 @@ def read_provenance(path: Path) -> Provenance:
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is no provenance of a run: {error}")]) from error
+        raise InputError([Problem(str(path), f"is not the provenance of a run: {error}")]) from error
     content = content if isinstance(content, dict) else {}
     digests, machine, commit = (content.get(name) for name in ("digests", "fingerprint", "commit"))
     if not (_is_mapping_of_strings(digests) and _is_mapping_of_strings(machine)):
-        raise InputError([Problem(str(path), "is no provenance of a run: it must hold digests and a fingerprint")])
+        raise InputError([Problem(str(path), "is not the provenance of a run: it must hold digests and a fingerprint")])
     return Provenance(path, digests, machine, commit if isinstance(commit, str) else None)
 
 

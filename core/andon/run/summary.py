@@ -97,7 +97,7 @@ def read_summary(path: Path) -> Summary:
     except OSError as error:
         raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is no summary of a run: {error}")]) from error
+        raise InputError([Problem(str(path), f"is not the summary of a run: {error}")]) from error
 
 
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:

@@ -90,7 +90,7 @@ class GenerationSettings:
                 raise ValueError(f"it has no form of rows, or no list of stops ({form!r})")
             return cls(form, tuple(read_field(Count, stop, "stops") for stop in stops))
         except (OSError, ValueError, KeyError) as error:
-            raise InputError([Problem(str(file), f"does not say how the model is asked: {error}")]) from error
+            raise InputError([Problem(str(file), f"does not say how to prompt the model: {error}")]) from error
 
 
 class SftTask(PaddedRows):

@@ -366,7 +366,7 @@ def _texts(texts: Iterable[str]) -> list[str]:
 
 
 def _raise(ended: RunOutcome) -> NoReturn:
-    again = f"go on with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
+    again = f"resume with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)
     if ended.exit is Exit.VIOLATION:  # the ledger has the finding of the rank that raised it

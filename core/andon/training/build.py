@@ -70,7 +70,7 @@ class Run:
             for replica in self.replicas:
                 restore_state(replica, checkpoint.tensors, checkpoint.step)
         except ValueError as error:
-            raise InputError([Problem(str(checkpoint.path), f"is no checkpoint of this run: {error}")]) from error
+            raise InputError([Problem(str(checkpoint.path), f"is not a checkpoint of this run: {error}")]) from error
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Load only the trained weights into every replica. Raises `InputError` for weights of another model."""

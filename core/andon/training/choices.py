@@ -101,7 +101,7 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     elif backend == "gloo" and not counted and base is not None:
         why = f"{available} GPUs are not used" if available else ""
     elif backend == "nccl" and not named and counted and workers > available:
-        why = f"{workers} workers were asked for, and there are {available} GPUs" if available else ""
+        why = f"{workers} workers were requested, and there are {available} GPUs" if available else ""
     else:
         line = ""
         if backend == "nccl" and available and not counted:

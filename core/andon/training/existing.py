@@ -25,7 +25,7 @@ def require_run(path: Path) -> RunFolder:
     """The run folder at `path`, which has a trained adapter. Raises `InputError` otherwise. Reads no data."""
     folder = RunFolder(path)
     if not is_there(path):
-        raise InputError([Problem(str(path), "there is no such run")])
+        raise InputError([Problem(str(path), "no such run")])
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError([Problem(str(path), "holds no run of andon")])
     if not folder.adapter.is_dir():
@@ -153,7 +153,7 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
             return folder
     other = _identity_of(newest[0]) if newest and config.data.train is None else None
     if other is not None and not other["data.embedded"]:
-        what = f"no data was given, but the newest unfinished run, {newest[0].path}, has data files; continue it with"
+        what = f"no data is named, but the newest unfinished run, {newest[0].path}, has data files; continue it with"
         raise InputError([Problem("--resume", f"{what}: {resume_command(newest[0])}; or leave out --resume")])
     return None
 

@@ -63,7 +63,7 @@ def require_place(target: Path) -> None:
     if is_there(target) or target.is_symlink():
         raise InputError([Problem(str(target), "is there already; name a new folder")])
     if not target.absolute().parent.is_dir():
-        raise InputError([Problem(str(target), f"there is no folder {target.parent}")])
+        raise InputError([Problem(str(target), f"folder {target.parent} does not exist")])
 
 
 def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
@@ -73,7 +73,7 @@ def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
     """
     summary = read_summary(folder.summary)
     if not summary.finished:
-        raise InputError([Problem(str(folder.path), f"is not finished; go on with it: {resume_command(folder)}")])
+        raise InputError([Problem(str(folder.path), f"is not finished; resume it with: {resume_command(folder)}")])
     try:
         first = next(iter(read_ledger(folder.ledger)), None)
     except (OSError, LedgerError) as error:

@@ -88,6 +88,6 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if row is not None:
         count = len(material.validation_task)
         if not 0 <= row < count:
-            raise InputError([Problem("--show-row", f"{row} is none of the {count} rows, which are counted from 0")])
+            raise InputError([Problem("--show-row", f"{row} is not one of the {count} rows, counted from 0")])
         yield from filter(None, [rows.where(row)])
         yield from material.validation_task.shown(row, material.tokenizer)

@@ -144,9 +144,9 @@ def notes(rows: Rows) -> Iterator[str]:
         groups = alike(train.labels)
         for group in groups[:_MOST_GROUPS]:
             differ = "are classes of their own, and differ only in case, white space or Unicode form"
-            yield f"warning: {shown_names(group)} {differ}; if they mean the same, write them alike"
+            yield f"warning: {shown_names(group)} {differ}; if they mean the same, spell them in one way"
         if len(groups) > _MOST_GROUPS:
-            yield f"warning: {len(groups) - _MOST_GROUPS} more groups of classes are written almost alike"
+            yield f"warning: {len(groups) - _MOST_GROUPS} more groups of classes are spelled almost the same"
         absent = [name for name, count in zip(train.labels, trained_on.counts(), strict=False) if not count]
         if absent:
             held = "all its rows are held back for validation"
@@ -392,7 +392,7 @@ def unfit_model(config: Config) -> str:
     if config.data.train is None or config.model.base is not None:
         return ""
     return (
-        "warning: no --model is given: the embedded model, small and drawn at random, trains on your rows; it has seen "
+        "warning: --model is not set: the embedded model, small and drawn at random, trains on your rows; it has seen "
         "no language. Name a pretrained one, a folder or a hub id, as in --model sentence-transformers/all-MiniLM-L6-v2"
     )
 

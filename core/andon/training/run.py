@@ -181,9 +181,9 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     if checkpoint is not None and history.head != checkpoint.head[1]:
         ledger = folder.ledger
         what = (
-            f"line {checkpoint.head[0]} of {ledger.name} is not the one that it quotes: the checkpoint is of another "
-            f"run, or lines of {ledger} were lost. Put the ledger back as it was; or move this checkpoint away, to go "
-            f"on from the one before it; or begin anew: {begin_anew(folder.config)}"
+            f"line {checkpoint.head[0]} of {ledger.name} differs from the line that it quotes: the checkpoint is of "
+            f"another run, or lines of {ledger} were lost. Put the ledger back as it was; or move this checkpoint "
+            f"away, to resume from the one before it; or begin anew: {begin_anew(folder.config)}"
         )
         raise InputError([Problem(str(checkpoint.path), what)])
     changed = identity_changes(session, checkpoint)

@@ -105,7 +105,7 @@ def assembled(
             if note and rank == 0:
                 say(note)
             if world != own.workers:
-                raise InputError(f"run.workers: {own.workers} were asked for, {world} ranks were started")
+                raise InputError(f"run.workers: {own.workers} were requested, {world} ranks were started")
             name, device = _usable(config, name, devices, rank)
             if device.type == "cuda":
                 torch.cuda.set_device(device)

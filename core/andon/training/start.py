@@ -153,12 +153,12 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
 
 def foreign(path: Path) -> Problem:
     """The problem of a run folder at `path` that holds files which are not a run's."""
-    return Problem(str(path), "holds something that is no run; name a new or an empty folder")
+    return Problem(str(path), "is not a run folder of Andon; name a new or an empty folder")
 
 
 def _unfinished(folder: RunFolder, how: str) -> RunOutcome:
     """The outcome of a run whose processes exited with code 0 early, for example by `sys.exit(0)`."""
-    why = f"the run is not finished: {how} {progress_text(folder)}; go on with: {resume_command(folder)}"
+    why = f"the run is not finished: {how} {progress_text(folder)}; resume with: {resume_command(folder)}"
     return RunOutcome(folder, Exit.RANK_LOST, why)
 
 

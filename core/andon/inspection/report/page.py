@@ -215,7 +215,7 @@ def _object(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is no JSON: {error}")]) from error
+        raise InputError([Problem(str(path), f"is not JSON: {error}")]) from error
     if not isinstance(content, dict):
         raise InputError([Problem(str(path), "holds no object")])
     return content
