@@ -14,7 +14,9 @@ from torch import Tensor
 from andon_falsify.checkers import schedule
 from andon_falsify.checkers.plan_followed import published
 from andon_falsify.claims.run_law import Expected, RunLaw, Stepping, mean_of, piece_of
+from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Masks
+from andon_falsify.reference.tokens import token_gradients
 from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, train
 from andon_falsify.reference.update import AdamW, Sgd, UpdateRule
 from andon_falsify.subjects.case import Case
@@ -25,7 +27,7 @@ Shares = tuple[tuple[int, ...], ...]
 
 def planned(case: Case) -> dict[int, tuple[int, ...]]:
     """The rows of each update, from the published rule."""
-    batches = published(range(len(case.rows)), case.seed, case.batch_size)
+    batches = published(range(len(case.items)), case.seed, case.batch_size)
     return dict(enumerate(islice(batches, case.updates()), start=1))
 
 
@@ -81,6 +83,11 @@ class TrainerLaw(RunLaw):
         return tuple(mean_of(step, self._of(step)) for step in self.updates)
 
     def _of(self, step: int) -> RowGradients:
+        if self.case.task != "classification":
+            rows = tuple(row for item in planned(self.case)[step] for row in self.case.items[item])
+            of_tokens = [(self.case.rows.tokens[row], self.case.token_weights(row)) for row in rows]
+            assert isinstance(self.model, Decoder)
+            return RowGradients(rows, *token_gradients(self.model, self.before(step), self.trainable, of_tokens))
         pieces, masks = self.pieces(step), self.masks(step)
         found = row_gradients(self.model, self.before(step), self.trainable, pieces, self.class_weights, masks)
         return RowGradients(planned(self.case)[step], *found)
