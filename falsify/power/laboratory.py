@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from andon_contracts.policy import suspended
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import resume_equal, same_everywhere
-from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.table import judged_by
@@ -26,6 +25,7 @@ from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
+from .functions import TABLES
 from .planting import Fault
 from .registry import reference
 

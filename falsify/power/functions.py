@@ -18,12 +18,16 @@ from andon.console.problems import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon_contracts.violation import Violation
-from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import coordinator_of
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 
 NAN, INF = math.nan, math.inf
+AVERAGE = Claim("average-law", 1, "average_gradients is the mean over workers; NaN and Inf propagate.")
+NON_FINITE = Claim("non-finite-seen", 1, "has_non_finite finds NaN, Inf and -Inf at every index.")
+SHARDS = Claim("shards-law", 1, "shard_samples gives contiguous shards in order, the last with the remainder.")
+FACE = Claim("coordinator-face", 1, "The coordinator refuses an empty list of devices; its primary is replica 0.")
+FALLBACK = Claim("cpu-fallback", 1, "Without a usable GPU a run that allows it trains on the CPU and says so.")
 
 
 @dataclass(frozen=True)
