@@ -17,11 +17,11 @@ from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.table import judged_by
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
+from .coordinator import CoordinatorSubject
 from .planting import Fault
 from .registry import reference
 
