@@ -7,9 +7,13 @@ need the contracts: these faults are judged with them on. Shipped checks decide 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
 
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import resume_equal, same_everywhere
@@ -18,7 +22,7 @@ from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.table import judged_by
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
-from andon_falsify.subjects.trace import Subject, Trace
+from andon_falsify.subjects.trace import Subject, Trace, digest
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
 from .coordinator import CoordinatorSubject
@@ -153,4 +157,24 @@ def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
 
 
 def _observed(found: Mapping[str, Verdict], trace: Trace) -> Observation:
-    return Observation(found, trace.signature(), trace.violation[0] if trace.violation else "")
+    return Observation(found, signature(trace), trace.violation[0] if trace.violation else "")
+
+
+def signature(*traces: Trace) -> str:
+    """A digest of everything that was observed, in which every fault must change something."""
+    seen = [_plain((trace.parts, trace.errors)) for trace in traces]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """`value` without tensors, and in an order that does not depend on how it was made."""
+    if isinstance(value, torch.Tensor):
+        return digest({"": value})
+    if is_dataclass(value):
+        return _plain(vars(value))
+    if isinstance(value, Mapping):
+        return sorted((repr(key), _plain(each)) for key, each in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        plain = [_plain(each) for each in value]
+        return sorted(plain) if isinstance(value, set | frozenset) else plain
+    return repr(value)

@@ -5,20 +5,15 @@ The control is the same loop without the fault. What a loop checks itself does n
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from typing import Any
-
 from andon_falsify.campaign.loop_bench import FURTHER, judge_further, judge_loop
 from andon_falsify.claims.of_loop import CLAIMS, verdicts
-from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
 
-from .laboratory import Attempt, Observation
+from .laboratory import Attempt, Observation, signature
 from .looped.fault import LoopFault
 
 LOOP = "falsify.power.looped:make"
@@ -59,7 +54,7 @@ class LoopLaboratory:
             if further:
                 claim = next(claim for claim in CLAIMS if claim.name == further)
                 found[further] = judge_further(claim, seen, trace)
-        return Observation(found, hashlib.sha256("".join(map(_signature, seen.traces)).encode()).hexdigest())
+        return Observation(found, signature(*seen.traces))
 
 
 class _Recording:
@@ -71,12 +66,3 @@ class _Recording:
     def run(self, case: Case) -> Trace:
         self.traces.append(self._subject.run(case))
         return self.traces[-1]
-
-
-def _signature(trace: Trace) -> str:
-    """A digest of everything that a fault could have changed."""
-    own: list[object] = []
-    for part in (part for part in trace.parts if isinstance(part, LoopSightings)):
-        noted: tuple[Mapping[Any, Any], ...] = (part.evaluation, part.around_evaluation[1], part.running, part.draws)
-        own += [*(sorted(each.items()) for each in noted), part.leftover]
-    return f"{trace.signature()} {own!r}"
