@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from andon_falsify.campaign import further
@@ -113,7 +114,7 @@ class LoopBench:
         poison = None if case.poison is None else Poison(2, case.world - 1, "nan")
         return case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         """See `Bench.attempt`.
 
         Halting and resuming apply by what the loop declares of itself, the same in every case: where it has once been
@@ -135,10 +136,13 @@ class LoopBench:
             if unmet(claim, of_trace(trace)):
                 self._undeclared[trial.kind] = judged_by(claim, of_trace(trace))
             return {claim.name: judge_further(claim, self._loop, trace, **asked)}
+        further: dict[str, Callable[[Trace], Verdict]] = {
+            same_everywhere.CLAIM.name: self._elsewhere,
+            RANDOMNESS.name: partial(judge_further, RANDOMNESS, self._loop),
+            EVALUATION.name: partial(judge_evaluation, self._loop),
+        }
         return of_loop.verdicts(trace) | {
-            same_everywhere.CLAIM.name: self._elsewhere(trace),
-            RANDOMNESS.name: judge_further(RANDOMNESS, self._loop, trace),
-            EVALUATION.name: judge_evaluation(self._loop, trace),
+            name: check(trace) for name, check in further.items() if not claims or name in claims
         }
 
     def _elsewhere(self, trace: Trace) -> Verdict:

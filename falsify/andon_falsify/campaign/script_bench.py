@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,7 @@ from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.layouts import not_seeded, unlike
 from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import History
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import Done, run
+from andon_falsify.scripts import Command, Done, run
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import Claim, Outcome, Verdict, judge, not_applicable, unknown
 
@@ -101,7 +100,7 @@ class ScriptBench:
         batch = _GLOBAL_BATCH if _GLOBAL_BATCH % leaves == 0 else leaves
         return _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch)
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""
         if trial.kind == RESUME:
             return {checkers.resume_equal.CLAIM.name: self._resuming(trial.case)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.campaign.reasons import blame
@@ -50,7 +50,7 @@ class AndonBench:
         """See `Bench.suited`: our trainer understands every case."""
         return case
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         """See `Bench.attempt`."""
         if trial.lacking:
             return {name: not_applicable(self._claim(name), trial.lacking) for name in self.kinds[trial.kind]}
@@ -61,11 +61,13 @@ class AndonBench:
             return self._unknown(trial.kind, trace)
         if trial.kind in (HALT, MEMORY):
             return judged(of_trace(trace), (claim for claim in self.claims if claim.name in self.kinds[trial.kind]))
-        return self._law(trace)
+        return self._law(trace, claims)
 
-    def _law(self, trace: Trace) -> Mapping[str, Verdict]:
+    def _law(self, trace: Trace, claims: Collection[str]) -> Mapping[str, Verdict]:
         measure = alone(trace.case).but(contracts=True, fault=None)
         itself = (trace.case.world, trace.case.backend) == (1, measure.backend)
+        if claims and same_everywhere.CLAIM.name not in claims:
+            return verdicts(trace)
         base = None if itself else self._trainer.run(measure)
         found = dict(verdicts(trace, None if base is None or base.errors else base))
         if base is None:

@@ -1,9 +1,13 @@
-"""How a command that gives verdicts ends, since 1 and 2 are verdicts."""
+"""How a command that gives verdicts ends: its exit codes, and what may interrupt it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -11,19 +15,19 @@ from typer.core import TyperCommand
 
 from andon.console.exits import Exit
 from andon.console.messages import OutputError, say
-from andon_falsify.cli.stops import code_of
 
 USAGE, INTERNAL = 64, 70
+_UNKNOWN, _INTERRUPTED, _TERMINATED = 2, 128 + signal.SIGINT, 128 + signal.SIGTERM
 _TRACEBACK = "ANDON_TRACEBACK"
 _USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
-"""What typer raises for options that it cannot read, and all that it shows itself."""
+"""What typer raises for options that it cannot read, and the base class of everything that it prints itself."""
 
 
 class FalsifyCommand(TyperCommand):
-    """A command that gives verdicts, so that 1 and 2 are verdicts.
+    """A command whose exit codes 1 and 2 are verdicts.
 
-    It ends with 64 if its options cannot be read, with 2 if standard output takes no more, so that no verdict is known
-    to its caller, and with 70 if it fails itself.
+    Options that cannot be read end it with 64, an internal error with 70. If standard output cannot be written it ends
+    with 2: no verdict is known to its caller.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -51,9 +55,53 @@ class FalsifyCommand(TyperCommand):
             raise typer.Exit(internal(error)) from error
 
 
-def internal(cause: BaseException | None) -> int:
-    """Say what in the suite failed; the exit code for it."""
+def internal(error: Exception) -> int:
+    """Log an internal error; returns its exit code."""
     if os.environ.get(_TRACEBACK) == "1":
-        traceback.print_exception(cause)
-    say(f"internal error: {type(cause).__name__}: {cause} (set {_TRACEBACK}=1 for the traceback)")
+        traceback.print_exception(error)
+    say(f"internal error: {type(error).__name__}: {error} (set {_TRACEBACK}=1 for the traceback)")
     return INTERNAL
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal or the deadline ended the campaign. code: the exit code; None: that of the verdicts so far."""
+
+    def __init__(self, why: str, code: int | None) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def code_of(stop: KeyboardInterrupt, verdicts: int = _UNKNOWN) -> int:
+    """The exit code after `stop`. verdicts: that of the verdicts so far."""
+    if not isinstance(stop, StoppedError):
+        return _INTERRUPTED
+    return verdicts if stop.code is None else stop.code
+
+
+@contextmanager
+def stops(deadline_s: float | None) -> Iterator[None]:
+    """Raise `StoppedError` inside for SIGTERM, and after `deadline_s` seconds; whichever comes second is ignored.
+
+    Without effect outside of the main thread, which alone receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+
+    def stop(number: int, _: Any) -> None:
+        for each in held:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGTERM:
+            raise StoppedError("ended by SIGTERM", _TERMINATED)
+        raise StoppedError(f"the deadline of {deadline_s:g} s is over", None)
+
+    for number in held:
+        signal.signal(number, stop)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s or 0.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in held.items():
+            signal.signal(number, handler)

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, settings
 
 from andon.console.problems import InputError
 from andon_contracts.legible import legible
-from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.suite import Suite
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.compliance import counting
@@ -142,7 +142,7 @@ def _suite(config: pytest.Config) -> Suite | None:
     given = {name: tuple(value) if name in _AGAIN else value for name, value in given.items()}
     given["claims"] = given.pop("claim", ())
     try:
-        return Suite(understood(Options(**given, backend=",".join(config.getoption("backend") or ()) or None)))
+        return Suite(read_request(**given, backend=",".join(config.getoption("backend") or ()) or None))
     except InputError as error:
         raise pytest.UsageError(*(legible(str(problem)) for problem in error.problems)) from None
 
