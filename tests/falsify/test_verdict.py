@@ -68,7 +68,7 @@ def test_conclusions(checked: int, found: list[Counterexample], missing: str, ou
 def test_a_verdict_that_contradicts_itself_cannot_be_made() -> None:
     for outcome, checked, found in ((Outcome.HOLDS, 0, ()), (Outcome.FALSIFIED, 1, ()), (Outcome.HOLDS, 1, (FOUND,))):
         with pytest.raises(ValueError, match=CLAIM.name):
-            Verdict(CLAIM.name, outcome, "", checked, found)
+            Verdict(CLAIM.name, outcome, (), checked, found)
 
 
 @given(ANY)

@@ -69,7 +69,12 @@ def _findings(bench: Bench, claim: Claim, said: Sequence[Said], explained: bool)
     for place, held in by_place.items():
         verdict = merge(_made_repeatable(bench, each, explain_each) for each in held)
         finding = _finding(
-            bench, claim, place, held[0].trial.seed, replace(verdict, why=condensed(verdict.why)), _curve(held)
+            bench,
+            claim,
+            place,
+            held[0].trial.seed,
+            replace(verdict, reasons=(condensed(verdict.why),) if verdict.why else ()),
+            _curve(held),
         )
         found.append(finding)
     return found
