@@ -10,10 +10,9 @@ from andon_falsify.campaign import further
 from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
 from andon_falsify.checkers import halts, resume_equal, same_everywhere
-from andon_falsify.claims import of_loop
+from andon_falsify.claims import evaluation_law, of_loop, randomness_apart
 from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.claims.of_loop import failed, outside, shortened
-from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
 from andon_falsify.claims.table import judged_by, unmet
 from andon_falsify.subjects.case import Case, Poison
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
@@ -23,7 +22,7 @@ _BACKEND = "gloo"
 FURTHER: Mapping[str, Callable[..., Evidence]] = {
     resume_equal.CLAIM.name: further.resuming,
     halts.CLAIM.name: further.halting,
-    RANDOMNESS.name: further.drawing,
+    randomness_apart.CLAIM.name: further.drawing,
 }
 """What makes the runs that a claim asks for instead of the run itself, by the claim's name."""
 
@@ -39,7 +38,7 @@ def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> d
         for claim in of_loop.MORE_RUNS:
             if claim.name in FURTHER:
                 found[claim.name] = judge_further(claim, subject, trace)
-        found[EVALUATION.name] = judge_evaluation(subject, trace)
+        found[evaluation_law.CLAIM.name] = judge_evaluation(subject, trace)
     return found | {claim.name: unknown(claim, why) for claim in of_loop.CLAIMS if claim.name not in found}
 
 
@@ -67,13 +66,13 @@ def judge_elsewhere(trace: Trace, others: Sequence[Trace]) -> Verdict:
 
 def judge_evaluation(subject: Subject, trace: Trace) -> Verdict:
     """The evaluation of `trace`, and that of a model with dropout: an evaluation has it switched off."""
-    plain = judged_by(EVALUATION, of_trace(trace))
+    plain = judged_by(evaluation_law.CLAIM, of_trace(trace))
     if plain.outcome is Outcome.NOT_APPLICABLE:
         return plain
     try:
-        found = judged_by(EVALUATION, further.with_dropout(subject, trace))
+        found = judged_by(evaluation_law.CLAIM, further.with_dropout(subject, trace))
     except further.Unmade as error:
-        found = unknown(EVALUATION, f"with dropout: {error}")
+        found = unknown(evaluation_law.CLAIM, f"with dropout: {error}")
     named = tuple(replace(each, where=f"{each.where}, with dropout in the model") for each in found.counterexamples)
     return merge([plain, replace(found, counterexamples=named)])
 
@@ -93,7 +92,7 @@ class LoopBench:
         self.claims: tuple[Claim, ...] = of_loop.CLAIMS
         one_run = frozenset(claim.name for claim in of_loop.ONE_RUN)
         self.kinds: Mapping[str, frozenset[str]] = {
-            LAW: one_run | {same_everywhere.CLAIM.name, RANDOMNESS.name},
+            LAW: one_run | {same_everywhere.CLAIM.name, randomness_apart.CLAIM.name},
             HALT: frozenset({halts.CLAIM.name}),
             RESUME: frozenset({resume_equal.CLAIM.name}),
         }
@@ -137,8 +136,8 @@ class LoopBench:
             return {claim.name: judge_further(claim, self._loop, trace, **asked)}
         return of_loop.verdicts(trace) | {
             same_everywhere.CLAIM.name: self._elsewhere(trace),
-            RANDOMNESS.name: judge_further(RANDOMNESS, self._loop, trace),
-            EVALUATION.name: judge_evaluation(self._loop, trace),
+            randomness_apart.CLAIM.name: judge_further(randomness_apart.CLAIM, self._loop, trace),
+            evaluation_law.CLAIM.name: judge_evaluation(self._loop, trace),
         }
 
     def _elsewhere(self, trace: Trace) -> Verdict:

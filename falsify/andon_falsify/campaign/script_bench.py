@@ -10,6 +10,7 @@ from pathlib import Path
 
 from andon_falsify import checkers
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
+from andon_falsify.claims import loss_finite, samples_once
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.layouts import not_seeded, unlike
 from andon_falsify.claims.table import judged, judged_by
@@ -44,9 +45,9 @@ Layout = tuple[int, int, int]
 
 ONE_RUN: tuple[Claim, ...] = (
     checkers.replicas_agree.CLAIM,
-    checkers.samples_once.CLAIM,
+    samples_once.CLAIM,
     checkers.same_everywhere.CLAIM,
-    checkers.loss_finite.CLAIM,
+    loss_finite.CLAIM,
     checkers.chain_intact.CLAIM,
 )
 

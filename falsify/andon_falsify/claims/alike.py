@@ -14,9 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from andon_falsify.checkers import same_everywhere
-from andon_falsify.claims.loop_law import LoopLaw
-from andon_falsify.claims.run_law import piece_of, short_name
-from andon_falsify.claims.trainer_law import update_rule
+from andon_falsify.claims.laws import LoopLaw, piece_of, short_name, update_rule
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.loops.task import collate, dataset, model, optimizer
 from andon_falsify.reference.training import train

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from andon_falsify.history import History
 
 if TYPE_CHECKING:
-    from andon_falsify.claims.run_law import RunLaw
+    from andon_falsify.claims.laws import RunLaw
     from andon_falsify.subjects.trace import Trace
 
 _ELSEWHERE = "a ledger holds no {} to compare; andon falsify runs the trainer to see"
@@ -95,8 +95,7 @@ class Evidence:
     @cached_property
     def law(self) -> RunLaw:
         """The reference of its updates; computed where somebody asks, and once."""
-        from andon_falsify.claims.loop_law import LoopLaw
-        from andon_falsify.claims.trainer_law import TrainerLaw
+        from andon_falsify.claims.laws import LoopLaw, TrainerLaw
 
         return LoopLaw(self.sightings) if self.of_loop else TrainerLaw(self.sightings)
 
@@ -116,3 +115,8 @@ Need = Callable[[Evidence], str]
 def tensors(what: str) -> Need:
     """That a witness looked, who alone has `what`."""
     return lambda evidence: _ELSEWHERE.format(what) if evidence.trace is None else ""
+
+
+def has_law(evidence: Evidence) -> str:
+    """That the float64 law of the run can be computed."""
+    return evidence.law.why_not

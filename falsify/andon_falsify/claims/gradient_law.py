@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, cast
 
 from andon_falsify.claims.evidence import Evidence, has_law, tensors
 from andon_falsify.claims.explain import common_factor, explain_ratio, explain_window, gap, name_short_windows
-from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, first_of_many, merge, unknown
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Outcome,
+    Verdict,
+    conclude,
+    first_of_many,
+    merge,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +101,8 @@ def compare(
     for name in sorted(held.keys() | law.keys()):
         sizes = [f"{len(side[name])} elements" if name in side else "no gradient" for side in (law, held)]
         if sizes[0] != sizes[1]:
-            found.append(Counterexample(f"{name} has another layout", where, *sizes, quantity="gradient"))
+            what = f"{name} has another layout"
+            found.append(Counterexample(what, where, sizes[0], sizes[1], quantity="gradient"))
     gaps = {
         name: gap(held[name], tensor, floor * total)
         for name, tensor in law.items()

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from math import hypot
 from typing import Any, cast
 
@@ -395,7 +395,7 @@ def shares(ids: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
     """`ids` in `count` contiguous parts whose sizes differ by at most 1, the larger ones first."""
     size, larger = divmod(len(ids), count)
     starts = [place * size + min(place, larger) for place in range(count + 1)]
-    return tuple(ids[start:end] for start, end in zip(starts, starts[1:], strict=False))
+    return tuple(ids[start:end] for start, end in pairwise(starts))
 
 
 def short_name(name: str) -> str:

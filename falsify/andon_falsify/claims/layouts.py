@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from andon_falsify.checkers import resume_equal, same_everywhere, samples_once
+from andon_falsify.checkers import resume_equal, same_everywhere
 from andon_falsify.checkers.equal_updates import DIGESTS, NUMBERS
-from andon_falsify.checkers.ratio import fitting_powers, show_ratio
+from andon_falsify.claims import samples_once
 from andon_falsify.claims.evidence import SCRIPT
+from andon_falsify.claims.explain import fitting_powers, show_ratio
 from andon_falsify.history import History, Number, StepEvent
 from andon_falsify.verdict import Counterexample, Verdict, conclude, unknown
 

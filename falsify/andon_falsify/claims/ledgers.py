@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
-from andon_falsify.checkers import CLAIMS, chain_intact, resume_equal, same_everywhere
+from andon_falsify.checkers import chain_intact, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.statements import HEADS
-from andon_falsify.claims.table import judged_by
+from andon_falsify.claims.table import CHECKERS, judged_by
 from andon_falsify.history import Event, History, Unread, read_history
 from andon_falsify.verdict import (
     Claim,
@@ -36,7 +36,10 @@ from andon_falsify.verdict import (
 if TYPE_CHECKING:
     from andon.config.schema import Config
 
-ALL: tuple[Claim, ...] = (*CLAIMS, HEADS)
+ALL: tuple[Claim, ...] = (
+    *(each.claim for each in CHECKERS.values() if not each.claim.subjects or "ledger" in each.claim.subjects),
+    HEADS,
+)
 """Every claim that is said something of."""
 _TOGETHER = (same_everywhere.CLAIM.name, resume_equal.CLAIM.name)
 """What all ledgers decide at once."""

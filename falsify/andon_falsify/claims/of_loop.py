@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from andon_falsify import checkers
+from andon_falsify.claims import (
+    base_frozen,
+    evaluation_law,
+    gradient_law,
+    loss_finite,
+    losses_close,
+    randomness_apart,
+    samples_once,
+    schedule,
+    update_law,
+)
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.statements import BASE, EVALUATION, RANDOMNESS, UPDATE
 from andon_falsify.claims.table import judged
 from andon_falsify.loops.sightings import LoopSightings, first_of
 from andon_falsify.subjects.trace import Trace
@@ -16,22 +26,22 @@ _SHOWN = 4
 
 ONE_RUN: tuple[Claim, ...] = (
     checkers.replicas_agree.CLAIM,
-    checkers.samples_once.CLAIM,
-    checkers.gradient_law.CLAIM,
-    UPDATE,
-    checkers.losses_close.CLAIM,
-    checkers.loss_finite.CLAIM,
-    checkers.schedule.CLAIM,
-    BASE,
+    samples_once.CLAIM,
+    gradient_law.CLAIM,
+    update_law.CLAIM,
+    losses_close.CLAIM,
+    loss_finite.CLAIM,
+    schedule.CLAIM,
+    base_frozen.CLAIM,
     checkers.layout_equal.CLAIM,
-    EVALUATION,
+    evaluation_law.CLAIM,
 )
 """What one run of a case decides."""
 MORE_RUNS: tuple[Claim, ...] = (
     checkers.same_everywhere.CLAIM,
     checkers.resume_equal.CLAIM,
     checkers.halts.CLAIM,
-    RANDOMNESS,
+    randomness_apart.CLAIM,
 )
 """What needs further runs: see `campaign.loop_bench`."""
 CLAIMS: tuple[Claim, ...] = (*ONE_RUN, *MORE_RUNS)

@@ -5,25 +5,39 @@ from __future__ import annotations
 from dataclasses import replace
 
 from andon_falsify import checkers
+from andon_falsify.claims import (
+    base_frozen,
+    gradient_law,
+    loss_finite,
+    losses_close,
+    norm_law,
+    plan_followed,
+    samples_once,
+    schedule,
+    update_law,
+)
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.statements import AVERAGE, BASE, FACE, FALLBACK, NON_FINITE, NORM, SHARDS, UPDATE
-from andon_falsify.claims.table import judged
+from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
+from andon_falsify.claims.table import CHECKERS, judged
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Claim, Verdict, unknown
 
-CLAIMS: tuple[Claim, ...] = (*checkers.CLAIMS, UPDATE, NORM, BASE, FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE)
+CLAIMS: tuple[Claim, ...] = (
+    *(each.claim for each in CHECKERS.values() if not each.claim.subjects or "trainer" in each.claim.subjects),
+    *(FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE),
+)
 """Every claim about our trainer."""
 _ALWAYS = (
     checkers.replicas_agree.CLAIM,
-    checkers.samples_once.CLAIM,
-    checkers.plan_followed.CLAIM,
-    checkers.loss_finite.CLAIM,
-    checkers.schedule.CLAIM,
+    samples_once.CLAIM,
+    plan_followed.CLAIM,
+    loss_finite.CLAIM,
+    schedule.CLAIM,
     checkers.layout_equal.CLAIM,
-    BASE,
+    base_frozen.CLAIM,
 )
-_OF_VALUES = (checkers.gradient_law.CLAIM, checkers.losses_close.CLAIM, NORM, UPDATE)
+_OF_VALUES = (gradient_law.CLAIM, losses_close.CLAIM, norm_law.CLAIM, update_law.CLAIM)
 """What needs the tensors of every update, of a run in which all of them are finite."""
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from andon_falsify.checkers import halts, layout_equal, loss_finite, memory_within, replicas_agree, schedule
+from andon_falsify.checkers import halts, layout_equal, memory_within, replicas_agree
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import StepEvent
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, merge, not_applicable, unknown
 
 if TYPE_CHECKING:
@@ -66,40 +64,6 @@ def memory(evidence: Evidence) -> Verdict:
     if trace.place != "cpu":
         return not_applicable(memory_within.CLAIM, MEMORY_ON_GPUS)
     return memory_within.check(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
-
-
-def rates(evidence: Evidence) -> Verdict:
-    """The learning rate of every update against the schedule.
-
-    Of our trainer that is the published one, from the case or from the configuration beside a ledger; of a loop the one
-    that it declares, or the case's rate throughout in every group; and it must be the same on all ranks.
-    """
-    if evidence.of_loop:
-        from andon_falsify.claims.update import declared_rates
-
-        return declared_rates(evidence.sightings)
-    if evidence.trace is not None:
-        from andon_falsify.claims.trainer_law import rate_law
-
-        return schedule.check(evidence.told, rate_law(evidence.trace.case))
-    total = evidence.told.plan.steps
-    names = ("optimizer.lr", "schedule.warmup_fraction", "schedule.min_lr", "schedule.warmup_steps")
-    numbers = [evidence.settings.get(key) for key in names]
-    peak, fraction, low, steps = (float(number) if isinstance(number, int | float) else None for number in numbers)
-    kind = str(evidence.settings.get("schedule.type", "cosine"))  # runs from before there were others name none
-    if peak is None or fraction is None or low is None or not total:
-        return schedule.check(evidence.told, None)
-    warmup = None if steps is None else int(steps)
-    return schedule.check(evidence.told, schedule.Published(peak, total, fraction, low, kind, warmup))
-
-
-def finite(evidence: Evidence) -> Verdict:
-    """Every loss and norm that is told; of a loop whose loss is told now and then, the updates with one."""
-    history = evidence.told
-    if evidence.of_loop:
-        told = [event for event in history.events if not (isinstance(event, StepEvent) and event.loss is None)]
-        return loss_finite.check(replace(history, events=tuple(told)))
-    return loss_finite.check(history)
 
 
 def halted(evidence: Evidence) -> Verdict:

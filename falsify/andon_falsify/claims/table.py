@@ -8,15 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Literal
+from typing import Any, Literal
 
 from andon_falsify import checkers
+from andon_falsify.claims import (
+    base_frozen,
+    evaluation_law,
+    gradient_law,
+    loss_finite,
+    losses_close,
+    norm_law,
+    plan_followed,
+    randomness_apart,
+    samples_once,
+    schedule,
+    update_law,
+)
 from andon_falsify.claims.between import everywhere, resumed
 from andon_falsify.claims.evidence import Evidence, Need, tensors
-from andon_falsify.claims.one_run import finite, halted, layouts, memory, rates, replicas
-from andon_falsify.claims.rows import plan, samples
-from andon_falsify.claims.statements import BASE, EVALUATION, NORM, RANDOMNESS, UPDATE
+from andon_falsify.claims.one_run import halted, layouts, memory, replicas
 from andon_falsify.verdict import Claim, Verdict, judge, not_applicable
 
 Account = Literal["witness", "accused", "either"]
@@ -33,29 +43,13 @@ class Checker:
     needs: tuple[Need, ...] = ()
 
 
-def _of(module: str, name: str) -> Callable[[Evidence], Verdict]:
-    """A check whose module needs torch, which is not loaded where ledgers alone are judged: when it is first asked."""
-
-    def check(evidence: Evidence) -> Verdict:
-        found: Callable[[Evidence], Verdict] = getattr(import_module(f"andon_falsify.claims.{module}"), name)
-        return found(evidence)
-
-    return check
+def _of(module: Any) -> Checker:
+    """What judges the claim of a module that has `CLAIM` and `check`."""
+    return Checker(module.CLAIM, module.check, module.CLAIM.account, module.CLAIM.needs)
 
 
 def _a_ledger(evidence: Evidence) -> str:
     return "" if evidence.ledger is not None else "the accused keeps no ledger"
-
-
-def _a_law(evidence: Evidence) -> str:
-    return evidence.law.why_not
-
-
-def _losses_told(evidence: Evidence) -> str:
-    if evidence.of_loop and not getattr(evidence.sightings.first, "told_losses", ()):
-        return "the loop tells no loss (told.loss)"
-    silent = evidence.of_script and all(step.loss is None for step in evidence.told.steps)
-    return "the script tells no loss (w.loss)" if silent else ""
 
 
 def _somebody_to_agree_with(evidence: Evidence) -> str:
@@ -66,11 +60,6 @@ def _somebody_to_agree_with(evidence: Evidence) -> str:
 def _halts(evidence: Evidence) -> str:
     silent = not evidence.declares("halts")
     return "the loop does not say that it stops at what is not finite (`halts`)" if silent else ""
-
-
-def _evaluates(evidence: Evidence) -> str:
-    evaluates = evidence.of_loop and evidence.declares("evaluates")
-    return "" if evaluates else "the loop does not evaluate (`evaluate`)"
 
 
 def _restores(evidence: Evidence) -> str:
@@ -89,38 +78,18 @@ def chain(evidence: Evidence) -> Verdict:
 
 _CHECKERS = (
     Checker(checkers.replicas_agree.CLAIM, replicas, needs=(_somebody_to_agree_with,)),
-    Checker(checkers.samples_once.CLAIM, samples),
-    Checker(checkers.plan_followed.CLAIM, plan),
+    _of(samples_once),
+    _of(plan_followed),
     Checker(checkers.same_everywhere.CLAIM, everywhere),
     Checker(checkers.halts.CLAIM, halted, needs=(_halts,)),
     Checker(checkers.resume_equal.CLAIM, resumed, needs=(_restores,)),
     Checker(checkers.chain_intact.CLAIM, chain, "accused", needs=(_a_ledger,)),
-    Checker(checkers.loss_finite.CLAIM, finite, needs=(_losses_told,)),
-    Checker(checkers.schedule.CLAIM, rates),
-    Checker(checkers.losses_close.CLAIM, _of("gradient", "losses"), "witness", needs=(tensors("loss of a reference"),)),
+    _of(loss_finite),
+    _of(schedule),
+    _of(losses_close),
     Checker(checkers.memory_within.CLAIM, memory, "witness", needs=(tensors("bytes of memory"),)),
     Checker(checkers.layout_equal.CLAIM, layouts, "witness", needs=(tensors("layout of tensors"),)),
-    Checker(checkers.gradient_law.CLAIM, _of("gradient", "gradient"), "witness", needs=(tensors("gradient"), _a_law)),
-    Checker(
-        UPDATE,
-        _of("update", "update"),
-        "witness",
-        needs=(tensors("weights"), lambda evidence: evidence.law.why_no_update),
-    ),
-    Checker(NORM, _of("gradient", "norms"), "witness", needs=(tensors("norm of a reference"), _a_law)),
-    Checker(BASE, _of("update", "base"), "witness", needs=(tensors("frozen tensors"),)),
-    Checker(
-        EVALUATION,
-        _of("evaluation", "evaluation"),
-        "witness",
-        needs=(tensors("evaluation"), _evaluates),
-    ),
-    Checker(
-        RANDOMNESS,
-        _of("randomness", "randomness"),
-        "witness",
-        needs=(tensors("state of a generator"),),
-    ),
+    *map(_of, (gradient_law, update_law, norm_law, base_frozen, evaluation_law, randomness_apart)),
 )
 CHECKERS: Mapping[str, Checker] = {checker.claim.name: checker for checker in _CHECKERS}
 """By the name of its claim."""

@@ -6,23 +6,22 @@ from typing import Literal
 
 import pytest
 
-from andon_falsify.checkers import (
-    chain_intact,
+from andon_falsify.checkers import chain_intact, layout_equal, replicas_agree
+from andon_falsify.claims import (
+    base_frozen,
     gradient_law,
-    layout_equal,
     loss_finite,
     losses_close,
+    norm_law,
     plan_followed,
-    replicas_agree,
     samples_once,
     schedule,
+    update_law,
 )
 from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.laws import rate_law
 from andon_falsify.claims.one_run import layouts, memory
-from andon_falsify.claims.statements import NORM, UPDATE
 from andon_falsify.claims.table import judged
-from andon_falsify.claims.trainer_law import planned, rate_law
-from andon_falsify.claims.update import base
 from andon_falsify.compliance.cases import BIG
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
@@ -42,7 +41,7 @@ def test_every_planned_row_is_used_once(court: Court, backend: str, world: int, 
     """By the rows that each rank asked its task for, not by what anyone says of them (F-DP-002, C-DP-002)."""
     case = PLANS[name].but(backend=backend, world=world)
     trace = court.run(case)
-    court.hold(samples_once.check(trace.seen), plan_followed.check(trace.seen, planned(case)))
+    court.hold(samples_once.check(of_trace(trace)), plan_followed.check(of_trace(trace)))
 
 
 STATES = {
@@ -60,7 +59,7 @@ def test_all_ranks_hold_the_same_state_after_every_update(court: Court, backend:
     """Compared by SHA-256 of the tensors themselves, and by what the ledger says (C-DP-001, F-DP-001)."""
     trace = court.run(STATES[name].but(backend=backend, world=world))
     assert trace.ledger is not None
-    court.hold(replicas_agree.check(trace.seen), replicas_agree.check(trace.ledger), base(of_trace(trace)))
+    court.hold(replicas_agree.check(trace.seen), replicas_agree.check(trace.ledger), base_frozen.check(of_trace(trace)))
 
 
 @pytest.mark.claim("layout-equal")
@@ -87,7 +86,9 @@ UPDATES = {
 def test_every_update_is_that_of_the_law(court: Court, backend: str, name: str) -> None:
     """From the accused's weights before each update and his masks; label-sorted rows, ragged micro-batches (V1, V8)."""
     trace = court.run(UPDATES[name].but(backend=backend, world=room_for(backend, 3)))
-    court.hold(*judged(of_trace(trace), (gradient_law.CLAIM, losses_close.CLAIM, NORM, UPDATE)).values())
+    court.hold(
+        *judged(of_trace(trace), (gradient_law.CLAIM, losses_close.CLAIM, norm_law.CLAIM, update_law.CLAIM)).values()
+    )
 
 
 @pytest.mark.claim("chain-intact", "loss-finite", "schedule")
@@ -99,7 +100,7 @@ def test_the_ledger_says_what_was_seen(court: Court, backend: str, world: int) -
     assert trace.ledger is not None
     court.hold(chain_intact.check(trace.ledger))
     for history in (trace.seen, trace.ledger):
-        court.hold(loss_finite.check(history), schedule.check(history, rate_law(case)))
+        court.hold(loss_finite.check_history(history), schedule.check_history(history, rate_law(case)))
     told = [(step.number, step.ids, step.loss, step.lr, step.grad_norm) for step in trace.ledger.steps]
     assert told == [(step.number, step.ids, step.loss, step.lr, step.grad_norm) for step in trace.seen.steps]
 

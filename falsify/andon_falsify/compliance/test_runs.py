@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from andon.backend.devices import placement
 from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import losses_close, resume_equal, same_everywhere
+from andon_falsify.checkers import resume_equal, same_everywhere
+from andon_falsify.claims import losses_close
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.functions import fallback
+from andon_falsify.claims.laws import TrainerLaw, shares
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.table import judged_by
-from andon_falsify.claims.trainer_law import TrainerLaw, shares
 from andon_falsify.compliance.cases import ADAMW, MOMENTUM
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, Poison, make_rows
@@ -90,10 +91,10 @@ def test_the_loss_after_100_updates_is_that_of_one_process(court: Court, backend
     if reference.why_not:
         court.hold(same_bits(base, trace), not_applicable(losses_close.CLAIM, reference.why_not))
         return
-    law = [update.loss for update in reference.trajectory()]
-    seen = [reported.loss for reported in trace.first.reported]
-    assert law[-1] < 0.75 * law[0], f"nothing was learned: {law[0]} to {law[-1]}"
-    court.hold(same_bits(base, trace), losses_close.check(seen, law, bound=BOUND))
+    law = {step: update.loss for step, update in enumerate(reference.trajectory(), start=1)}
+    seen = {reported.step: reported.loss for reported in trace.first.reported}
+    assert law[len(law)] < 0.75 * law[1], f"nothing was learned: {law[1]} to {law[len(law)]}"
+    court.hold(same_bits(base, trace), losses_close.compare(seen, law, BOUND, reference.factors))
 
 
 RESUMED = {"AdamW": ADAMW.but(epochs=2), "SGD with momentum": MOMENTUM.but(epochs=2)}
