@@ -57,11 +57,11 @@ class Clause:
 class Claim:
     """A promise that can be falsified. The module of `andon_falsify.claims` that declares it has its `check` as well.
 
-    version: raised when the meaning changes. statements: the statement for one kind of subject, where it differs.
-    order: the place in reports. subjects: the kinds of subject that it is judged of. trial: the kind of trial that
-    judges it. runs: the further runs that the check compares with. needs: functions that give the reason why the claim does not apply to some evidence, or "".
-    account: whose word is judged. clauses: those of the contracts that are the same law, or a part of it; unwatched:
-    why there are none.
+    version: raised when the meaning changes. order: the place in reports. subjects: the kinds of subject that it is
+    judged of; statements: the statement for such a kind, where it differs. trial: the kind of trial that judges it.
+    runs: the further runs that the check compares with. account: whose word is judged. needs: functions that give the
+    reason why the claim does not apply to some evidence, or "". clauses: those of the contracts that are the same law,
+    or a part of it; unwatched: why there are none.
     """
 
     name: str

@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 
 from andon_falsify.campaign.trial import KINDS, Trial
 from andon_falsify.claims import claims_of, judged
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.subjects.case import Case
-from andon_falsify.verdict import Claim, ExtraRun, Kind, Verdict, not_applicable, unknown
+from andon_falsify.subjects.placing import why_not
+from andon_falsify.verdict import ExtraRun, Kind, Verdict, not_applicable, unknown
 
 Runs = Mapping[ExtraRun, tuple[Evidence, ...]]
 
@@ -42,33 +42,23 @@ class FurtherRuns(Runs):
 class Bench(ABC):
     """Runs trials of one subject and has the claims judge what it left.
 
-    kind: decides which claims there are. subject, version: its name in findings. words: the options of `andon falsify`
-    that select it. every_backend: all that may be requested; on one that this machine lacks, claims do not apply.
+    kind: of subject. subject, version: its name in findings. words: the options of `andon falsify` that select it.
+    claims: all that there are of its kind, in the order of reports. kinds: the names of the claims that each kind of
+    trial judges. every_backend: all that may be requested; on one that this machine lacks, claims do not apply.
     backends: those that this machine can run it on.
     """
 
     kind: Kind
-    version = ""
-    words: tuple[str, ...] = ()
     every_backend: tuple[str, ...]
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, version: str = "", words: tuple[str, ...] = ()) -> None:
         self.subject = subject
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        return self.every_backend
-
-    @cached_property
-    def claims(self) -> tuple[Claim, ...]:
-        """All claims about the subject, in the order of reports, as they are promised of its kind."""
-        return tuple(replace(claim, statement=claim.statement_for(self.kind)) for claim in claims_of(self.kind))
-
-    @cached_property
-    def kinds(self) -> Mapping[str, frozenset[str]]:
-        """The names of the claims that each kind of trial judges."""
-        found = {kind: frozenset(claim.name for claim in self.claims if claim.trial == kind) for kind in KINDS}
-        return {kind: names for kind, names in found.items() if names}
+        self.version = version
+        self.words = words
+        self.backends = tuple(name for name in self.every_backend if not why_not(name))
+        self.claims = tuple(replace(claim, statement=claim.statement_for(self.kind)) for claim in claims_of(self.kind))
+        kinds = {kind: frozenset(claim.name for claim in self.claims if claim.trial == kind) for kind in KINDS}
+        self.kinds: Mapping[str, frozenset[str]] = {kind: names for kind, names in kinds.items() if names}
 
     @property
     @abstractmethod
@@ -87,12 +77,13 @@ class Bench(ABC):
     def evidence(self, trial: Trial) -> Evidence:
         """The run of `trial`, with its further runs (see `FurtherRuns`). Raises `RunUnavailable` if it failed."""
 
-    def attempt(self, trial: Trial, claims: Collection[str]) -> Mapping[str, Verdict]:
-        """Run the subject and judge `claims`, those of them that the kind of trial judges. Returns verdicts by claim.
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
+        """Run the subject and judge it. Returns verdicts by claim: all of the kind of trial, or of `claims`.
 
         Errors of the subject are not raised: the claims are unknown, with the error as the reason.
         """
-        asked = [claim for claim in self.claims if claim.name in claims and claim.name in self.kinds[trial.kind]]
+        names = self.kinds[trial.kind].intersection(claims or self.kinds[trial.kind])
+        asked = [claim for claim in self.claims if claim.name in names]
         if why := self.inapplicable(trial):
             return {claim.name: not_applicable(claim, why) for claim in asked}
         try:

@@ -22,12 +22,10 @@ class LoopBench(Bench):
     """Runs trials on `subject`, a `LoopSubject`. version: of the library that it trains with, "" if unknown."""
 
     kind = "loop"
-    every_backend = ("gloo",)
+    every_backend: tuple[str, ...] = ("gloo",)
 
     def __init__(self, subject: Subject, name: str, version: str = "") -> None:
-        super().__init__(name)
-        self.version = version
-        self.words = ("--subject", name)
+        super().__init__(name, version, ("--subject", name))
         self._loop = Remembering(subject)
         self._undeclared: dict[str, str] = {}
 

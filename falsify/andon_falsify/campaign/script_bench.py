@@ -52,11 +52,10 @@ class ScriptBench(Bench):
     """Runs trials by a user's command. Each layout is run once, and resumed once."""
 
     kind = "script"
-    every_backend = ("script",)
+    every_backend: tuple[str, ...] = ("script",)
 
     def __init__(self, command: Command, deadline_s: float) -> None:
-        super().__init__(command.text)
-        self.words = ("--script", command.text)
+        super().__init__(command.text, words=("--script", command.text))
         self._command = command
         self._deadline_s = _TIMES * deadline_s
         self._runs = 0

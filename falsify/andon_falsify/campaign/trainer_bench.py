@@ -13,7 +13,7 @@ from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import ExtraRun
 
@@ -25,16 +25,11 @@ class AndonBench(Bench):
     """Runs trials on `subject`: our trainer, or one with the same observations."""
 
     kind = "trainer"
-    every_backend = (*CPU_BACKENDS, *GPU_BACKENDS)
+    every_backend: tuple[str, ...] = (*CPU_BACKENDS, *GPU_BACKENDS)
 
     def __init__(self, subject: Subject, name: str = "andon", version: str = "") -> None:
-        super().__init__(name)
-        self.version = version or installed("andon")
+        super().__init__(name, version or installed("andon"))
         self._trainer = Remembering(subject)
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        return tuple(name for name in self.every_backend if not why_not(name))
 
     @property
     def runs(self) -> int:

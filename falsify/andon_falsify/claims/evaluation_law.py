@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from andon_falsify.claims.evidence import Evidence, tensors
+from andon_falsify.claims.evidence import Evidence, RunUnavailable, tensors
 from andon_falsify.claims.explain import explain_ratio
 from andon_falsify.verdict import (
     Claim,
@@ -19,6 +19,7 @@ from andon_falsify.verdict import (
     first_of_many,
     merge,
     not_applicable,
+    unknown,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +53,11 @@ def check(evidence: Evidence) -> Verdict:
     if plain.outcome is Outcome.NOT_APPLICABLE:
         return plain
     verdicts = [plain]
-    for random in evidence.others.get("random", ()):
+    try:
+        randoms = evidence.others.get("random", ())
+    except RunUnavailable as error:
+        return merge([plain, unknown(CLAIM, str(error))])
+    for random in randoms:
         verdict = _evaluation(random)
         found = [replace(each, where=f"{each.where}, with dropout in the model") for each in verdict.counterexamples]
         verdicts.append(replace(verdict, counterexamples=tuple(found)))

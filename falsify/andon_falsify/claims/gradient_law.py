@@ -39,6 +39,7 @@ CLAIM = Claim(
     needs=(tensors("gradient", of_updates=True), has_law),
     clauses=(
         Clause("gradient-law", "same"),
+        Clause("gradient-average"),
         Clause("clip-placed"),
         Clause("parameters-kept"),
         Clause("gradient-present"),

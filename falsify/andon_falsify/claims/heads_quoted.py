@@ -1,4 +1,4 @@
-"""The checkpoints and the summary of a run folder quote the ledger as it is, and the ledger quotes files as they are."""
+"""Checkpoints and the summary quote lines of the ledger as they are, and the ledger quotes files as they are."""
 
 from __future__ import annotations
 

@@ -51,6 +51,11 @@ def check_bytes(
     """
     found: list[Counterexample] = []
     checked, missing = 0, ""
+
+    def fail(what: str, rank: int, expected: int, seen: int, ratio: float | None = None) -> None:
+        sizes = (f"{expected} bytes", f"{seen} bytes")
+        found.append(Counterexample(what, f"rank {rank}", *sizes, ratio, quantity="memory"))
+
     for rank, peak in sorted(peaks.items()):
         budget = planned if isinstance(planned, int) else planned.get(rank, 0)
         if peak <= 0 or budget <= 0:
@@ -59,7 +64,7 @@ def check_bytes(
         checked += 1
         if peak > budget * (1 + slack):
             what = f"the peak is {peak / budget:.3f} of the plan, {1 + slack:.2f} is allowed"
-            found.append(Counterexample(what, f"rank {rank}", f"{budget} bytes", f"{peak} bytes", peak / budget, quantity="memory"))
+            fail(what, rank, budget, peak, peak / budget)
     for rank, sizes in sorted((resting or {}).items()):
         settled = sizes[1:]
         if len(settled) < _LEAST_UPDATES:
@@ -67,6 +72,5 @@ def check_bytes(
             continue
         checked += 1
         if all(later > earlier for earlier, later in pairwise(settled)):
-            what = "the bytes alive between updates rise with every update"
-            found.append(Counterexample(what, f"rank {rank}", f"{settled[0]} bytes", f"{settled[-1]} bytes", quantity="memory"))
+            fail("the bytes alive between updates rise with every update", rank, settled[0], settled[-1])
     return conclude(CLAIM, checked, found, missing)

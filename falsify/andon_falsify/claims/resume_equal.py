@@ -18,7 +18,17 @@ from andon_falsify.claims.updates import (
     not_seeded,
 )
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable, unknown
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Outcome,
+    Verdict,
+    conclude,
+    merge,
+    not_applicable,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
@@ -46,9 +56,9 @@ CLAIM = Claim(
         "loop": "A resumed run makes the updates that were left, with the rows and learning rates of the uninterrupted "
         "one, and weights that differ by no more than 30 times the measured rounding of fp32; to the bit if the loop "
         "promises that.",
-        "script": "A run that was killed and resumed by the command makes the updates of one that was not, with the same "
-        "rows: on one or two ranks to the bit; on more, the same rates, and the same losses and norms, to 0.0001 of them "
-        "at the first update and to 0.0064 later, since differences of rounding grow.",
+        "script": "A run that was killed and resumed by the command makes the updates of one that was not, with "
+        "the same rows: on one or two ranks to the bit; on more, with the same rates, losses and norms, to 0.0001 of "
+        "them at the first update and to 0.0064 later, since differences of rounding grow.",
     },
 )
 _ONE_ORDER = 2

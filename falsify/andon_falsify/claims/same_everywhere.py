@@ -54,9 +54,9 @@ CLAIM = Claim(
     statements={
         "loop": "The same global batches on another number of ranks give the same rows and learning rates, and weights "
         "that differ by no more than 30 times the measured rounding of fp32; to the bit if the loop promises that.",
-        "script": "The same global batches on another number of ranks, or in micro-batches of another size, give as many "
-        "updates with the same rows and rates. In the first 50 updates losses and norms are the same, to 0.0001 of them "
-        "at the first, and to 0.0064 later, since differences of rounding grow.",
+        "script": "The same global batches on another number of ranks, or in micro-batches of another size, make as "
+        "many updates, with the same rows and rates. In the first 50 the losses and norms are the same, to 0.0001 of "
+        "them at the first update and to 0.0064 later, since differences of rounding grow.",
     },
 )
 COMPARED = 50
@@ -155,8 +155,8 @@ def _compare(first: History, other: History) -> tuple[int, list[Counterexample]]
     ended = all(history.runs and history.runs[-1].finished for history in (first, other))
     if not ended or first.trajectory.keys() == other.trajectory.keys():
         return checked, []
-    counts = (f"{len(history.trajectory)} updates" for history in (first, other))
-    return checked, [Counterexample("another number of updates", f"{other.name} against {first.name}", *counts)]
+    expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
+    return checked, [Counterexample("another number of updates", f"{other.name} against {first.name}", expected, seen)]
 
 
 def _step(event: StepEvent, twin: StepEvent, name: str, other: str) -> tuple[int, Counterexample | None]:

@@ -26,7 +26,7 @@ DIGESTS = ("gradient", "weights", "optimizer")
 INPUTS = frozenset({"rows", "learning rate", "content"})
 """The inputs of an update. If an input differs it is the cause; equal inputs alone prove nothing."""
 QUANTITIES: Mapping[str, Quantity] = {
-    **{name: name for name in ("rows", "loss", "gradient", "weights", "optimizer", "learning rate")},  # type: ignore[dict-item]
+    **{name: name for name in ("rows", "loss", "gradient", "weights", "optimizer", "learning rate")},
     "content": "rows",
     "grad_norm": "norm",
 }
