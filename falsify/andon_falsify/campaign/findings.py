@@ -11,13 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isclose, isfinite, prod
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from andon_falsify.campaign.trial import Trial
-from andon_falsify.checkers.ratio import fitting_powers, name_product, show_ratio
+from andon_falsify.claims.explain import fitting_powers, name_product, show_ratio
 from andon_falsify.report.findings import Finding
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, merge, unknown
+
+if TYPE_CHECKING:
+    from andon_falsify.campaign.bench import Bench
 
 _KEPT = 3
 """Counterexamples of one trial in a report; the later ones usually follow from the first."""
@@ -60,15 +63,7 @@ class TrialVerdict:
     shrunk: bool = False
 
 
-class Named(Protocol):
-    """A subject as findings name it, with the options of `andon falsify` that select it."""
-
-    subject: str
-    version: str
-    words: tuple[str, ...]
-
-
-def findings(subject: Named, claim: Claim, said: Sequence[TrialVerdict], *, explained: bool = True) -> list[Finding]:
+def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explained: bool = True) -> list[Finding]:
     """One finding for each place, the smallest counterexample first; unknown if no trial judged the claim.
 
     explained: explain ratios. Reports that are written while a campaign goes on do without.
@@ -85,7 +80,7 @@ def findings(subject: Named, claim: Claim, said: Sequence[TrialVerdict], *, expl
         case, kept = each.trial.case, each.verdict.counterexamples[:_KEPT]
         if not kept:
             return each.verdict
-        seed, command = each.trial.seed, repeating(subject, each.trial, claim.name)
+        seed, command = each.trial.seed, repeating(bench, each.trial, claim.name)
         kept = tuple(diagnosed(example, case, common, held) for example in kept) if explained else kept
         return replace(
             each.verdict, counterexamples=tuple(replace(example, seed=seed, repro=command) for example in kept)
@@ -96,8 +91,8 @@ def findings(subject: Named, claim: Claim, said: Sequence[TrialVerdict], *, expl
         return Finding(
             **vars(verdict),
             version=claim.version,
-            subject=subject.subject,
-            subject_version=subject.version,
+            subject=bench.subject,
+            subject_version=bench.version,
             backend=backend,
             world=world,
             accumulation=accumulation,
@@ -121,10 +116,10 @@ def _curve(said: TrialVerdict) -> tuple[float, ...]:
     return tuple(ratios) if len(ratios) > 1 and all(map(isfinite, ratios)) else ()
 
 
-def repeating(subject: Named, trial: Trial, claim: str) -> str:
+def repeating(bench: Bench, trial: Trial, claim: str) -> str:
     """The command that runs exactly this trial again and judges the claim."""
     backend, world, accumulation = trial.place
-    words = ["andon", "falsify", *subject.words, "--backend", backend, "--world", str(world)]
+    words = ["andon", "falsify", *bench.words, "--backend", backend, "--world", str(world)]
     words += ["--accumulation", str(accumulation), "--seed", str(trial.seed), "--claim", claim, "--case", trial.written]
     return shlex.join(words)
 

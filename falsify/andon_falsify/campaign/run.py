@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from andon.console.problems import InputError, Problem
 from andon_falsify.campaign.draw import Budget, Layouts, draw
@@ -22,45 +22,13 @@ from andon_falsify.campaign.shrink import shrink
 from andon_falsify.campaign.trial import Trial, read_trial
 from andon_falsify.peers.registry import PEERS, installed
 from andon_falsify.report.findings import Expected, Report
-from andon_falsify.subjects.case import Case
-from andon_falsify.verdict import Claim, Outcome, Verdict, unknown
+from andon_falsify.verdict import Outcome, Verdict, unknown
+
+if TYPE_CHECKING:
+    from andon_falsify.campaign.bench import Bench
 
 _FAILURES = 4
 """After this many identical failures, and no trial that worked, places that failed are not tried again."""
-
-
-class Bench(Protocol):
-    """A subject with everything that judges it.
-
-    subject, version: its name in findings. claims: all claims about it, in the order of reports. kinds: the names of
-    the claims that each kind of trial judges. words: the options of `andon falsify` that select the subject. backends:
-    those that this machine can run it on. every_backend: all that may be requested; on one that this machine lacks,
-    claims do not apply.
-    """
-
-    subject: str
-    version: str
-    words: tuple[str, ...]
-    backends: tuple[str, ...]
-    every_backend: tuple[str, ...]
-    claims: tuple[Claim, ...]
-    kinds: Mapping[str, frozenset[str]]
-
-    @property
-    def runs(self) -> int:
-        """How often the subject has been run."""
-        ...
-
-    def suited(self, case: Case) -> Case:
-        """A drawn case without what this kind of subject cannot be told to do."""
-        ...
-
-    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
-        """Run the subject; returns verdicts by claim. claims: those that are needed, empty for all of the trial's kind.
-
-        Errors of the subject are not raised: the claims are unknown, with the error as the reason.
-        """
-        ...
 
 
 @dataclass
