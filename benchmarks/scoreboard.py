@@ -13,9 +13,9 @@ from pathlib import Path
 
 from andon.run.atomic import write_whole
 from andon_contracts.legible import legible
-from andon_falsify.campaign.draw import BUDGETS
 from andon_falsify.campaign.request import OURS, read_request
 from andon_falsify.campaign.run import run_campaign
+from andon_falsify.campaign.trial import BUDGETS
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.report.findings import Cell, Column, Mark, Report, Table, joined
 from andon_falsify.verdict import Outcome

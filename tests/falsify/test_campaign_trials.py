@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from andon_falsify.campaign.draw import BUDGETS, Layouts, draw
 from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.run import Bench, Campaign, plan
 from andon_falsify.campaign.script_bench import ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
 from andon_falsify.campaign.trainer_bench import AndonBench
-from andon_falsify.campaign.trial import HALT, KINDS, LAW, MEMORY, RESUME, Trial, read_trial
+from andon_falsify.campaign.trial import BUDGETS, HALT, KINDS, LAW, MEMORY, RESUME, Layouts, Trial, draw, read_trial
 from andon_falsify.cli.campaign import ReportFiles, run
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case

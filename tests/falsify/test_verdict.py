@@ -22,8 +22,7 @@ from andon_falsify.claims.clauses import ALIASES, ALONE, MAP, table
 from andon_falsify.claims.table import CHECKERS
 from andon_falsify.cli.campaign import ReportFiles, show
 from andon_falsify.report.document import json_bytes, parse
-from andon_falsify.report.findings import Expected, Finding, Report, joined
-from andon_falsify.report.text import reasons, verdict_lines
+from andon_falsify.report.findings import Expected, Finding, Report, joined, reasons, verdict_lines
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import (
     Claim,

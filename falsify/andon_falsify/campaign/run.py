@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from andon.console.problems import InputError, Problem
-from andon_falsify.campaign.draw import Budget, Layouts, draw
 from andon_falsify.campaign.findings import TrialVerdict, factors_of, findings, mistake
 from andon_falsify.campaign.request import OURS, Request, check_names
 from andon_falsify.campaign.shrink import shrink
-from andon_falsify.campaign.trial import Trial, read_trial
+from andon_falsify.campaign.trial import Budget, Layouts, Trial, draw, read_trial
 from andon_falsify.peers.registry import PEERS, installed
 from andon_falsify.report.findings import Expected, Report
 from andon_falsify.verdict import Outcome, Verdict, unknown

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from andon_contracts.legible import legible_line
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
-from andon_falsify.cli.command import code_of, internal, stops
+from andon_falsify.cli.falsify import StoppedError, code_of, internal
 from andon_falsify.report.document import read_json, write_json
-from andon_falsify.report.findings import Report
+from andon_falsify.report.findings import Report, verdict_lines
 from andon_falsify.report.junit import write_junit
-from andon_falsify.report.text import verdict_lines
 from andon_falsify.verdict import Outcome, Verdict
 
 _EVERY_S = 30.0
@@ -103,6 +103,35 @@ def run(request: Request, files: ReportFiles, deadline_s: float | None) -> int:
         say(report.unfinished)
         return code_of(cut, report.exit_code)
     return report.exit_code
+
+
+@contextmanager
+def stops(deadline_s: float | None) -> Iterator[None]:
+    """Raise `StoppedError` inside for SIGTERM, and after `deadline_s` seconds; whichever comes second is ignored.
+
+    Without effect outside of the main thread, which alone receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+
+    def stop(number: int, _: Any) -> None:
+        for each in held:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGTERM:
+            raise StoppedError("ended by SIGTERM", 128 + signal.SIGTERM)
+        raise StoppedError(f"the deadline of {deadline_s:g} s is over", None)
+
+    for number in held:
+        signal.signal(number, stop)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s or 0.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in held.items():
+            signal.signal(number, handler)
 
 
 def reread(path: Path, files: ReportFiles) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from andon_contracts.legible import legible_line
-from andon_falsify.report.text import counterexample_lines, reasons
+from andon_falsify.report.findings import counterexample_lines, reasons
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, closing_line, merge, not_applicable, unknown
 
 VERDICT, CLAIMS, RUNS = "andon verdict", "andon claims", "andon runs"

@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 
 from andon.run.atomic import write_whole
 from andon_contracts.legible import legible
-from andon_falsify.report.findings import Cell, Column, Finding, Mark, Report, Table
-from andon_falsify.report.text import reasons
+from andon_falsify.report.findings import Cell, Column, Finding, Mark, Report, Table, reasons
 from andon_falsify.verdict import Outcome, merge
 
 

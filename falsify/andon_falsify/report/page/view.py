@@ -7,8 +7,7 @@ from collections import Counter
 from functools import cached_property
 
 from andon_contracts.legible import counted
-from andon_falsify.report.findings import Cell, Column, Mark, Report, Table, count_marks
-from andon_falsify.report.text import reasons
+from andon_falsify.report.findings import Cell, Column, Mark, Report, Table, count_marks, reasons
 from andon_falsify.verdict import Outcome, Verdict
 
 _LONGEST_NAME = 60
