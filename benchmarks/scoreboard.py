@@ -13,12 +13,11 @@ from pathlib import Path
 
 from andon.run.atomic import write_whole
 from andon_contracts.legible import legible
-from andon_falsify.campaign.budget import BUDGETS
-from andon_falsify.campaign.findings import Report, joined
-from andon_falsify.campaign.request import OURS, Options, understood
-from andon_falsify.campaign.runner import run_campaign
+from andon_falsify.campaign.request import OURS, read_request
+from andon_falsify.campaign.run import run_campaign
+from andon_falsify.campaign.trial import BUDGETS
 from andon_falsify.peers.registry import PEERS
-from andon_falsify.report.cells import Cell, Column, Mark, Table, tabulate
+from andon_falsify.report.findings import Cell, Column, Mark, Report, Table, joined
 from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Scoreboard
@@ -55,7 +54,7 @@ def campaigns(subjects: Sequence[str], budget: str) -> Iterator[Report]:
         if name in PEERS and PEERS[name].missing:
             print(f"skipped: {PEERS[name].missing}", flush=True)
             continue
-        report = run_campaign(understood(Options(subject=name, budget=budget, seed="0")))
+        report = run_campaign(read_request(subject=name, budget=budget, seed="0"))
         print(f"{name}: {report.closing_line}", flush=True)
         yield report
 
@@ -63,7 +62,7 @@ def campaigns(subjects: Sequence[str], budget: str) -> Iterator[Report]:
 _WORDS = {
     Mark.FALSIFIED: "**falsified**",
     Mark.EXPECTED: "**falsified** (expected)",
-    Mark.PASSED: "**UNEXPECTED PASS**",
+    Mark.UNEXPECTED_PASS: "**UNEXPECTED PASS**",
     Mark.UNKNOWN: "unknown",
     Mark.HOLDS: "holds",
     Mark.NOT_APPLICABLE: "-",
@@ -77,7 +76,7 @@ _LEGEND = (
 
 
 def scoreboard(report: Report) -> str:
-    table = tabulate(report)
+    table = Table(report)
     sections = {
         "Surprises": [f"- {plain(surprise)}" for surprise in report.surprises],
         "What falls": _fallen(table),
@@ -140,8 +139,8 @@ def _counterexample(cell: Cell) -> Iterator[str]:
     if found.expected or found.seen:
         said += f"; expected {found.expected or 'nothing'}, seen {found.seen or 'nothing'}"
     yield f"- {code(cell.claim)}{place}{ratio}: {plain(said)}"
-    if cell.reason is not None:
-        yield f"  - expected, strictly: {plain(cell.reason)}"
+    if cell.expected is not None:
+        yield f"  - expected, strictly: {plain(cell.expected.reason)}"
     if found.repro:
         yield f"  - repeat with {code(found.repro)}"
 
@@ -150,7 +149,7 @@ def _right(table: Table) -> Iterator[str]:
     for subject in table.subjects:
         held = _marked(table, subject, Outcome.HOLDS)
         if held:
-            named = ", ".join(f"{code(cell.claim)} ({cell.checked} comparisons)" for cell in held)
+            named = ", ".join(f"{code(cell.claim)} ({cell.verdict.checked} comparisons)" for cell in held)
             decided = len(held) + len(_marked(table, subject, Outcome.FALSIFIED))
             yield f"- **{plain(str(subject))}**, {len(held)} of {decided}: {named}"
 
@@ -163,7 +162,7 @@ def _open(table: Table) -> Iterator[str]:
 
 
 def _marked(table: Table, subject: Column, outcome: Outcome) -> list[Cell]:
-    return [cell for cell in table.of(subject) if cell.outcome is outcome]
+    return [cell for cell in table.of(subject) if cell.verdict.outcome is outcome]
 
 
 def _measured(report: Report) -> Iterator[str]:

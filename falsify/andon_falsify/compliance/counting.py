@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from andon_contracts.legible import legible_line
-from andon_falsify.campaign.wording import counterexample_lines, said_besides
+from andon_falsify.report.findings import counterexample_lines, reasons
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, closing_line, merge, not_applicable, unknown
 
 VERDICT, CLAIMS, RUNS = "andon verdict", "andon claims", "andon runs"
@@ -95,7 +95,7 @@ class Count:
 
 def shown(verdict: Verdict) -> str:
     """A verdict in lines that can be shown anywhere: its smallest counterexample, and how many more there are."""
-    why = said_besides(verdict)
+    why = reasons(verdict)
     head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({why})" if why else "")
     lines = [head, *counterexample_lines(verdict, "in the file of andon falsify --json")]
     return "\n".join(map(legible_line, lines))

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, settings
 
 from andon.console.problems import InputError
 from andon_contracts.legible import legible
-from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.suite import Suite
-from andon_falsify.claims.of_trainer import CLAIMS
+from andon_falsify.claims import claims_of
 from andon_falsify.compliance import counting
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
@@ -31,6 +31,7 @@ from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Trace
 from andon_falsify.verdict import Verdict
 
+CLAIMS = claims_of("trainer")
 _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that was named; not there where none was."""
 _OF_A_SUBJECT = "test_subject.py"
@@ -142,7 +143,7 @@ def _suite(config: pytest.Config) -> Suite | None:
     given = {name: tuple(value) if name in _AGAIN else value for name, value in given.items()}
     given["claims"] = given.pop("claim", ())
     try:
-        return Suite(understood(Options(**given, backend=",".join(config.getoption("backend") or ()) or None)))
+        return Suite(read_request(**given, backend=",".join(config.getoption("backend") or ()) or None))
     except InputError as error:
         raise pytest.UsageError(*(legible(str(problem)) for problem in error.problems)) from None
 
