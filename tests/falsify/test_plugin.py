@@ -149,7 +149,8 @@ def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytest
 TESTS = """
 import pytest
 
-from andon_falsify.checkers import loss_finite, memory_within
+from andon_falsify.checkers import memory_within
+from andon_falsify.claims import loss_finite
 from andon_falsify.history import read_lines
 from andon_falsify.verdict import not_applicable
 
@@ -162,7 +163,7 @@ def test_forgets_to_hold(court):
 @pytest.mark.claim("loss-finite")
 def test_holds(court):
     line = b'{"v":4,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
-    court.hold(loss_finite.check(read_lines([line], "it")))
+    court.hold(loss_finite.check_history(read_lines([line], "it")))
 
 
 @pytest.mark.claim("memory-budget")

@@ -22,7 +22,7 @@ from andon.console.problems import InputError
 from andon_contracts.legible import legible
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.suite import Suite
-from andon_falsify.claims.of_trainer import CLAIMS
+from andon_falsify.claims import claims_of
 from andon_falsify.compliance import counting
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
@@ -31,6 +31,7 @@ from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Trace
 from andon_falsify.verdict import Verdict
 
+CLAIMS = claims_of("trainer")
 _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that was named; not there where none was."""
 _OF_A_SUBJECT = "test_subject.py"

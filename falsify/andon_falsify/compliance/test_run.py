@@ -6,23 +6,25 @@ from typing import Literal
 
 import pytest
 
-from andon_falsify.checkers import (
+from andon_falsify.claims import (
+    base_frozen,
     chain_intact,
     gradient_law,
+    judged,
+    judged_by,
     layout_equal,
     loss_finite,
     losses_close,
+    memory_budget,
+    norm_law,
     plan_followed,
     replicas_agree,
     samples_once,
     schedule,
+    update_law,
 )
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.one_run import layouts, memory
-from andon_falsify.claims.statements import NORM, UPDATE
-from andon_falsify.claims.table import judged
-from andon_falsify.claims.trainer_law import planned, rate_law
-from andon_falsify.claims.update import base
+from andon_falsify.claims.laws import rate_law
 from andon_falsify.compliance.cases import BIG
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, make_rows
@@ -42,7 +44,7 @@ def test_every_planned_row_is_used_once(court: Court, backend: str, world: int, 
     """By the rows that each rank asked its task for, not by what anyone says of them (F-DP-002, C-DP-002)."""
     case = PLANS[name].but(backend=backend, world=world)
     trace = court.run(case)
-    court.hold(samples_once.check(trace.seen), plan_followed.check(trace.seen, planned(case)))
+    court.hold(samples_once.check(of_trace(trace)), plan_followed.check(of_trace(trace)))
 
 
 STATES = {
@@ -60,7 +62,7 @@ def test_all_ranks_hold_the_same_state_after_every_update(court: Court, backend:
     """Compared by SHA-256 of the tensors themselves, and by what the ledger says (C-DP-001, F-DP-001)."""
     trace = court.run(STATES[name].but(backend=backend, world=world))
     assert trace.ledger is not None
-    court.hold(replicas_agree.check(trace.seen), replicas_agree.check(trace.ledger), base(of_trace(trace)))
+    court.hold(*map(replicas_agree.check_history, (trace.seen, trace.ledger)), base_frozen.check(of_trace(trace)))
 
 
 @pytest.mark.claim("layout-equal")
@@ -70,7 +72,7 @@ def test_the_layout_is_one(court: Court, backend: str, architecture: Literal["de
     case = Case(architecture=architecture, world=room_for(backend, 3), backend=backend)
     trace, alone = court.run(case), court.run(case.but(world=1, backend="inline"))
     both = {f"{backend} rank 0": trace.first.layouts[0], "inline": alone.first.layouts[0]}
-    court.hold(layouts(of_trace(trace)), layout_equal.check(both))
+    court.hold(layout_equal.check(of_trace(trace)), layout_equal.check_layouts(both))
 
 
 UPDATES = {
@@ -87,7 +89,9 @@ UPDATES = {
 def test_every_update_is_that_of_the_law(court: Court, backend: str, name: str) -> None:
     """From the accused's weights before each update and his masks; label-sorted rows, ragged micro-batches (V1, V8)."""
     trace = court.run(UPDATES[name].but(backend=backend, world=room_for(backend, 3)))
-    court.hold(*judged(of_trace(trace), (gradient_law.CLAIM, losses_close.CLAIM, NORM, UPDATE)).values())
+    court.hold(
+        *judged(of_trace(trace), (gradient_law.CLAIM, losses_close.CLAIM, norm_law.CLAIM, update_law.CLAIM)).values()
+    )
 
 
 @pytest.mark.claim("chain-intact", "loss-finite", "schedule")
@@ -97,9 +101,9 @@ def test_the_ledger_says_what_was_seen(court: Court, backend: str, world: int) -
     case = Case(backend=backend, world=world, epochs=4)
     trace = court.run(case)
     assert trace.ledger is not None
-    court.hold(chain_intact.check(trace.ledger))
+    court.hold(chain_intact.check_history(trace.ledger))
     for history in (trace.seen, trace.ledger):
-        court.hold(loss_finite.check(history), schedule.check(history, rate_law(case)))
+        court.hold(loss_finite.check_history(history), schedule.check_history(history, rate_law(case)))
     told = [(step.number, step.ids, step.loss, step.lr, step.grad_norm) for step in trace.ledger.steps]
     assert told == [(step.number, step.ids, step.loss, step.lr, step.grad_norm) for step in trace.seen.steps]
 
@@ -115,4 +119,4 @@ def test_no_replica_outgrows_its_plan(court: Court, backend: str, world: int, na
 
     Where ranks share a process, what is done outside of their own work (the reduction) is not counted.
     """
-    court.hold(memory(of_trace(court.run(SIZES[name].but(backend=backend, world=world)))))
+    court.hold(judged_by(memory_budget.CLAIM, of_trace(court.run(SIZES[name].but(backend=backend, world=world)))))

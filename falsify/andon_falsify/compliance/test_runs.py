@@ -9,14 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from andon.backend.devices import placement
-from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import losses_close, resume_equal, same_everywhere
-from andon_falsify.claims.between import same_bits
+from andon_falsify.campaign.trainer_bench import AndonBench, alone, cut_and_resume
+from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.claims import halt_together, judged_by, losses_close, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.of_trainer import alone, verdicts
-from andon_falsify.claims.one_run import halted
-from andon_falsify.claims.table import judged_by
-from andon_falsify.claims.trainer_law import TrainerLaw, shares
+from andon_falsify.claims.laws import TrainerLaw, shares
 from andon_falsify.compliance.cases import ADAMW, MOMENTUM
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.case import Case, Poison, make_rows
@@ -63,7 +60,7 @@ def test_one_result_for_every_world(court: Court, backend: str, case: Case) -> N
     """Rows, loss, gradient, weights and optimizer state have the bits of one rank, and keep every law."""
     court.needs(backend, 2)
     trace = court.run(case.but(backend=backend, world=room_for(backend, case.world)))
-    found = verdicts(trace, court.run(alone(trace.case)))
+    found = dict(AndonBench(court.subject).attempt(Trial(LAW, trace.case)))
     # Four updates need not be an epoch, so that its visits may be open.
     del found["samples-once"]
     # Rows of one class whose weight is 0 have a gradient of 0, of which nothing can be told.
@@ -87,12 +84,12 @@ def test_the_loss_after_100_updates_is_that_of_one_process(court: Court, backend
     trace, base = court.run(case), court.run(alone(case))
     reference = TrainerLaw(trace)
     if reference.why_not:
-        court.hold(same_bits(base, trace), not_applicable(losses_close.CLAIM, reference.why_not))
+        court.hold(same_everywhere.check_traces(base, trace), not_applicable(losses_close.CLAIM, reference.why_not))
         return
-    law = [update.loss for update in reference.trajectory()]
-    seen = [reported.loss for reported in trace.first.reported]
-    assert law[-1] < 0.75 * law[0], f"nothing was learned: {law[0]} to {law[-1]}"
-    court.hold(same_bits(base, trace), losses_close.check(seen, law, bound=BOUND))
+    law = {step: update.loss for step, update in enumerate(reference.trajectory(), start=1)}
+    seen = {reported.step: reported.loss for reported in trace.first.reported}
+    assert law[len(law)] < 0.75 * law[1], f"nothing was learned: {law[1]} to {law[len(law)]}"
+    court.hold(same_everywhere.check_traces(base, trace), losses_close.compare(seen, law, BOUND, reference.factors))
 
 
 RESUMED = {"AdamW": ADAMW.but(epochs=2), "SGD with momentum": MOMENTUM.but(epochs=2)}
@@ -107,9 +104,10 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     """Cut after update 3 or 5 with checkpoints at 2 and 4: updates done again have their bits, and so has the end."""
     court.needs(backend, max(world, then))
     case = RESUMED[name].but(backend=backend, world=world)
-    found = cut_and_resume(court.subject, case, after=after, every=2, world=then, fault=None)
-    assert found.taken_up.first.resumed_from == after - after % 2
-    court.hold(judged_by(resume_equal.CLAIM, found.evidence))
+    cut, resumed = cut_and_resume(court.subject, case, after=after, every=2, world=then)
+    assert resumed.first.resumed_from == after - after % 2
+    whole = court.subject.run(case)
+    court.hold(judged_by(resume_equal.CLAIM, of_trace(whole, cut=cut, resumed=resumed)))
 
 
 @pytest.mark.claim("same-everywhere")
@@ -119,7 +117,7 @@ def test_a_run_that_was_to_use_gpus_goes_on_without(court: Court) -> None:
     assert "CPU" in note
     case = Case(world=len(devices), backend=backend)
     chosen, plain = court.run(case), court.run(case.but(world=1, backend="inline"))
-    court.hold(same_everywhere.check([plain.seen, chosen.seen]))
+    court.hold(same_everywhere.check_histories([plain.seen, chosen.seen]))
 
 
 WORLD = 3
@@ -136,7 +134,7 @@ def test_a_poisoned_micro_batch_stops_all_ranks(court: Court, backend: str, leaf
     owners = [rank for rank, own in enumerate(shares(tuple(range(MICRO_BATCHES)), world)) for _ in own]
     poison = Poison(2, leaf, kind)
     trace = court.run(Case(backend=backend, world=world, micro_batches=MICRO_BATCHES, max_steps=2, poison=poison))
-    court.hold(halted(of_trace(trace)))
+    court.hold(halt_together.check(of_trace(trace)))
     assert trace.violation is not None
     assert f"micro-batch {leaf}" in trace.violation[2]
     assert f"on rank {owners[leaf]} " in trace.violation[2]
@@ -148,4 +146,4 @@ def test_without_the_contracts_the_checkers_see_it(court: Court, backend: str) -
     trace = court.run(
         Case(backend=backend, world=room_for(backend, WORLD), poison=Poison(2, 1, "nan"), contracts=False)
     )
-    assert halted(of_trace(trace)).outcome is Outcome.FALSIFIED
+    assert halt_together.check(of_trace(trace)).outcome is Outcome.FALSIFIED

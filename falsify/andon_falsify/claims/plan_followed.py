@@ -1,0 +1,115 @@
+"""Every update trains on the rows that an independently computed plan gives it, in that order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
+
+from andon_falsify.claims.evidence import Evidence
+from andon_falsify.history import MAX_LINES, History, RowId
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, not_applicable, unknown
+
+CLAIM = Claim(
+    "plan-followed",
+    1,
+    "The global batch of every update is the planned one, a function of (seed, epoch, position) and of nothing else.",
+    order=30,
+    subjects=("trainer", "ledger"),
+    clauses=(Clause("updates-planned"),),
+)
+_SHOWN = 12
+
+
+def check(evidence: Evidence) -> Verdict:
+    """The plan is that of the case, or for a ledger that of its start line."""
+    if evidence.trace is not None:
+        from andon_falsify.claims.laws import planned_batches
+
+        return check_history(evidence.told, planned_batches(evidence.trace.case))
+    history = evidence.told
+    if not evidence.settings:
+        return not_applicable(CLAIM, "the ledger lies beside no configuration of our trainer")
+    if evidence.settings.get("training.group_by_length"):
+        return not_applicable(CLAIM, "rows were grouped by their length, which the ledger does not hold")
+    plan, start = planned(history, packed=bool(evidence.settings.get("training.packing"))), history.plan
+    if plan is not None:
+        return check_history(history, plan)
+    if start.seed is None or not start.batch_size or not start.steps or not start.rows:
+        return not_applicable(CLAIM, "the start line lacks a part of the rule: seed, batch size, rows or updates")
+    later = any(event.epoch for event in history.steps)
+    first = "the first epoch did not visit every planned row" if later else "no epoch was complete"
+    return unknown(CLAIM, f"{first}, so that the rows that the rule shuffles are not known")
+
+
+def published(rows: Sequence[int], seed: int, batch_size: int, updates: int | None = None) -> Iterator[tuple[int, ...]]:
+    """The global batches of our trainer by its published rule, epoch after epoch without end. None without rows.
+
+    `rows` are shuffled with the key (seed, epoch) and cut into batches; the last batch of an epoch has the rest.
+    updates: of an epoch of packs, which are divided so that earlier updates have at most one more.
+    """
+    sizes = [min(batch_size, len(rows) - at) for at in range(0, len(rows), batch_size)]
+    if updates is not None:
+        sizes = [len(range(first, len(rows), updates)) for first in range(updates)]
+    for epoch in count() if rows else ():
+        order = list(rows)
+        random.Random(f"andon order {seed} {epoch}").shuffle(order)
+        cuts = iter(order)
+        yield from (tuple(islice(cuts, size)) for size in sizes)
+
+
+def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[RowId]] | None:
+    """The rows of every update of a ledger by the published rule, None if a part of the rule is unknown.
+
+    The training rows are those that the first epoch visited, if it was complete. packed: rows are packs, and an epoch
+    has as many updates as the first.
+    """
+    plan = history.plan
+    first = [row for event in history.trajectory.values() if event.epoch == 0 for row in event.ids]
+    rows = sorted(row for row in first if isinstance(row, int))
+    if plan.seed is None or not plan.batch_size or not plan.steps or len(set(rows)) != plan.rows:
+        return None
+    # A start line may name any number of steps. No history has more lines, and a thousand missing ones are enough.
+    steps = min(plan.steps, max(history.trajectory, default=0) + 1000, MAX_LINES)
+    updates = sum(event.epoch == 0 for event in history.trajectory.values()) if packed else None
+    return dict(enumerate(islice(published(rows, plan.seed, plan.batch_size, updates), steps), start=1))
+
+
+def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verdict:
+    """Compare the rows of every update, repeated ones included, with `plan` (update from 1 -> rows in order).
+
+    A history without an end is judged as far as it goes. One that ended must have made every planned update, or if it
+    says that it stopped early, every update up to its last.
+    """
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+
+    def differs(what: str, step: int, expected: str, seen: str) -> None:
+        found.append(Counterexample(what, f"step {step}", expected, seen, quantity="rows"))
+
+    for event in history.steps:
+        if not event.ids:
+            missing = missing or f"step {event.number} lists no rows"
+            continue
+        checked += 1
+        wanted = plan.get(event.number)
+        if wanted is None:
+            differs("an update that was not planned", event.number, "no update", _listed(event.ids))
+        elif tuple(wanted) != event.ids:
+            reordered = Counter(wanted) == Counter(event.ids)
+            what = "the planned rows in another order" if reordered else "other rows than planned"
+            owner = next((step for step, rows in sorted(plan.items()) if tuple(rows) == event.ids), None)
+            what += "" if owner is None else f": those of step {owner}"
+            differs(what, event.number, _listed(wanted), _listed(event.ids))
+    if history.runs and history.runs[-1].finished:
+        last = max(history.trajectory, default=0) if history.runs[-1].stopped_early else max(plan, default=0)
+        absent = sorted(number for number in plan.keys() - history.trajectory.keys() if number <= last)
+        if absent:
+            differs(f"{len(absent)} planned updates were never made", absent[0], _listed(plan[absent[0]]), "no update")
+    return conclude(CLAIM, checked, found, missing)
+
+
+def _listed(rows: Sequence[RowId]) -> str:
+    shown = " ".join(map(str, rows[:_SHOWN]))
+    return f"[{shown}{' ...' if len(rows) > _SHOWN else ''}]"
