@@ -19,7 +19,7 @@ from andon_falsify.loops.clipping import only_shrunk
 from andon_falsify.loops.forward_passes import ForwardPasses, recognised
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
-from andon_falsify.loops.task import distinct, shaped
+from andon_falsify.loops.task import distinct
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, Rows, make_rows
@@ -42,9 +42,9 @@ def falsified(found: Mapping[str, Verdict]) -> set[str]:
 @pytest.mark.parametrize(
     ("case", "others"),
     [
-        (CLIPPED.but(rows=make_rows(13)), [shaped(CLIPPED.but(rows=make_rows(13)), 1, 1)]),
-        (shaped(FEW, 1, 4), [shaped(FEW, 2, 1)]),
-        (shaped(FEW, 3, 2), []),
+        (CLIPPED.but(rows=make_rows(13)), [CLIPPED.but(rows=make_rows(13), world=1, micro_batches=1)]),
+        (FEW.but(world=1, micro_batches=4), [FEW.but(world=2, micro_batches=2)]),
+        (FEW.but(world=3, micro_batches=6), []),
     ],
     ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
 )
@@ -112,7 +112,7 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
     subject = LoopSubject(f"{HERE}:OnceMore", pools=pools)
     trace = subject.run(SGD)
     assert falsified(verdicts(trace)) == {"samples-once"}
-    assert across([trace, subject.run(shaped(SGD, 1, 1))]).outcome is Outcome.HOLDS
+    assert across([trace, subject.run(SGD.but(world=1, micro_batches=1))]).outcome is Outcome.HOLDS
 
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
@@ -154,7 +154,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     assert "the mean of the means of 4 micro-batches (of 3, 1, 3, 1 rows)" in str(found["gradient-law"])
     assert [each.where for each in found["gradient-law"].counterexamples] == ["step 3", "step 6"]
     assert "32 visits of 31 rows" in str(found["samples-once"])
-    assert across([trace, subject.run(shaped(SGD, 1, 2))]).outcome is Outcome.FALSIFIED
+    assert across([trace, subject.run(SGD.but(world=1, micro_batches=2))]).outcome is Outcome.FALSIFIED
 
 
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:
@@ -218,15 +218,6 @@ def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
     ]
     for ratio, visits, said in windows:
         assert short_window(ratio, visits, case) == said
-
-
-def test_a_case_has_one_global_batch_on_every_place() -> None:
-    for world, accumulation in ((1, 1), (1, 3), (2, 3), (3, 2), (4, 1)):
-        case = shaped(loop_case(), world, accumulation)
-        assert (case.world, case.accumulation) == (world, accumulation)
-        assert case.local_batch * world * accumulation == 12
-    with pytest.raises(ValueError, match="12 rows are not 5 ranks x 1"):
-        shaped(loop_case(), 5, 1)
 
 
 def test_every_call_gives_the_same_model_and_the_optimizer_of_the_case() -> None:

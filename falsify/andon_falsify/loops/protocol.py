@@ -90,6 +90,6 @@ class FurtherMethods(Protocol):
     def loss_sum(self, model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
         """The sum of the losses of the rows `ids` under `model`, a float64 copy of the loop's own; and their number.
 
-        For a loop with a model of its own. The law then comes from this forward pass, and the verdict says so.
+        For a loop that does not train the case's model. The law then comes from this forward pass; the verdict says so.
         """
         ...

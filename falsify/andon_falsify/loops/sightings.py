@@ -44,7 +44,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Stranger:
-    """A row in a forward pass of update `step` that is no row of the case. text: what it is."""
+    """A row in a forward pass of update `step` that the case does not have. text: describes it."""
 
     step: int
     rank: int

@@ -27,17 +27,6 @@ def loop_case(**changes: Any) -> Case:
     return plain.but(**changes)
 
 
-def shaped(case: Case, world: int, accumulation: int) -> Case:
-    """`case` on `world` ranks with `accumulation` micro-batches each, with the same global batch.
-
-    Raises `ValueError` if the rows of a batch do not divide evenly.
-    """
-    if case.batch_size % (world * accumulation):
-        msg = f"{case.batch_size} rows are not {world} ranks x {accumulation} micro-batches of one size"
-        raise ValueError(msg)
-    return case.but(world=world, micro_batches=world * accumulation)
-
-
 def distinct(rows: Rows, longest: int) -> Rows:
     """`rows` without repeats: a row that is there already gets one more token, or another last token.
 

@@ -96,7 +96,7 @@ class RankProcess(BaseProcess):
 
 
 class _Launch(popen_forkserver.Popen):
-    """Multiprocessing's own way to start a process, with our server instead of its own."""
+    """Starts a process as multiprocessing does, but from `SERVER`."""
 
     _fds: list[int]
 

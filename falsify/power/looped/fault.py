@@ -112,7 +112,7 @@ def changed(
 def disturbed(
     act: Callable[[Any], object], right: type[PlainLoop] = PlainLoop, *, at: int = 2, on: int | None = None
 ) -> type[PlainLoop]:
-    """The loop `right`, with act(loop) before the update `at`; if `on` is given, on that rank only."""
+    """The loop `right`, with act(loop) before the update `at`. on: the only rank that does this; None: every rank."""
 
     def update(loop: Any, inner: Callable[..., Tensor], batch: list[int]) -> Tensor:
         if loop.due and on in (None, dist.get_rank()):
