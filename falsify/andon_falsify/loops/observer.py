@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,8 @@ class Observer:
         self._rank = seen.ranks[0]
         self._passes = ForwardPasses(case, seen)
         self._step = seen.resumed_from
-        self._between = True
-        """No forward pass of the next update has begun."""
+        self._phase: Literal["between", "update", "over"] = "between"
+        """Between two updates; in one, from its first forward pass to the optimizer's step; or after the training."""
         self._told_rows: list[int] | None = None
         self._unclipped: dict[str, Tensor] | None = None
         self._norm: float | None = None
@@ -46,7 +46,6 @@ class Observer:
         """For each optimizer step in progress (an optimizer may call another): whether it is an update."""
         self._stepped: torch.optim.Optimizer | None = None
         self._settled = False
-        self._over = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -70,25 +69,26 @@ class Observer:
     def loss(self, value: float | Tensor) -> None:
         """See `Told.loss`."""
         # A rank without rows has no forward pass. If it has reported the last update's loss, this is of the next one.
-        later = not self._between or self._step in self._seen.told_losses
+        later = self._phase == "update" or self._step in self._seen.told_losses
         self._seen.told_losses[max(1, self._step + later)] = float(value)
 
     def finished(self) -> None:
         """The loop's `train` has returned."""
-        seen, self._over = self._seen, True
+        seen = self._seen
         seen.updates = self._step
         self._passes.settle()
-        if self._between:
+        if self._phase == "update":
+            seen.leftover += [row for leaf in seen.of(self._rank, self._step + 1).leaves for row in leaf]
+        else:
             self._settle()
             self._save_if_due()
-        else:
-            seen.leftover += [row for leaf in seen.of(self._rank, self._step + 1).leaves for row in leaf]
+        self._phase = "over"
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         told, self._told_rows = self._told_rows, None
-        if self._over or not torch.is_grad_enabled():
+        if self._phase == "over" or not torch.is_grad_enabled():
             return
-        if self._between:
+        if self._phase == "between":
             self._begin()
         ids = recognised(self._case.rows, arguments_of(module, args, kwargs))
         self._passes.begin(self._step + 1, told if ids is None else ids)
@@ -106,7 +106,7 @@ class Observer:
         self._save_if_due()
         if case.stop_after == step > 0:
             raise CutOff
-        self._between = False
+        self._phase = "update"
         poison = case.poison
         if poison is not None and poison.step == step + 1 and poison.leaf % case.world == self._rank:
             self._poison(float("inf") if poison.kind == "inf" else float("nan"))
@@ -161,11 +161,11 @@ class Observer:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         parameters = trained(unwrapped(self._loop.model))
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        is_update = not self._over and not self._steps and any(id(p) in held for p in parameters.values())
+        is_update = self._phase != "over" and not self._steps and any(id(p) in held for p in parameters.values())
         self._steps.append(is_update)
         if not is_update:
             return
-        if self._between:
+        if self._phase == "between":
             self._settle()
         self._passes.settle()
         step, given = self._step + 1, gradients(parameters)
@@ -188,6 +188,6 @@ class Observer:
         if self._step in self._seen.values:
             self._seen.values[self._step] = Values(self._seen.values[self._step].gradients, weights)
         self._stepped, self._settled = optimizer, False
-        self._between, self._unclipped, self._norm = True, None, None
+        self._phase, self._unclipped, self._norm = "between", None, None
         if self._case.stop_after == self._step and not self._due:
             raise CutOff

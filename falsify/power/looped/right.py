@@ -56,14 +56,9 @@ class Tracking(PlainLoop):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.head = next(module for name, module in self.model.named_modules() if name.endswith("score"))
-        self.head.register_buffer("running_mean", torch.zeros(case.hidden), persistent=False)
+        self.mean = torch.zeros(case.hidden)
+        self.head.register_buffer("running_mean", self.mean, persistent=False)
         self.head.register_forward_pre_hook(self._track)
-
-    @property
-    def mean(self) -> Tensor:
-        """float32 [hidden]: the running mean."""
-        mean: Tensor = self.head.get_buffer("running_mean")
-        return mean
 
     def _track(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
