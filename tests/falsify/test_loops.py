@@ -403,7 +403,7 @@ def bench(make: str, patient: RankPools) -> LoopBench:
         ("tests.falsify.absent:make", "No module named 'tests.falsify.absent'"),
         ("tests.falsify.broken_subject:make", "OSError: no licence was found"),
         ("not_a_function", "names no function"),
-        ("nothing", "NoneType is no loop"),
+        ("nothing", "NoneType is not a loop"),
         ("WithoutTrain", "has no method `train(told)`"),
         ("WithoutModel", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
         ("WithEmptyModel", "its `model` is None"),

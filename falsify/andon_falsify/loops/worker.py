@@ -141,7 +141,7 @@ def _check(loop: Any) -> None:
     problems += [] if callable(getattr(loop, "train", None)) else ["it has no method `train(told)`"]
     if problems:
         needed = "needed are `model`, a torch module, wrapped (DDP, FSDP) or not, and `train(told)`"
-        msg = f"{type(loop).__name__} is no loop: {'; '.join(problems)} ({needed}; its optimizer is found)"
+        msg = f"{type(loop).__name__} is not a loop: {'; '.join(problems)} ({needed}; its optimizer is found)"
         raise ValueError(msg)
     if not trained(unwrapped(loop.model)):
         msg = "no parameter of the loop's `model` trains"

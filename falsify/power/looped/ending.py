@@ -152,7 +152,7 @@ def _part(by: str, case: Case = SGD) -> Outside:
 _END = Outside("replicas-agree", "step 4, rank 1: the weights differs? between ranks")
 _NUMBER = "another number of updates than planned; expected 4, seen"
 _READ = Inside("checkpoint-whole", 4, ("saved", "loaded"), resumed=3)
-_BEHIND = "weights are taken up behind the last update, and a watch reads them at an update"
+_BEHIND = "weights are restored after the last update, and a watch reads weights at an update"
 _TOLD = Inside("evaluation-once", 6, ("evaluated",))
 _ONCE = "the evaluation loss is not that of every row once"
 FAULTS = (
@@ -194,7 +194,7 @@ FAULTS = (
               "a watch reads the weights at an update, and none comes after it",
               Outside("evaluation-law", "the evaluation changed 15 tensors of the model")),
     LoopFault("F58", "running statistics follow the evaluation", changed(Tracking, evaluate=_tracking),
-              "it computes gradients, in training mode, which a watch takes for training",
+              "it computes gradients in training mode, and a watch takes that for training",
               Outside("evaluation-law", r"the evaluation changed 1 tensors of the model.*running_mean")),
     LoopFault("F88", "loss of one rank reported",
               changed(_update=_own_loss, _add_over_ranks=lambda _, add, total: add(total.clone())),

@@ -232,7 +232,7 @@ FAULTS = (
               Inside("scaler-agrees", 4, ("scaler",), at=4, alone="gradients-agree"),
               Outside("replicas-agree", "step 2, rank 1: the gradient differs")),
     LoopFault("F44", "16-bit head", _HALF_HEAD, Inside("precision-sufficient", 0, case=_ROUNDED),
-              "its updates are rounded away, which is a fault of its own in this list"),
+              "its updates are rounded away, which is another fault of this list"),
     LoopFault("F44", "updates of a 16-bit head rounded away", _HALF_HEAD, Inside("update-applied", 2, case=_ROUNDED),
               Outside("update-law",
                       r"score\.weight is not where.*a step of length (\S+), seen a step that ends \1 away",

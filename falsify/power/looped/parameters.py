@@ -92,11 +92,10 @@ FAULTS = (
     LoopFault("F68", "base touched", changed(_apply=_base_touched), Inside("base-frozen", 2),
               Outside("base-frozen", "a frozen weight changed")),
     LoopFault("F71", "tied weights untied", changed(Tied, made=_untied), Inside("parameters-kept", 0, ("tied",)),
-              "whether two tensors are tied is a matter of the model that a loop brings, and a run with them untied is "
-              "that of another model, of which every claim holds; `andon.watch(tied=...)` and our trainer's own checks "
-              "see it"),
+              "the loop brings the model, so a run without the tie trains another model, and every claim holds for that; "
+              "`andon.watch(tied=...)` and our trainer's own checks see it"),
     LoopFault("F89", "weights of all ranks changed between updates",
               disturbed(lambda loop: loop.trained[0].detach().mul_(1.01), at=3),
-              "it changes alike on all ranks, which a watch holds to each other",
+              "the change is the same on all ranks, and a watch compares the ranks",
               Outside("update-law", "1 tensors changed behind the optimizer's step")),
 )  # fmt: skip

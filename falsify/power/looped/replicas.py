@@ -166,5 +166,5 @@ FAULTS = (
               Outside(_CLAIM, "step 1, rank 1: the weights differ")),
     LoopFault("F89", "average of weights kept up on one rank",
               changed(Averaged, _follow=lambda _, follow: None if dist.get_rank() else follow()),
-              Inside("copies-agree", 2), "what stands beside the model is no part of what a loop shows"),
+              Inside("copies-agree", 2), "a loop shows its model, and the average is not a part of it"),
 )  # fmt: skip

@@ -264,7 +264,7 @@ class Loaded(PlainLoop):
 
 
 class Averaged(PlainLoop):
-    """Every rank keeps a moving average of the weights beside the model."""
+    """Every rank keeps a moving average of the weights outside the model."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)

@@ -108,7 +108,7 @@ FAULTS = (
     LoopFault("F50", "split of each rank's own", changed(Loaded, made=_own_split), _OVERLAP, _twice(1, "5 ", _LOADED)),
     LoopFault("F49", "epochs in one order", changed(Loaded, _begin=lambda *_: None),
               Inside("order-renewed", 7, (), _EPOCHS),
-              "every row is visited once in each epoch, and no claim says that epochs have orders of their own"),
+              "every row is visited once in each epoch, and no claim says that the epochs have different orders"),
     LoopFault("F52", "label map of one rank", changed(Labelled, _labels=_other_label), _CONTENT,
               Outside("samples-once", rf"step 1, rank 1: .*{_OTHER_LABEL}")),
     LoopFault("F53", "labels shifted", changed(Labelled, _labels=lambda _, __, labels: labels.roll(1)), _CONTENT,
