@@ -92,8 +92,8 @@ FAULTS = (
     LoopFault("F68", "base touched", changed(_apply=_base_touched), Inside("base-frozen", 2),
               Outside("base-frozen", "a frozen weight changed")),
     LoopFault("F71", "tied weights untied", changed(Tied, made=_untied), Inside("parameters-kept", 0, ("tied",)),
-              "the loop brings the model, so a run without the tie trains another model, and every claim holds for that; "
-              "`andon.watch(tied=...)` and our trainer's own checks see it"),
+              "the loop brings the model, so a run without the tie trains another model, and every claim holds for "
+              "that; `andon.watch(tied=...)` and our trainer's own checks see it"),
     LoopFault("F89", "weights of all ranks changed between updates",
               disturbed(lambda loop: loop.trained[0].detach().mul_(1.01), at=3),
               "the change is the same on all ranks, and a watch compares the ranks",
