@@ -22,7 +22,7 @@ from andon_falsify.claims.clauses import ALIASES, ALONE, MAP, table
 from andon_falsify.claims.table import CHECKERS
 from andon_falsify.cli.campaign import ReportFiles, show
 from andon_falsify.report.document import json_bytes, parse
-from andon_falsify.report.findings import Expected, Finding, Report, joined, reasons, verdict_lines
+from andon_falsify.report.findings import Expected, Finding, Report, reasons, verdict_lines
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import (
     Claim,
@@ -39,6 +39,7 @@ from andon_falsify.verdict import (
     repeatable,
     unknown,
 )
+from benchmarks.scoreboard import joined, surprises
 
 CLAIM = Claim("sums-right", 1, "1 + 1 = 2")
 FOUND = Counterexample("3", "step 1", "2", "3", 1.5, "1.500 = 3 / 2")
@@ -196,7 +197,7 @@ def test_a_surprise_is_a_fall_unannounced_or_one_that_did_not_happen() -> None:
         finding("stood"),
         expected=tuple(Expected(*each) for each in (("mine", "announced", ""), ("mine", "stood", ""), ("x", "y", ""))),
     )
-    assert [text.partition(",")[0] for text in whole.surprises] == ["mine: fell is falsified", "mine: stood is holds"]
+    assert [text.partition(",")[0] for text in surprises(whole)] == ["mine: fell is falsified", "mine: stood is holds"]
 
 
 def test_reports_of_several_subjects_are_joined() -> None:
