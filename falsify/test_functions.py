@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from andon_contracts.policy import suspended
-from andon_falsify.claims.of_trainer import verdicts
+from andon_falsify.campaign.trainer_bench import AndonBench
+from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.compliance.plugin import Court
 from andon_falsify.subjects.coordinator import CoordinatorSubject
@@ -40,7 +41,5 @@ def test_a_mutant_of_a_function_is_noticed(mutant: Mutant) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_coordinator_keeps_the_law(court: Court, world: int) -> None:
     """`DataParallelCoordinator` on uneven shards and fewer samples than replicas, by the same reference (V1-V8)."""
-    coordinator = CoordinatorSubject()
-    case = PLAIN.but(world=world)
-    trace = coordinator.run(case)
-    court.hold(*verdicts(trace, coordinator.run(case.but(world=1))).values())
+    bench = AndonBench(CoordinatorSubject(), "coordinator")
+    court.hold(*bench.attempt(Trial(LAW, PLAIN.but(world=world))).values())

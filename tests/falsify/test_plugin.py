@@ -149,8 +149,7 @@ def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytest
 TESTS = """
 import pytest
 
-from andon_falsify.checkers import memory_within
-from andon_falsify.claims import loss_finite
+from andon_falsify.claims import loss_finite, memory_budget
 from andon_falsify.history import read_lines
 from andon_falsify.verdict import not_applicable
 
@@ -168,7 +167,7 @@ def test_holds(court):
 
 @pytest.mark.claim("memory-budget")
 def test_does_not_apply(court):
-    court.hold(not_applicable(memory_within.CLAIM, "no plan"))
+    court.hold(not_applicable(memory_budget.CLAIM, "no plan"))
 """
 
 

@@ -117,7 +117,7 @@ def test_a_run_that_was_to_use_gpus_goes_on_without(court: Court) -> None:
     assert "CPU" in note
     case = Case(world=len(devices), backend=backend)
     chosen, plain = court.run(case), court.run(case.but(world=1, backend="inline"))
-    court.hold(same_everywhere.check_histories([plain.seen, chosen.seen]))
+    court.hold(same_everywhere.compare([plain.seen, chosen.seen]))
 
 
 WORLD = 3
