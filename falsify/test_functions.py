@@ -12,7 +12,7 @@ from andon_contracts.policy import suspended
 from andon_falsify.claims.of_trainer import verdicts
 from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.compliance.plugin import Court
-from andon_falsify.subjects.coordinator import CoordinatorSubject
+from falsify.power.coordinator import CoordinatorSubject
 from falsify.power.functions import MUTANTS, TABLES, Call, Mutant, wrong_calls
 
 
