@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import accumulate
 
 from andon_falsify.history import History, RowId, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
@@ -19,20 +20,37 @@ CLAIM = Claim(
 _SHOWN = 12
 
 
-def published(rows: Sequence[int], seed: int, batch_size: int, updates: int | None = None) -> Iterator[tuple[int, ...]]:
-    """The global batches of our trainer by its published rule, epoch after epoch without end; none of no rows.
+class PublishedPlan(Mapping[int, Sequence[int]]):
+    """The global batches of our trainer by its published rule: update from 1 -> rows in order.
 
     A shuffle of `rows` keyed by (seed, epoch), cut into batches; the last of an epoch has what is left. updates: of an
-    epoch of packs, which are dealt out so that earlier updates have at most one more.
+    epoch of packs, which are dealt out so that earlier updates have at most one more. Only the epoch of the last access
+    is in memory.
     """
-    sizes = [min(batch_size, len(rows) - at) for at in range(0, len(rows), batch_size)]
-    if updates is not None:
-        sizes = [len(range(first, len(rows), updates)) for first in range(updates)]
-    for epoch in count() if rows else ():
-        order = list(rows)
-        random.Random(f"andon order {seed} {epoch}").shuffle(order)
-        cuts = iter(order)
-        yield from (tuple(islice(cuts, size)) for size in sizes)
+
+    def __init__(self, rows: Sequence[int], seed: int, batch_size: int, steps: int, updates: int | None = None) -> None:
+        self._rows, self._seed = rows, seed
+        sizes = [min(batch_size, len(rows) - at) for at in range(0, len(rows), batch_size)]
+        if updates is not None:
+            sizes = [len(range(first, len(rows), updates)) for first in range(updates)]
+        self._ends = list(accumulate(sizes, initial=0))
+        self._steps = steps if sizes else 0
+        self._epoch, self._order = -1, array("q")
+
+    def __getitem__(self, update: int) -> Sequence[int]:
+        if not 1 <= update <= self._steps:
+            raise KeyError(update)
+        epoch, place = divmod(update - 1, len(self._ends) - 1)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, array("q", self._rows)
+            random.Random(f"andon order {self._seed} {epoch}").shuffle(self._order)
+        return self._order[self._ends[place] : self._ends[place + 1]].tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(1, self._steps + 1))
+
+    def __len__(self) -> int:
+        return self._steps
 
 
 def check(history: History, plan: Mapping[int, Sequence[RowId]] | None) -> Verdict:
@@ -45,12 +63,18 @@ def check(history: History, plan: Mapping[int, Sequence[RowId]] | None) -> Verdi
         return not_applicable(CLAIM, "no plan was given to compare with")
     found: list[Counterexample] = []
     checked, missing = 0, ""
+    planned_at: dict[int, int] = {}
     for event in history.steps:
         if not event.ids:
             missing = missing or f"step {event.number} lists no rows"
             continue
         checked += 1
-        found += _batch(event, plan)
+        planned = plan.get(event.number)
+        if planned is not None and tuple(planned) == event.ids:
+            continue
+        if not planned_at:  # made once, since a plan computes the order of an epoch at each first access
+            planned_at = {hash(tuple(rows)): number for number, rows in sorted(plan.items(), reverse=True)}
+        found.append(_other(event, planned, planned_at.get(hash(event.ids))))
     if history.runs and history.runs[-1].finished:
         last = max(history.trajectory, default=0) if history.runs[-1].stopped_early else max(plan, default=0)
         absent = sorted(number for number in plan.keys() - history.trajectory.keys() if number <= last)
@@ -60,18 +84,14 @@ def check(history: History, plan: Mapping[int, Sequence[RowId]] | None) -> Verdi
     return conclude(CLAIM, checked, found, missing)
 
 
-def _batch(event: StepEvent, plan: Mapping[int, Sequence[RowId]]) -> list[Counterexample]:
+def _other(event: StepEvent, planned: Sequence[RowId] | None, elsewhere: int | None) -> Counterexample:
     where = f"step {event.number}"
-    planned = plan.get(event.number)
     if planned is None:
-        return [Counterexample("an update that was not planned", where, "no update", _rows(event.ids))]
-    if tuple(planned) == event.ids:
-        return []
+        return Counterexample("an update that was not planned", where, "no update", _rows(event.ids))
     what = "the planned rows in another order" if Counter(planned) == Counter(event.ids) else "other rows than planned"
-    elsewhere = next((number for number, rows in sorted(plan.items()) if tuple(rows) == event.ids), None)
     if elsewhere is not None:
         what = f"{what}: those of step {elsewhere}"
-    return [Counterexample(what, where, _rows(planned), _rows(event.ids))]
+    return Counterexample(what, where, _rows(planned), _rows(event.ids))
 
 
 def _rows(rows: Sequence[RowId]) -> str:

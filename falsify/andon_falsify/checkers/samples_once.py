@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 
-from andon_falsify.history import History, RowId, StepEvent
+from andon_falsify.history import History, RowId, RowSet, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, first_of_many, not_applicable
 
 CLAIM = Claim(
@@ -45,12 +45,18 @@ def check(history: History) -> Verdict:
     epochs = _epochs(history)
     complete = _complete(history, epochs)
     repeats: list[Counterexample] = []
-    first_with: dict[bytes, int] = {}  # the order of an epoch's visits, as a digest: all orders may take gigabytes
+    first_with: dict[bytes, int] = {}  # by the digest of its order, since all orders may take gigabytes
     for epoch, updates in epochs.items():
-        whole, visits = epoch in complete, _visited(updates)
-        found += _visits(epoch, visits, rows if whole else None, size if whole else None)
-        if whole and len(visits) >= _ORDERED:
-            before = first_with.setdefault(hashlib.sha256(repr(visits).encode()).digest(), epoch)
+        whole, seen, order, once = epoch in complete, RowSet(), hashlib.sha256(), True
+        for event in updates:
+            visits = _visited(event)
+            once = seen.add(visits) and once
+            order.update(repr([*visits])[1:-1].encode() + b", ")
+        all_seen = size in (None, len(seen)) if rows is None else seen == RowSet(rows)
+        if not once or (whole and not all_seen):
+            found += _visits(epoch, updates, rows if whole else None, size if whole else None)
+        if whole and len(seen) >= _ORDERED:
+            before = first_with.setdefault(order.digest(), epoch)
             if before != epoch:
                 what = f"the rows came in the order of epoch {before}"
                 repeats.append(Counterexample(what, f"epoch {epoch}", "another order", "the same order"))
@@ -127,14 +133,10 @@ def _epochs(history: History) -> dict[int, list[StepEvent]]:
     return updates
 
 
-def _visited(updates: Iterable[StepEvent]) -> list[RowId]:
-    """Visits in the order of updates: as the ranks used them, but in the batch's order if it has the same rows."""
-    visits: list[RowId] = []
-    for event in updates:
-        used = [row for entry in event.ranks for row in entry.ids]
-        same = not used or used == [*event.ids] or Counter(used) == Counter(event.ids)
-        visits.extend(event.ids if same else used)
-    return visits
+def _visited(event: StepEvent) -> Sequence[RowId]:
+    """The rows of an update as the ranks used them, but in the batch's order if it has the same rows."""
+    used = [row for entry in event.ranks for row in entry.ids]
+    return event.ids if not used or used == [*event.ids] or Counter(used) == Counter(event.ids) else used
 
 
 def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tuple[int, ...]:
@@ -152,9 +154,13 @@ def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tu
 
 
 def _visits(
-    epoch: int, visits: Sequence[RowId], rows: Sequence[RowId] | None, size: int | None
+    epoch: int, updates: Sequence[StepEvent], rows: Sequence[RowId] | None, size: int | None
 ) -> list[Counterexample]:
-    """Repeated rows, and in a complete epoch those missing and those that are no training rows."""
+    """Repeated rows, and in a complete epoch those missing and those that are no training rows.
+
+    It counts all visits in one table, which takes gigabytes for an epoch of millions of rows.
+    """
+    visits = [row for event in updates for row in _visited(event)]
     where = f"epoch {epoch}"
     times = Counter(visits)
     found = []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 
 from andon_falsify.checkers import plan_followed, samples_once
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import MAX_LINES, History, RowId
+from andon_falsify.history import MAX_LINES, History, RowId, RowSet
 from andon_falsify.verdict import Verdict, not_applicable, unknown
 
 
@@ -57,11 +56,14 @@ def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[
     packed: rows are packs, and an epoch has as many updates as the first.
     """
     plan = history.plan
-    first = [row for event in history.trajectory.values() if event.epoch == 0 for row in event.ids]
-    rows = sorted(row for row in first if isinstance(row, int))
-    if plan.seed is None or not plan.batch_size or not plan.steps or len(set(rows)) != plan.rows:
+    visited, updates = RowSet(), 0
+    for event in history.trajectory.values():
+        if event.epoch == 0:
+            visited.add(row for row in event.ids if isinstance(row, int))
+            updates += 1
+    if plan.seed is None or not plan.batch_size or not plan.steps or len(visited) != plan.rows:
         return None
     # However many a line speaks of: no history has more lines, and of those that lack a thousand are enough.
     steps = min(plan.steps, max(history.trajectory, default=0) + 1000, MAX_LINES)
-    updates = sum(event.epoch == 0 for event in history.trajectory.values()) if packed else None
-    return dict(enumerate(islice(plan_followed.published(rows, plan.seed, plan.batch_size, updates), steps), start=1))
+    rows = visited.integers()
+    return plan_followed.PublishedPlan(rows, plan.seed, plan.batch_size, steps, updates if packed else None)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import islice
 
 from torch import Tensor
 
 from andon_falsify.checkers import schedule
-from andon_falsify.checkers.plan_followed import published
+from andon_falsify.checkers.plan_followed import PublishedPlan
 from andon_falsify.claims.run_law import Expected, RunLaw, Stepping, mean_of, piece_of
 from andon_falsify.reference.params import Masks
 from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, train
@@ -25,8 +24,8 @@ Shares = tuple[tuple[int, ...], ...]
 
 def planned(case: Case) -> dict[int, tuple[int, ...]]:
     """The rows of each update, from the published rule."""
-    batches = published(range(len(case.rows)), case.seed, case.batch_size)
-    return dict(enumerate(islice(batches, case.updates()), start=1))
+    plan = PublishedPlan(range(len(case.rows)), case.seed, case.batch_size, case.updates())
+    return {update: tuple(rows) for update, rows in plan.items()}
 
 
 def shares(ids: tuple[int, ...], count: int) -> Shares:
