@@ -7,16 +7,12 @@ need the contracts: these faults are judged with them on. Shipped checks decide 
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 
-from andon_contracts.policy import suspended
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import resume_equal, same_everywhere
-from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import MEMORY_ON_GPUS
 from andon_falsify.claims.table import judged_by
@@ -103,7 +99,7 @@ class Laboratory:
 
     def __init__(self, trainer: Subject) -> None:
         self._trainer = trainer
-        self._kept: dict[tuple[str, Case, str], Observation] = {}
+        self._kept: dict[tuple[str, Case], Observation] = {}
 
     def attempt(self, fault: Fault, backend: str) -> Attempt:
         """Plant `fault` on `backend`, with contracts and without, and observe the same without it."""
@@ -119,14 +115,12 @@ class Laboratory:
         return Attempt(fault.claim, fault.reason, controls, planted, guarded, case.poison is not None)
 
     def _clean(self, fault: Fault, case: Case) -> Observation:
-        key = (fault.kind, case, fault.claim if fault.kind == "functions" else "")
+        key = (fault.kind, case)
         if key not in self._kept:
             self._kept[key] = self._observe(fault, case, planted=False)
         return self._kept[key]
 
     def _observe(self, fault: Fault, case: Case, *, planted: bool) -> Observation:
-        if fault.kind == "functions":
-            return _tabulate(fault, contracts=case.contracts, planted=planted)
         if fault.kind == "coordinator":
             subject = CoordinatorSubject(fault.plant if planted else None)
             whole = CoordinatorSubject().run(alone(case).but(contracts=True))
@@ -160,14 +154,3 @@ def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
 
 def _observed(found: Mapping[str, Verdict], trace: Trace) -> Observation:
     return Observation(found, trace.signature(), trace.violation[0] if trace.violation else "")
-
-
-def _tabulate(fault: Fault, *, contracts: bool, planted: bool) -> Observation:
-    with ExitStack() as stack:
-        if not contracts:
-            stack.enter_context(suspended())
-        if planted:
-            fault.plant(None, stack)
-        tried = TABLES[fault.claim]()
-    signature = hashlib.sha256(tried.transcript.encode()).hexdigest()
-    return Observation({fault.claim: tried.verdict}, signature, tried.clause)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.backend import devices
 from andon.model.adapter import trainable_parameters
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
@@ -26,7 +25,6 @@ from .planting import (
     after_updates,
     around,
     around_each,
-    of_function,
     on_replicas,
     patched,
     with_rate,
@@ -93,10 +91,6 @@ def _line_lost(parts: Parts, stack: ExitStack) -> None:
 
 def _moments_lost(inner: Any, weights: Any, state: Any, updates: int) -> None:
     inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
-
-
-def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False) -> Any:
-    raise RuntimeError("no CUDA-capable device is detected")
 
 
 # what is kept that need not be
@@ -192,8 +186,6 @@ FAULTS = (
     Fault("schedule started over in a resume", "resume-equal",
           "step 3 of resumed: the learning rate done again",
           with_rate(lambda parts, step: max(1, step - parts.seen.resumed_from)), MOMENTUM, "resume"),
-    of_function("no fallback to the CPU", "cpu-fallback",
-                "nccl without a GPU: .*seen RuntimeError: no CUDA", devices.placement, _no_fallback),
 )  # fmt: skip
 MEMORY = (
     Fault("every leaf's gradient kept", "memory-budget", r"the peak is 1\.4", on_replicas(_every_leaf_kept), BIG),

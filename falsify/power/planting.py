@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,8 +17,8 @@ from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.case import Case
 
 Plant = Callable[[Any, ExitStack], None]
-"""Changes what the subject was assembled to (for `functions` nothing); the stack is for what has to be undone."""
-Kind = Literal["trainer", "resume", "coordinator", "functions"]
+"""Changes a subject that was put together; the stack is for what has to be undone."""
+Kind = Literal["trainer", "resume", "coordinator"]
 
 
 @dataclass(frozen=True)
@@ -47,17 +46,6 @@ def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     before = getattr(owner, name)
     stack.callback(setattr, owner, name, before)
     setattr(owner, name, value)
-
-
-def of_function(name: str, claim: str, reason: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
-    """A fault of a free function: under all of its contracts it has the body of `mutant`.
-
-    The mutant may use its own arguments, builtins, and what the function's module has.
-    """
-    inner: Any = inspect.unwrap(function)
-    code = mutant.__code__
-    assert not code.co_freevars, f"{mutant.__name__} closes over {code.co_freevars}"
-    return Fault(name, claim, reason, lambda _, stack: patched(stack, inner, "__code__", code), kind="functions")
 
 
 class Changed:

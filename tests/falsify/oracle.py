@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY, Trial
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 
@@ -23,7 +23,7 @@ class Oracle:
     kinds: Mapping[str, frozenset[str]] = {
         LAW: frozenset({"sum"}),
         HALT: frozenset({"halts"}),
-        FUNCTIONS: frozenset({"table"}),
+        MEMORY: frozenset({"table"}),
     }
 
     def __init__(self, says: Says) -> None:

@@ -54,10 +54,10 @@ def exact(case: object, *more: str) -> tuple[int, list[str], str]:
 def test_0_where_every_claim_holds() -> None:
     code, lines, _ = exact(SMALL, "--claim", "gradient-law", "--claim", "replicas-agree")
     assert code == 0
-    assert lines[0].startswith("andon 0.1.0 on inline; exactly one case, seed 0: 1 trials, 2 of 21 claims")
+    assert lines[0].startswith("andon 0.1.0 on inline; exactly one case, seed 0: 1 trials, 2 of 16 claims")
     assert "gradient-law v1: holds" in lines[2]
-    assert lines[-2].startswith("not selected (19): samples-once, ")
-    assert lines[-1] == "checked 2 of 21 claims, 2 runs, 0 not applicable, 0 unknown"
+    assert lines[-2].startswith("not selected (14): samples-once, ")
+    assert lines[-1] == "checked 2 of 16 claims, 2 runs, 0 not applicable, 0 unknown"
 
 
 def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path) -> None:
@@ -74,11 +74,9 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
 
 
 def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
-    claims = ("--claim", "replicas-agree", "--claim", "average-law", "--world", "64", "--accumulation", "1")
-    code, lines, _ = falsify("--backend", "nccl", *claims)
-    assert (code, lines[-1]) == (2, "checked 1 of 21 claims, 0 runs, 1 not applicable, 0 unknown")
+    code, lines, _ = falsify("--backend", "nccl", "--claim", "schedule", "--world", "64", "--accumulation", "1")
+    assert (code, lines[-1]) == (2, "checked 0 of 16 claims, 0 runs, 1 not applicable, 0 unknown")
     assert lines[-2].startswith("nothing was run on nccl, which was asked for: nccl ")
-    assert falsify("--backend", "nccl", *claims[2:])[0] == 0
 
 
 @pytest.fixture

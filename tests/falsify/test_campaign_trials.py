@@ -21,7 +21,7 @@ from andon_falsify.campaign.runner import Listeners, carried_out, planned
 from andon_falsify.campaign.script_bench import ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
 from andon_falsify.campaign.trainer_bench import AndonBench
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, KINDS, LAW, MEMORY, RESUME, Trial, read_trial
+from andon_falsify.campaign.trial import HALT, KINDS, LAW, MEMORY, RESUME, Trial, read_trial
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
 from andon_falsify.ranks.pool import RankPools
@@ -39,7 +39,7 @@ def drawn(seed: int = 7, budget: str = "standard", layout: Layout = LAYOUT) -> l
 
 
 def again(trial: Trial) -> Trial:
-    backend, world, accumulation = trial.place if trial.kind != FUNCTIONS else ("inline", 2, 2)
+    backend, world, accumulation = trial.place
     return read_trial(trial.written(), backend=backend, world=world, accumulation=accumulation, seed=trial.seed)
 
 
@@ -235,7 +235,7 @@ def test_options_in_another_order_ask_for_the_same_trials() -> None:
             planned(understood(Options(backend=backend, world=world, accumulation=accumulation)), bench).trials
             for backend, world, accumulation in orders
         ]
-    assert {trial.kind for trial in plans[0]} == {LAW, HALT, RESUME, FUNCTIONS}
+    assert {trial.kind for trial in plans[0]} == {LAW, HALT, RESUME}
     assert plans[0] == plans[1]
 
 
@@ -249,9 +249,9 @@ def test_a_loop_that_declares_no_brakes_is_run_once_to_see_that() -> None:
 
 
 def test_a_subject_that_never_works_is_given_up() -> None:
-    bench = Oracle(lambda trial: holds(trial) if trial.kind == FUNCTIONS else unknown(SUM, "no module"))
-    whole = found(campaign(bench, FUNCTIONS, LAW))
-    assert len(bench.asked) == 5
+    bench = Oracle(lambda _: unknown(SUM, "no module"))
+    whole = found(campaign(bench, LAW))
+    assert len(bench.asked) == 4
     assert [finding.why for finding in whole.findings if finding.claim == "sum"] == ["no module"] * 4
     assert whole.exit_code == 2
 

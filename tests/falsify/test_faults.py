@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from andon_contracts.policy import enforced
 from andon_falsify.claims import of_loop
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.claims.functions import TABLES, Tabulated
 from andon_falsify.claims.of_trainer import CLAIMS
 from andon_falsify.claims.table import CHECKERS
 from andon_falsify.loops.subject import LoopSubject
@@ -21,51 +19,42 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
 from falsify.power import causal, looped, registry
-from falsify.power.laboratory import Laboratory
+from falsify.power.laboratory import Attempt, Laboratory, Observation
 from falsify.power.loop_laboratory import LoopLaboratory
 from falsify.power.looped import make, named
 from falsify.power.looped.fault import SGD, LoopFault, Outside
-from falsify.power.own_promises import MEMORY
-from falsify.power.planting import Fault
-from falsify.power.seed_mutants import ADDED, CAUGHT, MISSED
 
 ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
-UNDIVIDED = registry.named("average without division")
 
 
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
-    assert [len(faults) for faults in (MISSED, CAUGHT, ADDED, MEMORY)] == [12, 12, 11, 5]
     assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in CLAIMS}
 
 
+def observed(claim: str, signature: str, *found: Counterexample) -> Observation:
+    return Observation({claim: conclude(CHECKERS[claim].claim, 1, found)}, signature)
+
+
+FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
+KILL = Attempt("norm-law", "step 1: the reported norm", {"without it": observed("norm-law", "right")}, FALLEN)
+
+
 @pytest.mark.parametrize(
-    ("fault", "problem"),
+    ("attempt", "problem"),
     [
-        (UNDIVIDED, None),
-        (Fault("idle", "average-law", "", lambda *_: None, kind="functions"), "the fault changed nothing"),
-        (replace(UNDIVIDED, claim="shards-law"), "not seen by shards-law; fallen: none"),
-        (replace(UNDIVIDED, reason="of another"), "seen for another reason than 'of another'"),
+        (KILL, None),
+        (replace(KILL, planted=replace(FALLEN, signature="right")), "the fault changed nothing"),
+        (replace(KILL, claim="schedule"), "not seen by schedule; fallen: ('norm-law',)"),
+        (replace(KILL, reason="of another"), "seen for another reason than 'of another'"),
+        (replace(KILL, controls={"without it": FALLEN}), "without it: norm-law: falsified"),
     ],
 )
-def test_a_kill_needs_the_claim_the_reason_and_a_change(fault: Fault, problem: str | None) -> None:
-    found = LABORATORY.attempt(fault, "inline").problems
-    assert found == [] if problem is None else any(each.startswith(problem) for each in found)
+def test_a_kill_needs_the_claim_the_reason_a_change_and_a_control(attempt: Attempt, problem: str | None) -> None:
+    assert attempt.problems == [] if problem is None else any(each.startswith(problem) for each in attempt.problems)
 
 
-def test_a_check_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = next(claim for claim in CLAIMS if claim.name == UNDIVIDED.claim)
-
-    def falls() -> Tabulated:
-        wrong = [] if enforced() else [Counterexample("[[1.0, 2.0], [3.0, 6.0]]: seen [4.0, 8.0]")]
-        return Tabulated(conclude(claim, 1, wrong), "")
-
-    monkeypatch.setitem(TABLES, claim.name, falls)
-    problems = Laboratory(AndonTrainer(RankPools())).attempt(UNDIVIDED, "inline").problems
-    assert any(each.startswith("without the fault and contracts: average-law: falsified") for each in problems)
-
-
-@pytest.mark.deep  # it trains; the test above plants such a check where nothing is trained
+@pytest.mark.deep  # it trains
 def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     summed = registry.named("sum instead of mean")
     short, checker = replace(summed, case=summed.case.but(rows=make_rows(5))), CHECKERS[summed.claim]

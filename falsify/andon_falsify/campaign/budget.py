@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Budget:
 BUDGETS: Mapping[str, Budget] = {
     budget.name: budget
     for budget in (
-        Budget("quick", (LAW, HALT, RESUME, FUNCTIONS), (2, 3), (1, 2), (_EVEN, _RAGGED, _ADAMW), 1, 60.0, 30.0),
+        Budget("quick", (LAW, HALT, RESUME), (2, 3), (1, 2), (_EVEN, _RAGGED, _ADAMW), 1, 60.0, 30.0),
         Budget(
             "standard",
-            (LAW, HALT, RESUME, MEMORY, FUNCTIONS),
+            (LAW, HALT, RESUME, MEMORY),
             (2, 3, 4),
             (1, 2, 3),
             (_EVEN, _RAGGED, _ADAMW, _MOMENTUM, _EVERY_WEIGHT, _WEIGHTED, _AT_THE_LIMIT),
@@ -70,7 +70,7 @@ BUDGETS: Mapping[str, Budget] = {
         ),
         Budget(
             "deep",
-            (LAW, HALT, RESUME, MEMORY, FUNCTIONS),
+            (LAW, HALT, RESUME, MEMORY),
             (1, 2, 3, 4),
             (1, 2, 3),
             (_EVEN, _RAGGED, _ADAMW, _MOMENTUM, _EVERY_WEIGHT, _WEIGHTED, _AT_THE_LIMIT),

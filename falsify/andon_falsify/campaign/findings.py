@@ -44,7 +44,7 @@ class Finding:
     @property
     def verdict(self) -> Verdict:
         """The finding without its place. Raises `ValueError` for one that contradicts itself."""
-        return Verdict(self.claim, self.outcome, self.why, self.checked, self.counterexamples)
+        return Verdict(self.claim, self.outcome, (self.why,) if self.why else (), self.checked, self.counterexamples)
 
     @property
     def place(self) -> str:

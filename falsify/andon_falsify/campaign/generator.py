@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from andon_falsify.campaign.budget import Budget, Flavour
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME, Trial
 from andon_falsify.subjects.case import Case, Poison, make_rows
 
 _DROPOUT = 0.1
@@ -31,8 +31,6 @@ class Layout:
 def draw(seed: int, budget: Budget, layout: Layout, kinds: Collection[str]) -> Iterator[Trial]:
     """The trials of `kinds` that `budget` has for `layout`; the cheapest and most telling first."""
     wanted = [kind for kind in budget.kinds if kind in kinds]
-    if FUNCTIONS in wanted:
-        yield Trial(FUNCTIONS, Case(), seed)
     places = list(product(layout.backends, layout.worlds, layout.accumulations))
     if LAW in wanted:
         for number, flavour in product(range(budget.draws), budget.flavours):

@@ -13,7 +13,7 @@ from typing import Protocol
 from andon_falsify.campaign.budget import Budget
 from andon_falsify.campaign.diagnosis import factors_of, reason
 from andon_falsify.campaign.shrink import shrink
-from andon_falsify.campaign.trial import FUNCTIONS, Trial
+from andon_falsify.campaign.trial import Trial
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Claim, Outcome, Verdict, unknown
 
@@ -121,7 +121,7 @@ class Interpreter:
                 self._late[place] = self._late.get(place, 0) + 1
             self._failures.append(next(iter(found.values())).why)
             self._failed.add(trial.place)
-        elif trial.kind != FUNCTIONS:
+        else:
             self._worked = True
         return found
 
@@ -131,8 +131,6 @@ class Interpreter:
         A place that has not failed yet is tried at least once: the places before it prove nothing about it.
         """
         budget = self.campaign.budget
-        if trial.kind == FUNCTIONS:
-            return ""
         for world in _worlds(trial):
             if self._late.get((trial.case.backend, world), 0) >= budget.patience:
                 return (
@@ -154,7 +152,7 @@ class Interpreter:
         began, limit = time.monotonic(), self.campaign.budget.shrink_s
         fallen: dict[str, list[Said]] = {}
         for said in self.said:
-            if said.verdict.outcome is Outcome.FALSIFIED and said.trial.kind != FUNCTIONS:
+            if said.verdict.outcome is Outcome.FALSIFIED:
                 fallen.setdefault(said.verdict.claim, []).append(said)
         for place, (claim, found) in enumerate(fallen.items()):
             left = limit - (time.monotonic() - began)

@@ -12,7 +12,7 @@ from andon_falsify.campaign.diagnosis import cause_of, diagnosed, explain, held_
 from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.campaign.interpreter import Bench, Said
 from andon_falsify.campaign.reasons import NOTHING_SAID, condensed
-from andon_falsify.campaign.trial import FUNCTIONS, Trial
+from andon_falsify.campaign.trial import Trial
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, merge, unknown
 
@@ -69,7 +69,12 @@ def _findings(bench: Bench, claim: Claim, said: Sequence[Said], explained: bool)
     for place, held in by_place.items():
         verdict = merge(_made_repeatable(bench, each, explain_each) for each in held)
         finding = _finding(
-            bench, claim, place, held[0].trial.seed, replace(verdict, why=condensed(verdict.why)), _curve(held)
+            bench,
+            claim,
+            place,
+            held[0].trial.seed,
+            replace(verdict, reasons=(condensed(verdict.why),) if verdict.why else ()),
+            _curve(held),
         )
         found.append(finding)
     return found
@@ -127,14 +132,10 @@ def _made_repeatable(bench: Bench, said: Said, explain_each: Explain) -> Verdict
 
 def repeating(bench: Bench, trial: Trial, claim: str) -> str:
     """The command that runs exactly this trial again, and says what it says of the claim."""
+    backend, world, accumulation = trial.place
     words = ["andon", "falsify", *bench.words]
-    if trial.kind != FUNCTIONS:
-        backend, world, accumulation = trial.place
-        words += ["--backend", backend, "--world", str(world), "--accumulation", str(accumulation)]
-    words += ["--seed", str(trial.seed), "--claim", claim]
-    if trial.kind != FUNCTIONS:
-        words += ["--case", trial.written()]
-    return shlex.join(words)
+    words += ["--backend", backend, "--world", str(world), "--accumulation", str(accumulation)]
+    return shlex.join([*words, "--seed", str(trial.seed), "--claim", claim, "--case", trial.written()])
 
 
 def _curve(said: Sequence[Said]) -> tuple[float, ...]:

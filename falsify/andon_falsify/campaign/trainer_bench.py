@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Mapping
 
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.campaign.reasons import blame
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME, Trial
 from andon_falsify.checkers import halts, memory_within, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.functions import TABLES
 from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
-from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
 from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.peers.registry import installed
 from andon_falsify.subjects.case import Case
@@ -21,12 +17,10 @@ from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import Claim, Verdict, not_applicable, unknown
 
-_TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))
 _ALONE = {
     HALT: frozenset({halts.CLAIM.name}),
     RESUME: frozenset({resume_equal.CLAIM.name}),
     MEMORY: frozenset({memory_within.CLAIM.name}),
-    FUNCTIONS: _TABLES,
 }
 _ALONE_IS_THE_MEASURE = "one rank is what the others are compared with"
 RESUME_EVERY = 2
@@ -60,8 +54,6 @@ class AndonBench:
         """See `Bench.attempt`."""
         if trial.lacking:
             return {name: not_applicable(self._claim(name), trial.lacking) for name in self.kinds[trial.kind]}
-        if trial.kind == FUNCTIONS:
-            return _tabulated()
         if trial.kind == RESUME:
             return self._resumed(trial)
         trace = self._trainer.run(trial.case)
@@ -101,12 +93,3 @@ class AndonBench:
 
     def _claim(self, name: str) -> Claim:
         return next(claim for claim in self.claims if claim.name == name)
-
-
-def _tabulated() -> Mapping[str, Verdict]:
-    found = {}
-    # What a table of wrong input makes the trainer say is not the user's.
-    with contextlib.redirect_stderr(io.StringIO()):
-        for name in sorted(_TABLES):
-            found[name] = TABLES[name]().verdict
-    return found

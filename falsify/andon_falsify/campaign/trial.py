@@ -14,10 +14,9 @@ from typing import Any
 
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
 
-LAW, HALT, RESUME, MEMORY, FUNCTIONS = "law", "halt", "resume", "memory", "functions"
-KINDS = (LAW, HALT, RESUME, MEMORY, FUNCTIONS)
+KINDS = LAW, HALT, RESUME, MEMORY = "law", "halt", "resume", "memory"
 """law: one run, judged by the reference and against one rank. halt: a run with a planted NaN. resume: cut and taken up.
-memory: bytes are counted. functions: no run, tables of calls."""
+memory: bytes are counted."""
 
 _ROW_SEEDS = 64
 _APART = ("world", "backend", "folder", "rows", "micro_batches")
@@ -38,9 +37,7 @@ class Trial:
 
     @property
     def place(self) -> tuple[str, int, int]:
-        """Backend, world size and accumulation; of a table of calls none."""
-        if self.kind == FUNCTIONS:
-            return "", 0, 0
+        """Backend, world size and accumulation."""
         return self.case.backend, self.case.world, self.case.accumulation
 
     @property
@@ -48,7 +45,7 @@ class Trial:
         """What this machine lacks for it, "" if nothing."""
         from andon_falsify.subjects.placing import why_not
 
-        return "" if self.kind == FUNCTIONS else why_not(self.case.backend, max(self.case.world, self.then_world))
+        return why_not(self.case.backend, max(self.case.world, self.then_world))
 
     def written(self) -> str:
         """All but the place and the seed, as compact JSON that `read_trial` reads."""

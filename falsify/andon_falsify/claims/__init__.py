@@ -1,5 +1,7 @@
-"""Claims: one for each law, from the evidence of a run to a verdict, whoever made the run.
+"""Claims: one module for each, from the evidence of a run to a verdict, whoever made the run.
 
-`table` has them all, `of_trainer` and `of_loop` say which are judged of what one run leaves, `ledgers` of a ledger, and
-`clauses` which of them is the law of which clause of the contracts.
+A claim's module has, from top to bottom, `CLAIM` (a `Claim`, with the further runs and the needs of its check),
+`check(evidence: Evidence) -> Verdict` for every kind of subject, and what only that check uses. It imports torch, and
+what imports torch, inside functions: `andon verify` judges ledgers without torch. What several claims use lies in
+modules without a `CLAIM`. A check is called only if no need of the claim gives a reason not to.
 """

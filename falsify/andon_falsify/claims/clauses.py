@@ -45,7 +45,7 @@ MAP: tuple[Kinship, ...] = (
     ),
     Kinship("samples-once", "same", ("samples-once",), "the claim looks at epochs as well, the clause at each batch"),
     Kinship("content-planned", "part", ("samples-once",), "of a loop, whose rows are recognised by their content"),
-    Kinship("gradient-average", "same", ("average-law",)),
+    Kinship("gradient-average", "part", ("gradient-law",)),
     Kinship("clip-once", "part", ("update-law", "norm-law")),
     Kinship("learning-rate-planned", "same", ("schedule",)),
     Kinship("one-update", "part", ("update-law",)),
@@ -56,7 +56,7 @@ MAP: tuple[Kinship, ...] = (
     Kinship("audit", "none", (), "what is computed again inside is computed in float64 by `gradient-law`"),
     Kinship("loss-equivalent", "same", ("losses-close",)),
     Kinship("memory-budget", "same", ("memory-budget",)),
-    Kinship("cpu-fallback", "same", ("cpu-fallback",)),
+    Kinship("cpu-fallback", "none", (), "a table of calls in `falsify/power` tests the choice"),
     Kinship("checkpoint-whole", "part", ("resume-equal",), "what was not saved whole shows where a run goes on"),
     Kinship("resume-exact", "same", ("resume-equal",)),
     Kinship("hyperparameters-agree", "part", ("schedule", "update-law")),
@@ -87,9 +87,6 @@ ALONE: Mapping[str, str] = {
     "same-everywhere": "needs another run",
     "chain-intact": "is of the record, which a run cannot judge of itself",
     "heads-quoted": "is of the record and the files beside it",
-    "non-finite-seen": "is of a free function; what a run does with it is `finite`",
-    "shards-law": "is of a free function; what a run does with it is `samples-once`",
-    "coordinator-face": "is of the coordinator's face",
 }
 """Claims that no clause has a part of, and why."""
 ALIASES: Mapping[str, str] = {

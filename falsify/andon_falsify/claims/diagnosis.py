@@ -60,7 +60,7 @@ def diagnosed(law: LoopLaw, found: Mapping[int, Verdict]) -> Verdict:
     if not verdicts:
         return unknown(gradient_law.CLAIM, "no update with known rows was made")
     merged = merge(verdicts)
-    return replace(merged, why="; ".join(filter(None, (_worst(merged), law.note))))
+    return replace(merged, reasons=tuple(filter(None, (_worst(merged), law.note))))
 
 
 def _told(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:

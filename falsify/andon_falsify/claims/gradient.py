@@ -97,7 +97,7 @@ def _told_losses(evidence: Evidence, law: LoopLaw) -> Verdict:
         named = tuple(replace(each, what=what, where=where) for each in one.counterexamples)
         found[step] = replace(one, counterexamples=named)
     merged = merge(_without_chance(verdict) for verdict in named_by_window(law, found))
-    return replace(merged, why=merged.why or law.note)
+    return replace(merged, reasons=merged.reasons or tuple(filter(None, [law.note])))
 
 
 def _without_chance(verdict: Verdict) -> Verdict:

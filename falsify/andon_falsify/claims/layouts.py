@@ -17,7 +17,7 @@ from andon_falsify.checkers.equal_updates import DIGESTS, NUMBERS
 from andon_falsify.checkers.ratio import fitting_powers, show_ratio
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.history import History, Number, StepEvent
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, unknown
+from andon_falsify.verdict import Counterexample, Verdict, conclude, unknown
 
 _COMPARED = 50
 """Updates; later ones differ by what differed before."""
@@ -59,19 +59,19 @@ def same_layouts(base: History, other: History, layout: Mapping[str, int]) -> Ve
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
         if rows := other_rows(step, twin, where):
             said = f"{where}: other rows are trained on (expected {rows[0].expected}, seen {rows[0].seen})"
-            return Verdict(claim.name, Outcome.UNKNOWN, f"{said}, so that nothing can be compared. {_DEAL}", checked)
+            return unknown(claim, f"{said}, so that nothing can be compared. {_DEAL}", checked)
         compared, apart = measured(step, twin, where, number)
         checked += compared + bool(step.ids and twin.ids)
         if apart:
             if found := _proven(apart, step, theirs, layout):
                 return conclude(claim, checked, [*_scheduled(apart, base, other), *found])
             why = _unproven(apart, step, twin, layout, _draws(base) or _draws(other))
-            return Verdict(claim.name, Outcome.UNKNOWN, why, checked)
+            return unknown(claim, why, checked)
     if len(ours) != len(theirs):
         what, counts = "another number of updates", (str(len(ours)), str(len(theirs)))
         if not all(step.ids for step in (*ours.values(), *theirs.values())):
             said = f"{other.name}: {what} (expected {counts[0]}, seen {counts[1]}), and the rows are not known"
-            return Verdict(claim.name, Outcome.UNKNOWN, f"{said}. {_TELL}", checked)
+            return unknown(claim, f"{said}. {_TELL}", checked)
         return conclude(claim, checked, [Counterexample(what, other.name, *counts)])
     return conclude(claim, checked, [], note=_unseen(base))
 

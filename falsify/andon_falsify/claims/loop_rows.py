@@ -23,7 +23,7 @@ def recognised(evidence: Evidence) -> Verdict:
     missing = f"the rows of update {min(law.unknown_updates)} are not all known" if law.unknown_updates else ""
     at_all = conclude(samples_once.CLAIM, len(steps), [*_content(law), *_left(law)], missing)
     found = merge([at_all, samples_once.check(law.trace.seen), conclude(samples_once.CLAIM, len(steps), _sizes(law))])
-    return replace(found, why="; ".join(filter(None, (found.why, _weightless(law)))))
+    return replace(found, reasons=tuple(filter(None, (*found.reasons, _weightless(law)))))
 
 
 def _weightless(law: LoopLaw) -> str:

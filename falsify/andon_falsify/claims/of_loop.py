@@ -60,8 +60,7 @@ def shortened(verdict: Verdict) -> Verdict:
     more = len(verdict.counterexamples) - _SHOWN
     if more <= 0:
         return verdict
-    why = f"{verdict.why}; {more} more counterexamples" if verdict.why else f"{more} more counterexamples"
-    return replace(verdict, counterexamples=verdict.counterexamples[:_SHOWN], why=why)
+    return replace(verdict, counterexamples=verdict.counterexamples[:_SHOWN], omitted=verdict.omitted + more)
 
 
 def outside(trace: Trace) -> str:

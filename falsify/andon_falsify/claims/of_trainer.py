@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from andon_falsify import checkers
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.statements import AVERAGE, BASE, FACE, FALLBACK, NON_FINITE, NORM, SHARDS, UPDATE
+from andon_falsify.claims.statements import BASE, NORM, UPDATE
 from andon_falsify.claims.table import judged
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Claim, Verdict, unknown
 
-CLAIMS: tuple[Claim, ...] = (*checkers.CLAIMS, UPDATE, NORM, BASE, FALLBACK, AVERAGE, NON_FINITE, SHARDS, FACE)
+CLAIMS: tuple[Claim, ...] = (*checkers.CLAIMS, UPDATE, NORM, BASE)
 """Every claim about our trainer."""
 _ALWAYS = (
     checkers.replicas_agree.CLAIM,

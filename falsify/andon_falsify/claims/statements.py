@@ -37,17 +37,3 @@ HEADS = Claim(
     "the rows and the accuracy of its evaluation.",
     "issue 3",
 )
-FALLBACK = Claim(
-    "cpu-fallback",
-    1,
-    "Without a usable GPU a run that allows it trains on the CPU, says so, with the same loss.",
-    "seed F-DP-004",
-)
-AVERAGE = Claim(
-    "average-law", 1, "average_gradients is the mean over workers; finite for finite input, NaN and Inf propagate."
-)
-NON_FINITE = Claim("non-finite-seen", 1, "has_non_finite sees NaN, Inf and -Inf at every place.", "seed R28")
-SHARDS = Claim("shards-law", 1, "shard_samples gives contiguous shards in order, the last with the remainder.", "R26")
-FACE = Claim(
-    "coordinator-face", 1, "The coordinator refuses an empty list of devices, and its primary is replica 0.", "R9, R14"
-)

@@ -83,9 +83,8 @@ def chain(evidence: Evidence) -> Verdict:
     verdict = checkers.chain_intact.check(evidence.ledger)
     resumes = evidence.ledger.of_kind("resume")
     cut = [(each.line, each.fields.get("torn")) for each in resumes if each.fields.get("torn")]
-    said = [verdict.why] if verdict.why else []
-    said += [f"the resume at line {line} had cut off {size} bytes of a torn line" for line, size in cut]
-    return replace(verdict, why="; ".join(said))
+    said = [f"the resume at line {line} had cut off {size} bytes of a torn line" for line, size in cut]
+    return replace(verdict, reasons=(*verdict.reasons, *said))
 
 
 _CHECKERS = (

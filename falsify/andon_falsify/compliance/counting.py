@@ -111,6 +111,6 @@ def _summed_up(verdict: Verdict) -> str:
 def _restored(claim: str, outcome: Outcome, checked: int, text: str) -> Verdict:
     """A verdict as far as the count needs it; its counterexamples are in the report of the test that failed."""
     if outcome is Outcome.FALSIFIED:
-        return Verdict(claim, outcome, "", checked, (Counterexample(text.partition("\n")[2].strip()),))
+        return Verdict(claim, outcome, (), checked, (Counterexample(text.partition("\n")[2].strip()),))
     why = text.partition("(")[2].removesuffix(")") if outcome is not Outcome.HOLDS else ""
-    return Verdict(claim, outcome, why, checked)
+    return Verdict(claim, outcome, (why,) if why else (), checked)

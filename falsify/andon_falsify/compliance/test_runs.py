@@ -13,7 +13,6 @@ from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import losses_close, resume_equal, same_everywhere
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.functions import fallback
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.table import judged_by
@@ -113,13 +112,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     court.hold(judged_by(resume_equal.CLAIM, found.evidence))
 
 
-@pytest.mark.claim("cpu-fallback")
+@pytest.mark.claim("same-everywhere")
 def test_a_run_that_was_to_use_gpus_goes_on_without(court: Court) -> None:
-    """What is chosen without a GPU if the CPU is allowed, what is said; then a run there has the bits of one CPU.
-
-    The choice is a function of how many GPUs there are, so a machine that has some is asked as if it had none.
-    """
-    court.hold(fallback().verdict)
+    """The placement for no GPU is asked for, whatever this machine has; a run there has the bits of one CPU."""
     backend, devices, note = placement("nccl", 2, None, 0, fallback=True)
     assert "CPU" in note
     case = Case(world=len(devices), backend=backend)

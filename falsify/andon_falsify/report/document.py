@@ -13,7 +13,7 @@ from enum import Enum, EnumType
 from math import isfinite, nan
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from andon.console.problems import InputError, Problem, ProblemList
 from andon.run.atomic import write_whole
@@ -131,6 +131,8 @@ class _Reading:
         if origin is UnionType:
             own = next(each for each in inner if each is not type(None))
             return None if value is None else self._read(value, own, where)
+        if origin is Literal:
+            return value if value in inner else self._misfit(value, f"none of {', '.join(inner)}", where)
         if origin is tuple:
             if not isinstance(value, list):
                 return self._misfit(value, "not a list", where)
