@@ -9,7 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from andon_contracts.policy import suspended
-from andon_falsify.claims.of_trainer import verdicts
+from andon_falsify.campaign.trainer_bench import AndonBench
+from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.compliance.plugin import ClaimRunner
 from andon_falsify.subjects.coordinator import CoordinatorSubject
@@ -39,7 +40,4 @@ def test_a_mutant_of_a_function_is_noticed(mutant: Mutant) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_coordinator_keeps_the_law(runner: ClaimRunner, world: int) -> None:
     """`DataParallelCoordinator` on uneven shards and fewer samples than replicas, by the same reference (V1-V8)."""
-    coordinator = CoordinatorSubject()
-    case = PLAIN.but(world=world)
-    trace = coordinator.run(case)
-    runner.require(*verdicts(trace, coordinator.run(case.but(world=1))).values())
+    runner.require(*AndonBench(CoordinatorSubject()).attempt(Trial(LAW, PLAIN.but(world=world))).values())

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 Parameters = ParamSpec("Parameters")
 Kind = Literal["trainer", "loop", "script", "ledger"]
 """What can be judged: our own trainer, anyone's training loop, a user's command, a recorded ledger."""
-ExtraRun = Literal["alone", "elsewhere", "cut", "resumed", "poisoned", "random"]
-"""A further run that a claim compares with: on one rank, on other layouts, killed, resumed after the kill, with a NaN
-planted, with dropout."""
+ExtraRun = Literal["alone", "again", "elsewhere", "cut", "resumed", "poisoned", "random"]
+"""A further run that a claim compares with: on one rank, on one rank once more, on other layouts, killed, resumed after
+the kill, with a NaN planted, with dropout."""
+TrialKind = Literal["law", "halt", "resume", "memory"]
+"""How a case is run: as it is, with a NaN planted, interrupted and resumed, with its bytes counted."""
 Account = Literal["witness", "accused", "either"]
 """Whose account of a run is judged. "either": the witness's if there is one, else the subject's own ledger."""
 Relation = Literal["same", "part", "other"]
@@ -55,18 +57,19 @@ class Clause:
 class Claim:
     """A promise that can be falsified. The module of `andon_falsify.claims` that declares it has its `check` as well.
 
-    version: raised when the meaning changes. statements: the statement for one kind of subject, where it differs.
-    order: the place in reports. subjects: the kinds of subject that it is judged of. runs: the further runs that the
-    check compares with. needs: functions that give the reason why the claim does not apply to some evidence, or "".
-    clauses: the clauses of the contracts that are the same law, or a part of it; unwatched: why there are none.
+    version: raised when the meaning changes. order: the place in reports. subjects: the kinds of subject that it is
+    judged of; statements: the statement for such a kind, where it differs. trial: the kind of trial that judges it.
+    runs: the further runs that the check compares with. account: whose word is judged. needs: functions that give the
+    reason why the claim does not apply to some evidence, or "". clauses: those of the contracts that are the same law,
+    or a part of it; unwatched: why there are none.
     """
 
     name: str
     version: int
     statement: str
-    source: str = ""
     order: int = 100
     subjects: tuple[Kind, ...] = ()
+    trial: TrialKind = "law"
     runs: tuple[ExtraRun, ...] = ()
     account: Account = "either"
     needs: tuple[Callable[[Evidence], str], ...] = ()
@@ -118,7 +121,6 @@ class Verdict:
     """The outcome of one claim.
 
     reasons: explain every outcome but a plain holds. checked: comparisons made. worst: the largest relative error.
-    omitted: counterexamples that were found and are not listed.
     """
 
     claim: str
@@ -127,7 +129,6 @@ class Verdict:
     checked: int = 0
     counterexamples: tuple[Counterexample, ...] = ()
     worst: float | None = None
-    omitted: int = 0
 
     @property
     def why(self) -> str:
@@ -144,9 +145,7 @@ class Verdict:
             raise ValueError(msg)
 
     def __str__(self) -> str:
-        more = f"{self.omitted} more counterexamples" if self.omitted else ""
-        why = "; ".join(filter(None, (self.why, more)))
-        lines = [f"{self.claim}: {self.outcome.value}" + (f" ({why})" if why else "")]
+        lines = [f"{self.claim}: {self.outcome.value}" + (f" ({self.why})" if self.why else "")]
         return "\n".join([*lines, *(f"  {found}" for found in self.counterexamples)])
 
 
@@ -216,7 +215,6 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
         sum(verdict.checked for verdict in held),
         tuple(found for verdict in held for found in verdict.counterexamples),
         max((verdict.worst for verdict in held if verdict.worst is not None), default=None),
-        sum(verdict.omitted for verdict in held),
     )
 
 

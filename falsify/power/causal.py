@@ -25,7 +25,7 @@ from andon.model.build import backbone_of
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon_contracts.violation import Violation
-from andon_falsify.checkers import gradient_law
+from andon_falsify.claims import gradient_law
 from andon_falsify.subjects.trace import digest
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
@@ -74,7 +74,7 @@ def observe(case: CausalCase, plant: Callable[[ExitStack], None] | None = None) 
             return Observation(said, str(violation))
         if case.family == "qwen3":
             wanted = subject.law(before, batch)[1]
-            said["law"] = gradient_law.check(gradients, wanted, tolerance=FAR, where="step 1")
+            said["law"] = gradient_law.compare(gradients, wanted, FAR, where="step 1")
     return Observation(said, f"{said['start']} {loss} {digest(gradients)}")
 
 

@@ -11,16 +11,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import resume_equal, same_everywhere
-from andon_falsify.claims.of_trainer import alone, verdicts
-from andon_falsify.claims.one_run import MEMORY_ON_GPUS
-from andon_falsify.claims.table import judged_by
+from andon_falsify.campaign.trainer_bench import alone, cut_and_resume
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY
+from andon_falsify.claims import claims_of, judged, memory_budget, replicas_agree, resume_equal, same_everywhere
+from andon_falsify.claims.evidence import of_trace
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Counterexample, Outcome, Verdict
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, unknown
 
 from .planting import Fault
 from .registry import reference
@@ -125,15 +124,26 @@ class Laboratory:
             subject = CoordinatorSubject(fault.plant if planted else None)
             whole = CoordinatorSubject().run(alone(case).but(contracts=True))
             trace = subject.run(case)
-            return _observed(verdicts(trace, whole), trace)
+            return _observed(_verdicts(trace, whole), trace)
         if fault.kind == "resume":
             wrong = reference(fault) if planted else None
-            found = cut_and_resume(self._trainer, case.but(epochs=2), after=3, every=2, world=case.world, fault=wrong)
-            verdict = judged_by(resume_equal.CLAIM, found.evidence)
-            return _observed({verdict.claim: verdict}, found.taken_up)
+            whole = self._trainer.run(case.but(epochs=2))
+            cut, resumed = cut_and_resume(self._trainer, whole.case, after=3, every=2, fault=wrong)
+            return _observed(judged(of_trace(whole, cut=cut, resumed=resumed), [resume_equal.CLAIM]), resumed)
         trace = self._trainer.run(case.but(fault=reference(fault) if planted else None))
         base = None if case.memory else self._trainer.run(alone(case).but(contracts=True))
-        return _observed(verdicts(trace, base), trace)
+        return _observed(_verdicts(trace, base), trace)
+
+
+def _verdicts(trace: Trace, base: Trace | None) -> Mapping[str, Verdict]:
+    """The verdicts on one run, by claim. base: the same case on one rank, to compare with."""
+    if not trace.parts:
+        return {replicas_agree.CLAIM.name: unknown(replicas_agree.CLAIM, "; ".join(trace.errors.values()))}
+    kinds = {LAW} | ({HALT} if trace.case.poison else set()) | ({MEMORY} if trace.case.memory else set())
+    claims = [claim for claim in claims_of("trainer") if claim.trial in kinds]
+    if base is None:
+        claims.remove(same_everywhere.CLAIM)
+    return judged(of_trace(trace, alone=base), claims)
 
 
 def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
@@ -146,7 +156,7 @@ def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
         return reason
     place = place_of_bits(devices_of(backend, case.world, gpus))
     if case.memory and place != "cpu":
-        return MEMORY_ON_GPUS
+        return memory_budget.ON_GPUS
     if fault.claim == same_everywhere.CLAIM.name and place not in ("cpu", "cuda"):
         return f"{fault.claim} says nothing of ranks on {place}, which round otherwise"
     return ""

@@ -7,21 +7,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from andon_falsify.campaign.loop_bench import FURTHER, judge_further, judge_loop
-from andon_falsify.claims.of_loop import CLAIMS, verdicts
+from andon_falsify.campaign.loop_bench import LoopBench
+from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.claims import claims_of, judged
+from andon_falsify.claims.evidence import RunUnavailable
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.subject import LoopSubject
-from andon_falsify.loops.task import shaped
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Subject, Trace
+from andon_falsify.verdict import Verdict, unknown
 
 from .laboratory import Attempt, Observation
 from .looped.fault import LoopFault
 
 LOOP = "falsify.power.looped:make"
+ONE_RUN = tuple(
+    claim
+    for claim in claims_of("loop")
+    if claim.trial == LAW and claim.name not in ("same-everywhere", "randomness-apart")
+)
+"""The claims that one run of a loop decides."""
 
 
 class LoopLaboratory:
@@ -43,7 +52,7 @@ class LoopLaboratory:
             msg = f"no claim sees {fault.name}: {outside}"
             raise ValueError(msg)
         right = outside.case.but(fault=fault.right.__name__)
-        further = outside.claim if outside.claim in FURTHER else ""
+        further = "" if outside.claim in [claim.name for claim in ONE_RUN] else outside.claim
         if (right, further) not in self._kept:
             self._kept[right, further] = self._observe(right, further)
         planted = self._observe(outside.case.but(fault=fault.name), further)
@@ -51,15 +60,25 @@ class LoopLaboratory:
 
     def _observe(self, case: Case, further: str) -> Observation:
         seen = _Recording(self._subject)
+        bench = LoopBench(seen, "looped")
+        found: dict[str, Verdict] = {}
         if self._every_claim:
-            found = judge_loop(seen, case, [shaped(case, 1, 1)])
+            for kind in bench.kinds:
+                found |= bench.attempt(Trial(kind, case))
         else:
-            trace = seen.run(case)
-            found = verdicts(trace)
-            if further:
-                claim = next(claim for claim in CLAIMS if claim.name == further)
-                found[further] = judge_further(claim, seen, trace)
+            found |= one_run(bench, case)
+            for claim in bench.claims:
+                if claim.name == further:
+                    found |= bench.attempt(Trial(claim.trial, case), [further])
         return Observation(found, hashlib.sha256("".join(map(_signature, seen.traces)).encode()).hexdigest())
+
+
+def one_run(bench: LoopBench, case: Case) -> dict[str, Verdict]:
+    """What one run decides, without the further runs that a claim may ask for."""
+    try:
+        return judged(replace(bench.evidence(Trial(LAW, case)), others={}), ONE_RUN)
+    except RunUnavailable as error:
+        return {claim.name: unknown(claim, str(error)) for claim in ONE_RUN}
 
 
 class _Recording:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from andon_falsify.campaign.trial import HALT, LAW, MEMORY, Trial
@@ -37,7 +37,7 @@ class Oracle:
     def suited(self, case: Case) -> Case:
         return case
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         self.asked.append(trial)
         (name,) = self.kinds[trial.kind]
         return {name: replace(self._says(trial), claim=name)}

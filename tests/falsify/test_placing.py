@@ -10,9 +10,9 @@ import torch
 from andon.console.problems import InputError
 from andon_falsify.campaign.further import Resumed, cut_and_resume
 from andon_falsify.checkers import resume_equal
+from andon_falsify.claims import losses_close
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.gradient import UNMIXED_TOLERANCE, unmixed
 from andon_falsify.claims.of_trainer import alone, verdicts
 from andon_falsify.claims.one_run import memory
 from andon_falsify.claims.table import judged_by
@@ -22,7 +22,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, why_not
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Outcome
+from andon_falsify.verdict import Outcome, Verdict
 from falsify.power.laboratory import untried
 from falsify.power.registry import named
 
@@ -136,14 +136,17 @@ def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTraine
 @pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])
 def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: float, outcome: Outcome) -> None:
     case = SGD.but(dropout=0.0)
-    base, trace = trainer.run(case.but(world=1)), trainer.run(case)
-    mixed = placed(replace(trace, case=trace.case.but(backend="mixed")), "cpu cuda")
-    told = [replace(each, loss=each.loss * (1 + off * UNMIXED_TOLERANCE)) for each in mixed.first.reported]
-    (verdict,) = unmixed(of_trace(base), of_trace(replace(mixed, parts=(replace(mixed.first, reported=told),))))
-    assert verdict.outcome is outcome
-    assert unmixed(of_trace(base), of_trace(trace)) == []
-    dropping = replace(mixed, case=mixed.case.but(dropout=0.1))
-    assert unmixed(of_trace(base), of_trace(dropping)) == []
+    base, trace, dropping = trainer.run(case.but(world=1)), trainer.run(case), trainer.run(SGD)
+    told = [replace(each, loss=each.loss * (1 + off * losses_close.MIXED_TOLERANCE)) for each in base.first.reported]
+    alone = of_trace(replace(base, parts=(replace(base.first, reported=told),)))
+
+    def verdict(trace: Trace, backend: str = "mixed") -> Verdict:
+        there = placed(replace(trace, case=trace.case.but(backend=backend)), "cpu cuda")
+        return losses_close.check(replace(of_trace(there), others={"alone": (alone,)}))
+
+    assert verdict(trace).outcome is outcome
+    assert verdict(trace).checked == 2 * len(told)
+    assert verdict(trace, "gloo").checked == verdict(dropping).checked == len(told)
 
 
 def test_bytes_on_gpus_are_not_counted(trainer: AndonTrainer) -> None:

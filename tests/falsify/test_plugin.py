@@ -147,22 +147,22 @@ def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytest
 
 
 TESTS = """
-from andon_falsify.checkers import loss_finite, memory_within
+from andon_falsify.claims import loss_finite, memory_budget
 from andon_falsify.history import read_lines
 from andon_falsify.verdict import not_applicable, unknown
 
 
 def test_holds(runner):
     line = b'{"v":4,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
-    runner.require(loss_finite.check(read_lines([line], "it")))
+    runner.require(loss_finite.check_history(read_lines([line], "it")))
 
 
 def test_does_not_apply(runner):
-    runner.require(not_applicable(memory_within.CLAIM, "no plan"))
+    runner.require(not_applicable(memory_budget.CLAIM, "no plan"))
 
 
 def test_is_open(runner):
-    runner.record(unknown(memory_within.CLAIM, "no end"))
+    runner.record(unknown(memory_budget.CLAIM, "no end"))
 """
 
 

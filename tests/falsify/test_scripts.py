@@ -17,10 +17,10 @@ import pytest
 from andon.console.problems import InputError
 from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
-from andon_falsify.checkers.samples_once import check_visits as samples
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.claims.layouts import gone_on_by_command as resumed
 from andon_falsify.claims.layouts import same_layouts, unlike
+from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
 from andon_falsify.scripts.command import Command

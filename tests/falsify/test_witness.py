@@ -16,11 +16,11 @@ from torch import Tensor, library, nn
 from andon_contracts.record import End, Record, Resume, Start, Step, decode_line
 from andon_contracts.record import chain as chained
 from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import gradient_law, losses_close, resume_equal
+from andon_falsify.checkers import resume_equal
+from andon_falsify.claims import gradient_law, loss_finite, losses_close, norm_law
 from andon_falsify.claims.between import same_bits
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.one_run import finite, halted
-from andon_falsify.claims.statements import NORM
+from andon_falsify.claims.one_run import halted
 from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import read_lines
 from andon_falsify.loops import record as of_loops
@@ -124,7 +124,7 @@ def test_what_drops_in_secret_leaves_no_law(prompt: AndonTrainer) -> None:
     trace = prompt.run(Case(world=1))
     hidden = {key: replace(leaf, hidden="aten.flash") for key, leaf in trace.first.masks.items()}
     unseen = of_trace(replace(trace, parts=(replace(trace.first, masks=hidden),)))
-    found = list(judged(unseen, (gradient_law.CLAIM, losses_close.CLAIM, NORM)).values())
+    found = list(judged(unseen, (gradient_law.CLAIM, losses_close.CLAIM, norm_law.CLAIM)).values())
     assert {(verdict.outcome, verdict.why) for verdict in found} == {
         (Outcome.NOT_APPLICABLE, "the dropout inside aten.flash cannot be seen from outside")
     }
@@ -223,4 +223,4 @@ def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:
     part.made[1] = Made("SGD", (Group(("w",), {"lr": 0.1}),), math.nan, clipped=True)
     part.told_losses[2] = 0.5
     trace = of_loops.trace_of(case, [part], {}, "loop")
-    assert finite(of_trace(trace)).outcome is Outcome.UNKNOWN
+    assert loss_finite.check(of_trace(trace)).outcome is Outcome.UNKNOWN

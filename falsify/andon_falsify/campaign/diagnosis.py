@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import isclose, isfinite, prod
 from types import MappingProxyType
 
-from andon_falsify.checkers.ratio import fitting_powers, name_product, show_ratio
+from andon_falsify.claims.explain import fitting_powers, name_product, show_ratio
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Counterexample
 

@@ -6,7 +6,7 @@ The only loop of the campaign with effects: everything else draws, judges, compa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,8 +49,8 @@ class Bench(Protocol):
         """A drawn case as this kind of subject understands it: without what it cannot be asked to do."""
         ...
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
-        """Run the subject as `trial` says and judge what it left; the verdicts by claim.
+    def attempt(self, trial: Trial, claims: Collection[str]) -> Mapping[str, Verdict]:
+        """Run the subject as `trial` says and judge `claims` by what it left; the verdicts by claim.
 
         Nothing is raised for what a subject does wrong: where it gave nothing to judge, every claim of the trial's kind
         is unknown, for the reason named.
@@ -143,8 +143,7 @@ class Interpreter:
     def _verdicts(self, trial: Trial) -> Mapping[str, Verdict]:
         """The verdicts of a trial on the selected claims; a trial that was run before is not run again."""
         if trial not in self._known:
-            found = self.campaign.bench.attempt(trial)
-            self._known[trial] = {name: found[name] for name in found if name in self.campaign.claims}
+            self._known[trial] = self.campaign.bench.attempt(trial, self.campaign.claims)
         return self._known[trial]
 
     def _smallest(self) -> Iterator[Said]:

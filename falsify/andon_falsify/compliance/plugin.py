@@ -22,7 +22,7 @@ from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.suite import Suite
 from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import Trial
-from andon_falsify.claims.of_trainer import CLAIMS
+from andon_falsify.claims import claims_of
 from andon_falsify.compliance.counting import ACCEPTED, RUNS, Count, recorded, shown
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
@@ -129,7 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = config.getoption("--hypothesis-profile", None) or os.environ.get("HYPOTHESIS_PROFILE")
     if not chosen and settings().max_examples == settings.get_profile("default").max_examples:
         settings.load_profile(_PROFILES.get(config.getoption("budget") or "quick", "andon-dev"))
-    count = Count(CLAIMS, {})
+    count = Count(claims_of("trainer"), {})
     if (suite := _suite(config)) is not None:
         config.stash[_SUITE] = suite
         count = Count(suite.claims, suite.expected_failed)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from andon.backend.devices import placement
 from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME, Trial
-from andon_falsify.checkers import halts, layout_equal
-from andon_falsify.claims.trainer_law import shares
+from andon_falsify.claims import halt_together, layout_equal
+from andon_falsify.claims.laws import shares
 from andon_falsify.compliance.cases import ADAMW, BIG, MOMENTUM
 from andon_falsify.compliance.plugin import ClaimRunner
 from andon_falsify.subjects.case import Case, Poison, make_rows
@@ -129,7 +129,7 @@ def test_the_layout_is_that_of_one_rank(
 ) -> None:
     case = Case(architecture=architecture, world=room_for(backend, 3), backend=backend)
     trace, alone = runner.run(case), runner.run(case.but(world=1, backend="inline"))
-    runner.require(layout_equal.check({backend: trace.first.layouts[0], "inline": alone.first.layouts[0]}))
+    runner.require(layout_equal.check_layouts({backend: trace.first.layouts[0], "inline": alone.first.layouts[0]}))
 
 
 def test_without_gpus_a_run_falls_back_to_cpus(runner: ClaimRunner) -> None:
@@ -161,4 +161,4 @@ def test_a_poisoned_micro_batch_stops_all_ranks(runner: ClaimRunner, backend: st
 def test_without_the_contracts_a_poisoned_run_is_falsified(runner: ClaimRunner, backend: str) -> None:
     """The control: with the contracts off the run goes on, and the check sees it."""
     case = Case(world=room_for(backend, WORLD), backend=backend, poison=Poison(2, 1, "nan"), contracts=False)
-    assert runner.bench.attempt(Trial(HALT, case))[halts.CLAIM.name].outcome is Outcome.FALSIFIED
+    assert runner.bench.attempt(Trial(HALT, case))[halt_together.CLAIM.name].outcome is Outcome.FALSIFIED

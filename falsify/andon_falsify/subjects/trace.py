@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from andon_falsify.checkers.layout_equal import Tensor as Placed
+from andon_falsify.claims.layout_equal import Tensor as Placed
 from andon_falsify.history import History, read_lines
 from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case

@@ -1,31 +1,112 @@
-"""What is not finite stops every rank, at one step, before the update, and says so."""
+"""A NaN or an infinity stops every rank, at one step, before the update, and is recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import Event, History, Run, StepEvent
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, merge, not_applicable, unknown
+
+if TYPE_CHECKING:
+    from andon_falsify.subjects.trace import Trace
+
+
+def _halts(evidence: Evidence) -> str:
+    silent = not evidence.declares("halts")
+    return "the loop does not say that it stops at what is not finite (`halts`)" if silent else ""
+
+
+def _is_poisoned(evidence: Evidence) -> str:
+    trainer = evidence.kind == "trainer" and evidence.trace is not None
+    return "no NaN was planted" if trainer and evidence.sightings.case.poison is None else ""
+
 
 CLAIM = Claim(
     "halt-together",
     1,
     "A NaN or infinity in any rank's loss or gradient stops all ranks at that step, before the update: no later step "
     "in that run, no changed weights, and a violation in the record.",
-    "seed F-DP-003",
+    order=50,
+    subjects=("trainer", "loop", "ledger"),
+    trial="halt",
+    runs=("poisoned",),
+    needs=(_halts, _is_poisoned),
+    clauses=(
+        Clause("finite", "other"),
+        Clause(
+            "halt-together",
+            "other",
+            "the clause: all ranks are at the same step and point, and stop there together or not at all; the claim: "
+            "what is not finite stops them all before its update, which the clause `finite` calls for",
+        ),
+    ),
+    statements={
+        "loop": "A NaN in one rank's gradient stops all ranks at that step, before the update, by whatever error: no "
+        "later step, and no changed weights.",
+    },
 )
 
 
-def check(
+def check(evidence: Evidence) -> Verdict:
+    """A run in which a NaN was planted (of a loop `others["poisoned"]`); or what a ledger records of its own halts."""
+    if evidence.trace is None:
+        return _check_ledger(evidence.told)
+    trace = evidence.other("poisoned").sightings if evidence.of_loop else evidence.trace
+    poison = trace.case.poison
+    assert poison is not None
+    if evidence.of_loop and trace.errors:  # ranks that end by errors of their own have not stopped together
+        where = f"step {poison.step}"
+        apart = Counterexample("the ranks did not stop together", where, f"all stop at {where}", trace.failures)
+        return conclude(CLAIM, 1, [apart])
+    if evidence.of_loop and not any(getattr(part, "poisoned", False) for part in trace.parts):
+        why = f"the NaN was never planted: the last rank had no row in update {poison.step}"
+        return unknown(CLAIM, why)
+    seen = check_history(trace.seen, poison.step, clause="finite", stopped_at=trace.stopped_at)
+    return merge([seen, _check_unapplied(trace, poison.step)])
+
+
+def _check_unapplied(trace: Trace, step: int) -> Verdict:
+    """Weights and optimizer state at the end are those before `step`, on every rank."""
+    found, checked = [], 0
+    final: Mapping[int, tuple[str, str]] = trace.gathered("final")
+    for part in trace.parts:
+        for rank in part.ranks:
+            before = part.of(rank, step - 1).weights if step > 1 else part.start[rank]
+            moments = part.of(rank, step - 1).optimizer if step > 1 else ""
+            checked += 1
+            if final[rank][0] != before or (moments and final[rank][1] != moments):
+                what = "weights or optimizer state changed in the update that was to be stopped"
+                digests = (before, final[rank][0])
+                found.append(Counterexample(what, f"step {step}, rank {rank}", *digests, quantity="weights"))
+    return conclude(CLAIM, checked, found)
+
+
+def _check_ledger(history: History) -> Verdict:
+    if any(map(stops, history.of_kind("violation"))) or not all(step.finite for step in history.steps):
+        return check_history(history)
+    last = history.events[-1] if history.events else None
+    if last is None or last.kind != "end":
+        after = f"step {max(history.trajectory, default=0)}"
+        why = f"no end is recorded after {after}: it was killed, or goes on still, and why it stopped is not known"
+        return unknown(CLAIM, why)
+    if history.of_kind("violation"):
+        return not_applicable(CLAIM, "what is recorded was only to be told of, so that nothing had to stop")
+    why = "no violation and nothing that is not finite is recorded, so that nothing had to stop"
+    reason = last.fields.get("reason", "finished")
+    return not_applicable(CLAIM, why if reason == "finished" else f"{why}; it ended with {str(reason)!r}")
+
+
+def check_history(
     history: History, planted: int | None = None, *, clause: str = "", stopped_at: Mapping[int, int] | None = None
 ) -> Verdict:
-    """Check what follows each non-finite update and each violation, run by run (a resume is a run of its own).
+    """Check what follows each non-finite update and each violation, run by run (a resume begins a run).
 
-    `planted` is the update at which a fault was planted: a run that reached it must stop at it, with a violation (of
-    `clause`, if given). `stopped_at` gives for each rank the step it was at when it ended, from an observer outside.
-    A violation that a watch was asked only to warn of stops nothing, and one that it found after an update had been
-    made does not deny the update. Unknown where nothing ever went wrong: a halt that was never called for proves
-    nothing.
+    planted: the update at which a fault was planted; a run that reached it must stop there, with a violation (of
+    `clause`, if given). stopped_at: the step at which each rank ended, as the witness saw it. A violation that a watch
+    only warns of stops nothing, and one that it found after an update does not deny the update. Unknown if nothing ever
+    went wrong.
     """
     found: list[Counterexample] = []
     checked = 0
@@ -52,7 +133,7 @@ def check(
 
 
 def stops(violation: Event) -> bool:
-    """Whether a recorded violation is one that has to stop the run: not one that was only to be told of."""
+    """Whether a recorded violation must stop the run: a warning need not."""
     return violation.fields.get("action") in (None, "raised")
 
 
@@ -66,7 +147,8 @@ def _poisoned(history: History, run: Run, poison: StepEvent, violations: list[Ev
     before = _weights_before(history, poison)
     after = poison.digests.get("weights")
     if before is not None and after is not None and before != after:
-        found.append(Counterexample("the weights changed in a non-finite step", where, before, after))
+        what = "the weights changed in a non-finite step"
+        found.append(Counterexample(what, where, before, after, quantity="weights"))
     if not violations:
         found.append(Counterexample("a non-finite step without a violation in the record", where, "a violation", seen))
     return found

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable, unknown
+from andon_falsify.claims.evidence import Evidence, tensors
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, not_applicable, unknown
 
 CLAIM = Claim(
     "layout-equal",
     1,
     "The gradient's layout (names, shapes, types, order) is the same on every rank and backend.",
-    "seed F-HET-001",
+    order=120,
+    subjects=("trainer", "loop", "ledger"),
+    account="witness",
+    needs=(tensors("layout of tensors"),),
+    clauses=(Clause("layout-equal", "same"),),
 )
-
 Tensor = tuple[str, tuple[int, ...], str]
 """Name, shape and element type of one tensor."""
 
 
-def check(layouts: Mapping[str, Sequence[Tensor]]) -> Verdict:
+def check(evidence: Evidence) -> Verdict:
+    """Every rank's trained tensors, in the order of their addresses."""
+    held = sorted(evidence.sightings.gathered("layouts").items())
+    return check_layouts({f"rank {rank}": layout for rank, layout in held})
+
+
+def check_layouts(layouts: Mapping[str, Sequence[Tensor]]) -> Verdict:
     """Compare each layout (label -> tensors in order) with the first and name the first tensor that differs.
 
     Not applicable to a single layout, unknown for none and where the first is empty.
@@ -38,7 +48,7 @@ def _difference(label: str, first: Sequence[Tensor], name: str, layout: Sequence
     for index, (expected, seen) in enumerate(zip_longest(first, layout)):
         if expected != seen:
             where = f"tensor {index}, {name} against {label}"
-            return Counterexample("the layout differs", where, _shown(expected), _shown(seen))
+            return Counterexample("the layout differs", where, _shown(expected), _shown(seen), quantity="layout")
     return None
 
 
