@@ -10,14 +10,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import hypot
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from andon_falsify.claims.plan_followed import published
+from andon_falsify.claims.plan_followed import PublishedPlan
 from andon_falsify.claims.schedule import Published
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
@@ -379,8 +379,8 @@ class LoopLaw(RunLaw):
 
 def planned_batches(case: Case) -> dict[int, tuple[int, ...]]:
     """The rows of each update of our trainer, by the published rule."""
-    batches = published(range(len(case.items)), case.seed, case.batch_size)
-    return dict(enumerate(islice(batches, case.updates()), start=1))
+    plan = PublishedPlan(range(len(case.items)), case.seed, case.batch_size, case.updates())
+    return {update: tuple(rows) for update, rows in plan.items()}
 
 
 def rate_law(case: Case) -> Published:
