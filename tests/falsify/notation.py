@@ -21,9 +21,8 @@ import math
 import re
 from typing import Any
 
-from andon_falsify.history import History, chain_digest, read_lines
-from andon_falsify.history.events import RowId
-from andon_falsify.history.parse import VERSION
+from andon_falsify.history import History, RowId, chain_digest, read_lines
+from andon_falsify.history.events import VERSION
 from andon_falsify.verdict import Outcome, Verdict
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE

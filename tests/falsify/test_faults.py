@@ -16,7 +16,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
-from falsify.power import causal, looped, registry
+from falsify.power import looped, registry
 from falsify.power.laboratory import Attempt, Laboratory, Observation
 from falsify.power.loop_laboratory import LoopLaboratory
 from falsify.power.looped import make, named
@@ -71,29 +71,9 @@ def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(mo
     assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        # Deep: each check has a fault that the default run plants.
-        pytest.param(fault, id=fault.name, marks=() if place in (0, 4, 6) else pytest.mark.deep)
-        for place, fault in enumerate(causal.FAULTS)
-    ],
-)
-def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault: causal.CausalFault) -> None:
-    found = causal.attempt(fault)
-    assert found.problems == []
-    assert replace(found, controls={"without": found.planted}).problems[0].startswith("without: ")
-
-
-def test_no_check_sees_anything_in_rows_that_are_not_packed() -> None:
-    verdicts = causal.observe(causal.CausalCase(packed=False)).verdicts
-    assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(causal.CHECKS, Outcome.HOLDS)
-
-
 PAGES = {
     "trainer": ("mutants.md", {fault.name: fault.claim for fault in registry.FAULTS}),
     "loops": ("loop-faults.md", {fault.name: getattr(fault.outside, "claim", None) for fault in looped.FAULTS}),
-    "causal": ("causal-mutants.md", {fault.name: fault.check for fault in causal.FAULTS}),
 }
 
 
@@ -102,13 +82,12 @@ def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str)
     """`benchmarks.freeze --write` writes both; here nothing is run."""
     page, claims = PAGES[part]
     rows = json.loads((ROOT / "tests" / "golden" / f"{part}.json").read_text(encoding="utf-8"))
-    frozen = {row["fault"]: row.get("claim", row.get("check")) for row in rows if not row["fault"].startswith("none: ")}
-    assert frozen == claims
+    assert {row["fault"]: row.get("claim") for row in rows} == claims
     assert [row for row in rows if row.get("problems")] == []
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     for name, claim in claims.items():
         begins = f"| {name.replace(' ', ' | ', 1) if part == 'loops' else name} | " if claim else f"- {name}: "
-        mark = "**KILLED**" if part == "causal" else f"| {claim} | " if claim else ""
+        mark = f"| {claim} | " if claim else ""
         assert any(line.startswith(begins) and mark in line for line in lines), name
 
 
