@@ -103,7 +103,7 @@ def across(traces: Sequence[Trace]) -> Verdict:
     if len(sizes) > 1:
         return unknown(claim, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
     if "to_the_bit" in first.claims:
-        return same_everywhere.check_histories([trace.seen for trace in traces])
+        return same_everywhere.compare([trace.seen for trace in traces])
     if any(first_of(trace).draws for trace in traces):
         return not_applicable(claim, "forward passes draw random numbers: other ones on another number of ranks")
     return alike(claim, traces[0], traces[1:])

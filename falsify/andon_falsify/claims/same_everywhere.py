@@ -100,7 +100,7 @@ def check(evidence: Evidence) -> Verdict:
     if any(each.start is not None and each.start.watched for each in histories):
         why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
         return not_applicable(CLAIM, why)
-    return check_histories(histories)
+    return compare(histories)
 
 
 def check_traces(base: Trace, *others: Trace) -> Verdict:
@@ -109,10 +109,10 @@ def check_traces(base: Trace, *others: Trace) -> Verdict:
     if elsewhere and base.place:
         why = f"other kinds of device round otherwise: {' and '.join(elsewhere)} against {base.place}"
         return not_applicable(CLAIM, why)
-    return check_histories([base.seen, *(other.seen for other in others)])
+    return compare([base.seen, *(other.seen for other in others)])
 
 
-def check_histories(histories: Sequence[History]) -> Verdict:
+def compare(histories: Sequence[History]) -> Verdict:
     """Compare every history with the first, update by update, and name the first update that differs.
 
     Not applicable if fingerprints differ: bits of another machine are not comparable. Unknown for fewer than two
