@@ -34,9 +34,7 @@ from .planting import Fault
 from .registry import reference
 
 LOOP = "falsify.power.looped:make"
-ONE_RUN = frozenset(
-    claim.name for claim in claims_of("loop") if claim.trial == LAW and not {"alone", "random"} & {*claim.runs}
-)
+ONE_RUN = tuple(claim for claim in claims_of("loop") if claim.trial == LAW and not {"alone", "random"} & {*claim.runs})
 """The claims that one run of a loop decides."""
 
 
@@ -163,8 +161,8 @@ class LoopLaboratory:
         return Attempt(outside.claim, outside.reason, {"without the fault": self._clean[right, outside.claim]}, planted)
 
     def _observe(self, case: Case, claim: str) -> Observation:
-        trials = [Trial(kind, case) for kind in (LAW, HALT, RESUME)]
-        return observed(_looped, self._subject, trials, () if self._every_claim else {*ONE_RUN, claim})
+        claims = () if self._every_claim else {claim, *(each.name for each in ONE_RUN)}
+        return observed(_looped, self._subject, [Trial(kind, case) for kind in (LAW, HALT, RESUME)], claims)
 
 
 def _looped(subject: Subject) -> LoopBench:

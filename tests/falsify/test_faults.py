@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from andon_falsify.claims import of_loop
-from andon_falsify.claims.evidence import Evidence
-from andon_falsify.claims.of_trainer import CLAIMS
-from andon_falsify.claims.table import CHECKERS
+from andon_falsify.claims import CHECKS, CLAIMS, claims_of, replicas_agree
+from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
 from falsify.power import looped, registry
 from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, Observation
 from falsify.power.looped import make, named
@@ -28,11 +26,15 @@ LABORATORY = Laboratory(AndonTrainer(RankPools()))
 
 
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
-    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in CLAIMS}
+    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in claims_of("trainer")}
+
+
+def named_claim(name: str) -> Claim:
+    return next(claim for claim in CLAIMS if claim.name == name)
 
 
 def observed(claim: str, signature: str, *found: Counterexample) -> Observation:
-    return Observation({claim: conclude(CHECKERS[claim].claim, 1, found)}, signature)
+    return Observation({claim: conclude(named_claim(claim), 1, found)}, signature)
 
 
 FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
@@ -56,14 +58,14 @@ def test_a_kill_needs_the_claim_the_reason_a_change_and_a_control(attempt: Attem
 @pytest.mark.deep  # it trains
 def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     summed = registry.named("sum instead of mean")
-    short, checker = replace(summed, case=summed.case.but(rows=make_rows(5))), CHECKERS[summed.claim]
+    short = replace(summed, case=summed.case.but(rows=make_rows(5)))
     assert LABORATORY.attempt(short, "inline").problems == []
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
-        return conclude(checker.claim, 1, [] if evidence.sightings.case.contracts else [wrong])
+        return conclude(named_claim(summed.claim), 1, [] if evidence.sightings.case.contracts else [wrong])
 
-    monkeypatch.setitem(CHECKERS, summed.claim, replace(checker, check=falls))  # type: ignore[arg-type]
+    monkeypatch.setitem(CHECKS, summed.claim, falls)
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems
     assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
 
@@ -113,7 +115,7 @@ def test_a_planted_fault_falls_by_its_claim_for_its_reason(laboratory: LoopLabor
 
 def test_the_default_run_plants_a_fault_for_every_claim_that_one_names() -> None:
     claims = {outside.claim for outside in SHOWN.values()}
-    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in of_loop.CLAIMS}
+    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in claims_of("loop")}
     assert len({fault.name for fault in looped.FAULTS}) == len(looped.FAULTS)
 
 
@@ -129,7 +131,7 @@ def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> 
 def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
     """The seed's workers differ in gradients and optimizer moments, and continue with equal weights."""
     trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
-    verdict = of_loop.verdicts(trace)["replicas-agree"]
+    verdict = replicas_agree.check(of_trace(trace))
     assert verdict.outcome is Outcome.FALSIFIED
     digests = {step.number: {entry.weights for entry in step.ranks} for step in trace.seen.steps}
     assert {number: len(held) for number, held in digests.items()} == dict.fromkeys(digests, 1)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from andon.console.problems import InputError, Problem
+from andon_contracts.fingerprint import environment
 from andon_falsify.campaign.findings import TrialVerdict, factors_of, findings, mistake
 from andon_falsify.campaign.request import OURS, Request, check_names
 from andon_falsify.campaign.shrink import shrink
@@ -285,7 +286,7 @@ def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
     return Report(
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions=_versions(peer.measured if peer is not None else ()),
-        machine=_fingerprint(),
+        machine=_machine(),
         expected=tuple(expected),
         untried={backend: why[0] for backend, why in lacking.items() if why and all(why)},
     )
@@ -297,20 +298,12 @@ def _versions(more: Collection[str]) -> dict[str, str]:
     return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}
 
 
-def _fingerprint() -> dict[str, str]:
+def _machine() -> dict[str, str]:
     """What bits depend on: the processor, the operating system, the build of torch."""
     import torch
 
-    found = {"cpu": _processor(), "os": f"{platform.system()} {platform.machine()}", "torch": torch.__version__}
+    system = f"{platform.system()} {platform.machine()}"
+    found = {"cpu": str(environment()["cpu"]), "os": system, "torch": torch.__version__}
     if torch.cuda.device_count():
         found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return found
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

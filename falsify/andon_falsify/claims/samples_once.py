@@ -10,7 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING, cast
 
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import History, RowId, StepEvent
+from andon_falsify.history import History, RowId, RowSet, StepEvent
 from andon_falsify.verdict import (
     Claim,
     Clause,
@@ -39,6 +39,8 @@ CLAIM = Claim(
         Clause("order-renewed", "part", "of our trainer, whose plan has an order for each epoch"),
     ),
 )
+_TWICE, _LOST, _STRANGE = "rows are used more than once", "rows are not used", "rows do not belong there"
+"""Causes, which a smaller counterexample must keep."""
 _SHOWN = 8
 _STRANGERS = 3
 _ORDERED = 8
@@ -57,8 +59,8 @@ def check(evidence: Evidence) -> Verdict:
     return check_history(history)
 
 
-def _rows(what: str, where: str, expected: str, seen: str) -> Counterexample:
-    return Counterexample(what, where, expected, seen, quantity="rows")
+def _rows(what: str, where: str, expected: str, seen: str, cause: str = "") -> Counterexample:
+    return Counterexample(what, where, expected, seen, quantity="rows", cause=cause)
 
 
 def _of_loop(law: LoopLaw) -> Verdict:
@@ -128,10 +130,16 @@ def check_history(history: History) -> Verdict:
     repeats: list[Counterexample] = []
     first_with: dict[bytes, int] = {}  # by the digest of an epoch's order: all orders may take gigabytes
     for epoch, updates in epochs.items():
-        whole, visits = epoch in complete, _visits(updates)
-        found += _epoch(epoch, visits, rows if whole else None, size if whole else None)
-        if whole and len(visits) >= _ORDERED:
-            before = first_with.setdefault(hashlib.sha256(repr(visits).encode()).digest(), epoch)
+        whole, seen, order, once = epoch in complete, RowSet(), hashlib.sha256(), True
+        for event in updates:
+            visits = _visits(event)
+            once = seen.add(visits) and once
+            order.update(repr([*visits])[1:-1].encode() + b", ")
+        all_seen = size in (None, len(seen)) if rows is None else seen == RowSet(rows)
+        if not once or (whole and not all_seen):
+            found += _epoch(epoch, updates, rows if whole else None, size if whole else None)
+        if whole and len(seen) >= _ORDERED:
+            before = first_with.setdefault(order.digest(), epoch)
             if before != epoch:
                 what = f"the rows came in the order of epoch {before}"
                 repeats.append(_rows(what, f"epoch {epoch}", "another order", "the same order"))
@@ -165,7 +173,7 @@ def check_visits(history: History) -> Verdict:
             what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
             shown = ("each once", f"{never}more than once {listed(twice)}")
-            return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown)])
+            return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
     return conclude(CLAIM, -(-len(visits) // len(rows)), [])
 
 
@@ -187,22 +195,18 @@ def _split(event: StepEvent) -> list[Counterexample]:
     used, planned = Counter(visits), Counter(event.ids)
     if twice := _repeated(visits):
         holders = ", ".join(str(entry.rank) for entry in event.ranks if not twice.keys().isdisjoint(entry.ids))
-        found.append(_rows(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice)))
+        found.append(_rows(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice), _TWICE))
     if lost := planned - used:
-        found.append(_rows("rows of the batch that no rank used", where, _named(lost), ""))
+        found.append(_rows("rows of the batch that no rank used", where, _named(lost), "", _LOST))
     if strange := Counter({row: times for row, times in used.items() if row not in planned}):
-        found.append(_rows("rows that are not in the batch", where, "", _named(strange)))
+        found.append(_rows("rows that are not in the batch", where, "", _named(strange), _STRANGE))
     return found
 
 
-def _visits(updates: Iterable[StepEvent]) -> list[RowId]:
-    """Visits in the order of updates: as the ranks used them, but in the batch's order if it has the same rows."""
-    visits: list[RowId] = []
-    for event in updates:
-        used = [row for entry in event.ranks for row in entry.ids]
-        same = not used or used == [*event.ids] or Counter(used) == Counter(event.ids)
-        visits.extend(event.ids if same else used)
-    return visits
+def _visits(event: StepEvent) -> Sequence[RowId]:
+    """The rows of an update as the ranks used them, but in the batch's order if it has the same rows."""
+    used = [row for entry in event.ranks for row in entry.ids]
+    return event.ids if not used or used == [*event.ids] or Counter(used) == Counter(event.ids) else used
 
 
 def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tuple[int, ...]:
@@ -217,17 +221,23 @@ def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tu
     return tuple(epochs if finished else list(epochs)[:-1])
 
 
-def _epoch(epoch: int, visits: Sequence[RowId], rows: Sequence[RowId] | None, size: int | None) -> list[Counterexample]:
-    """Repeated rows; in a complete epoch also missing rows, and rows outside the training set."""
+def _epoch(
+    epoch: int, updates: Iterable[StepEvent], rows: Sequence[RowId] | None, size: int | None
+) -> list[Counterexample]:
+    """Repeated rows; in a complete epoch also missing rows, and rows outside the training set.
+
+    It counts all visits in one table, which takes gigabytes for an epoch of millions of rows.
+    """
+    visits = [row for event in updates for row in _visits(event)]
     where, times, found = f"epoch {epoch}", Counter(visits), []
     if twice := _repeated(visits):
         what = f"{len(visits)} visits of {len(times)} rows: some were visited more than once"
-        found.append(_rows(what, where, "each once", _named(twice)))
+        found.append(_rows(what, where, "each once", _named(twice), _TWICE))
     if rows is not None:
         if lost := set(rows) - times.keys():
-            found.append(_rows("rows that were never visited", where, _named(Counter(lost)), ""))
+            found.append(_rows("rows that were never visited", where, _named(Counter(lost)), "", _LOST))
         if strange := times.keys() - set(rows):
-            found.append(_rows("rows that are not for training", where, "", _named(Counter(strange))))
+            found.append(_rows("rows that are not for training", where, "", _named(Counter(strange)), _STRANGE))
     elif size is not None and len(times) != size:
         found.append(_rows("another number of rows was visited", where, str(size), str(len(times))))
     return found

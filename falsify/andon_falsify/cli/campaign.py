@@ -18,12 +18,12 @@ from andon_contracts.legible import legible_line
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
-from andon_falsify.cli.falsify import StoppedError, code_of, internal
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Report, verdict_lines
 from andon_falsify.report.junit import write_junit
 from andon_falsify.verdict import Outcome, Verdict
 
+_UNKNOWN = 2
 _EVERY_S = 30.0
 """Between two lines of progress in a log: often enough to tell a slow campaign from one that hangs."""
 _SHARE = 20
@@ -71,7 +71,10 @@ class ReportFiles:
 
 
 def run(request: Request, files: ReportFiles, deadline_s: float | None) -> int:
-    """Run the campaign, write and print its report; the exit code. Raises `InputError`."""
+    """Run the campaign, write and print its report; the exit code. Raises `InputError`.
+
+    What ends a campaign early is raised after its report was written: an interruption, or an internal error.
+    """
     cut: BaseException | None = None
     with stops(deadline_s), Progress() as progress, opened(request) as campaign:
         put(opening_line(campaign))
@@ -97,12 +100,19 @@ def run(request: Request, files: ReportFiles, deadline_s: float | None) -> int:
             raise
         say(*map(str, error.problems))
     show(report, files, cut_short=cut is not None)
-    if isinstance(cut, Exception):
-        return internal(cut)
-    if isinstance(cut, KeyboardInterrupt):
-        say(report.unfinished)
-        return code_of(cut, report.exit_code)
+    if isinstance(cut, StoppedError) and cut.code == _UNKNOWN:
+        cut.code = report.exit_code
+    if cut is not None:
+        raise cut
     return report.exit_code
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal or the deadline ended the campaign. code: the exit code."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 @contextmanager
@@ -121,7 +131,7 @@ def stops(deadline_s: float | None) -> Iterator[None]:
             signal.signal(each, signal.SIG_IGN)
         if number == signal.SIGTERM:
             raise StoppedError("ended by SIGTERM", 128 + signal.SIGTERM)
-        raise StoppedError(f"the deadline of {deadline_s:g} s is over", None)
+        raise StoppedError(f"the deadline of {deadline_s:g} s is over", _UNKNOWN)
 
     for number in held:
         signal.signal(number, stop)

@@ -15,25 +15,10 @@ from andon.console.exits import Exit
 from andon.console.messages import OutputError, say
 from andon.console.problems import InputError, Problem
 
-USAGE, INTERNAL = 64, 70
+USAGE, INTERNAL, _INTERRUPTED = 64, 70, 128 + signal.SIGINT
 _TRACEBACK = "ANDON_TRACEBACK"
 _USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
 """What typer raises for options that it cannot read, and the base class of everything that it prints itself."""
-
-
-class StoppedError(KeyboardInterrupt):
-    """A signal or the deadline ended the campaign. code: the exit code; None: that of the verdicts so far."""
-
-    def __init__(self, why: str, code: int | None) -> None:
-        super().__init__(why)
-        self.code = code
-
-
-def code_of(stop: KeyboardInterrupt, verdicts: int = 2) -> int:
-    """The exit code after `stop`. verdicts: that of the verdicts so far."""
-    if not isinstance(stop, StoppedError):
-        return 128 + signal.SIGINT
-    return verdicts if stop.code is None else stop.code
 
 
 class FalsifyCommand(TyperCommand):
@@ -60,7 +45,7 @@ class FalsifyCommand(TyperCommand):
             raise
         except KeyboardInterrupt as stop:
             say(str(stop) or "interrupted")
-            raise typer.Exit(code_of(stop)) from None
+            raise typer.Exit(getattr(stop, "code", _INTERRUPTED)) from None
         except OutputError as error:
             say(*map(str, error.problems))
             raise typer.Exit(int(Exit.USAGE)) from None

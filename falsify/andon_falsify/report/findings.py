@@ -107,41 +107,6 @@ class Report:
         passed = any(cell.verdict.outcome is Outcome.HOLDS for cell in excused)
         return exit_code(counted) or (2 if self.untried or self.unfinished or passed else 0)
 
-    @property
-    def surprises(self) -> tuple[str, ...]:
-        """Differences from `expected`, among the claims that were judged."""
-        found = []
-        for cell in self.cells:
-            name, outcome = cell.subject.name, cell.verdict.outcome
-            if outcome is Outcome.FALSIFIED and cell.expected is None:
-                found.append(f"{name}: {cell.claim} is falsified, and was not expected to be")
-            elif outcome is not Outcome.FALSIFIED and cell.expected is not None:
-                reason = cell.expected.reason
-                found.append(f"{name}: {cell.claim} is {outcome.value}, but was expected to be falsified: {reason}")
-        return tuple(found)
-
-
-def joined(reports: Sequence[Report]) -> Report:
-    """Reports of several subjects as one, with the machine of the first. Raises `ValueError` if there are none."""
-    if not reports:
-        msg = "no report to join"
-        raise ValueError(msg)
-    versions: dict[str, dict[str, None]] = {}
-    for name, value in ((name, value) for report in reports for name, value in report.versions.items()):
-        versions.setdefault(name, {})[value] = None
-    return Report(
-        started=min(report.started for report in reports),
-        versions={name: " or ".join(values) for name, values in versions.items()},
-        machine=reports[0].machine,
-        runs=sum(report.runs for report in reports),
-        findings=tuple(finding for report in reports for finding in report.findings),
-        not_selected=tuple(name for report in reports for name in report.not_selected),
-        expected=tuple(each for report in reports for each in report.expected),
-        statements={name: text for report in reports for name, text in report.statements.items()},
-        untried={backend: why for report in reports for backend, why in report.untried.items()},
-        unfinished=next((report.unfinished for report in reports if report.unfinished), ""),
-    )
-
 
 class Mark(StrEnum):
     """The outcome of a cell, and whether it was expected."""
