@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -162,7 +162,8 @@ class LoopLaboratory:
 
     def _observe(self, case: Case, claim: str) -> Observation:
         claims = () if self._every_claim else {claim, *(each.name for each in ONE_RUN)}
-        return observed(_looped, self._subject, [Trial(kind, case) for kind in (LAW, HALT, RESUME)], claims)
+        trials = [Trial(kind, case) for kind in (LAW, HALT, RESUME)]
+        return replace(observed(_looped, self._subject, trials, claims), clause="")  # a loop has no contracts
 
 
 def _looped(subject: Subject) -> LoopBench:
