@@ -50,7 +50,7 @@ CLAIM = Claim(
 
 
 def check(evidence: Evidence) -> Verdict:
-    """A run in which a NaN was planted (of a loop `others["poisoned"]`); or what a ledger records of its own halts."""
+    """A run in which a NaN was planted (of a loop `others["poisoned"]`); or the halts that a ledger records."""
     if evidence.trace is None:
         return _check_ledger(evidence.told)
     trace = evidence.other("poisoned").sightings if evidence.of_loop else evidence.trace
@@ -104,8 +104,8 @@ def check_history(
     """Check what follows each non-finite update and each violation, run by run (a resume begins a run).
 
     planted: the update at which a fault was planted; a run that reached it must stop there, with a violation (of
-    `clause`, if given). stopped_at: the step at which each rank ended, as the witness saw it. A violation that a watch
-    only warns of stops nothing, and one that it found after an update does not deny the update. Unknown if nothing ever
+    `clause`, if given). stopped_at: the step at which each rank ended, as the witness saw it. A warning of a watch
+    stops nothing, and a violation that was found after an update does not deny the update. Unknown if nothing ever
     went wrong.
     """
     found: list[Counterexample] = []

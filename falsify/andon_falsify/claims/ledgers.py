@@ -46,7 +46,7 @@ class RecordedRun:
         return load_config(path)
 
     def settings(self) -> Mapping[str, object]:
-        """The configuration by dotted key; empty if there is none. Raises `InputError`."""
+        """The configuration by dotted key; empty without one. Raises `InputError`."""
         config = self.config()
         found = {} if config is None else config.model_dump(mode="json")
         return {
@@ -63,7 +63,7 @@ class RecordedRun:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` if there is none."""
+    """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` if it does not exist."""
     folder = path if path.is_dir() else None
     ledger = path / "ledger.jsonl" if folder is not None else path
     if ledger.exists() and not ledger.is_file():  # opening a pipe would wait for a writer
