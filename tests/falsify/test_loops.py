@@ -21,6 +21,7 @@ from andon_falsify.loops.forward_passes import Weighing
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import distinct, shaped
+from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, Rows, make_rows
@@ -50,7 +51,7 @@ def falsified(found: Mapping[str, Verdict]) -> set[str]:
     ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
 )
 def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others: list[Case]) -> None:
-    found = judge_loop(LoopSubject("andon_falsify.peers.plain:make", pools=pools), case, others)
+    found = judge_loop(LoopSubject(PlainLoop, pools=pools), case, others)
     open_ = {"same-everywhere"} if not others else set()
     alone = {"replicas-agree", "layout-equal", "randomness-apart"} if case.world == 1 else set()
     other = {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS}
@@ -93,7 +94,7 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
 
 
 def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
-    wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", "andon_falsify.peers.plain:make"))
+    wrong, right = (LoopSubject(make, pools=pools) for make in (f"{HERE}:Dropping", PlainLoop))
     trace = wrong.run(SGD)
     assert verdicts(trace)["evaluation-law"].outcome is Outcome.HOLDS
     fallen = judge_evaluation(wrong, trace)
@@ -148,7 +149,7 @@ def test_a_wrong_gradient_is_named_by_what_was_not_divided_or_counts_more(pools:
 
 def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     """31 rows, 2 ranks, 2 micro-batches: the last update is 3, 1, 3, 1 rows, the first two are right; a row repeats."""
-    subject = LoopSubject("andon_falsify.peers.ddp:make", pools=pools)
+    subject = LoopSubject("andon_falsify.peers.ddp:DdpLoop", pools=pools)
     trace = subject.run(SGD)
     found = verdicts(trace)
     assert falsified(found) == {"gradient-law", "samples-once"}
@@ -161,7 +162,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:
     """10 rows as 8 and 2: 1 of 2 micro-batches on each rank. What is 1/2 of full windows too, is no matter of them."""
     case = SGD.but(rows=make_rows(10), batch_size=8)
-    short = verdicts(LoopSubject("andon_falsify.peers.ddp:make", pools=pools).run(case))["gradient-law"]
+    short = verdicts(LoopSubject("andon_falsify.peers.ddp:DdpLoop", pools=pools).run(case))["gradient-law"]
     said = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
     assert [(each.where, each.equals) for each in short.counterexamples] == [("step 2", said), ("step 4", said)]
     halved = verdicts(LoopSubject(f"{HERE}:Halved", pools=pools).run(case))["gradient-law"]
@@ -246,9 +247,8 @@ def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
         LoopSubject(lambda case: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"write package\.module:make"):
         LoopSubject("mytrainer")
-    from andon_falsify.peers.plain import make
+    assert LoopSubject(PlainLoop).make == "andon_falsify.peers.plain:PlainLoop"
 
-    assert LoopSubject(make).make == "andon_falsify.peers.plain:make"
 
 
 def test_what_clipping_leaves_has_shrunk_and_nothing_else() -> None:
