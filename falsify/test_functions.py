@@ -13,7 +13,7 @@ from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.compliance.plugin import ClaimRunner
-from andon_falsify.subjects.coordinator import CoordinatorSubject
+from falsify.power.coordinator import CoordinatorSubject
 from falsify.power.functions import MUTANTS, TABLES, Call, Mutant, wrong_calls
 
 

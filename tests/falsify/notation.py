@@ -55,8 +55,7 @@ def ledger_lines(text: str, world: int | None = None, backend: str = "inline") -
 
 
 def told(checker: Any, read: str | History, outcome: Outcome, *words: str, **given: Any) -> None:
-    check = getattr(checker, "check_history", None) or checker.check
-    says(check(history(read) if isinstance(read, str) else read, **given), outcome, *words)
+    says(checker.check_history(history(read) if isinstance(read, str) else read, **given), outcome, *words)
 
 
 def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from andon_falsify.campaign.bench import Bench, FurtherRuns
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import Done, run
+from andon_falsify.scripts import Command, Done, run
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
 
@@ -89,6 +88,8 @@ class ScriptBench(Bench):
             return {name: self._run(alone, what="the run on one rank to compare with: ")}
         if name == "again":
             return {name: self._run(alone, once_more=True, what="the run on one rank, once more: ")}
+        if name not in ("cut", "resumed"):
+            return {}
         if _layout(case) not in self._resumed:
             self._resumed[_layout(case)] = self._cut_and_resume(case)
         return self._resumed[_layout(case)]

@@ -32,9 +32,7 @@ class TutorialLoop:
         self.optimizer = optimizer(case, self.model.parameters())
         rows = dataset(case)
         self.sampler: DistributedSampler[int] = DistributedSampler(rows, shuffle=True, seed=case.seed)
-        self.loader: Any = DataLoader(
-            rows, batch_size=case.local_batch, sampler=self.sampler, collate_fn=collate
-        )
+        self.loader: Any = DataLoader(rows, batch_size=case.local_batch, sampler=self.sampler, collate_fn=collate)
 
     def train(self, told: Told) -> None:
         made = 0
