@@ -86,11 +86,6 @@ class RunLaw(ABC):
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         """The optimizer of `step`."""
 
-    def optimizer(self, step: int) -> str:
-        """What messages call the optimizer of `step`."""
-        del step
-        return self.case.optimizer
-
     def limit(self, step: int) -> float | None:
         """The norm to which the observed gradient of `step` is clipped before the optimizer reads it, if any."""
         del step
@@ -244,9 +239,9 @@ class TrainerLaw(RunLaw):
 class LoopLaw(RunLaw):
     """The law of a loop: the rows that all its ranks were observed to train on, from rank 0's weights.
 
-    Each DIFFERENT row of an update counts once, however often it was visited: a loop that pads its shards with repeated
-    rows and gives them no weight has that gradient, and a loop that trains on the repeats has another. (Whether rows
-    may repeat is for samples-once.) note: what a verdict must say of how independent the law is.
+    Each DIFFERENT row of an update counts once, however often it was visited. A loop that pads its shards with repeated
+    rows of weight 0 has that gradient; a loop that trains on the repeats has another. Repeats themselves are for
+    samples-once. note: how independent the law is, for the reasons of a verdict.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -308,7 +303,6 @@ class LoopLaw(RunLaw):
 
     @cached_property
     def updates(self) -> tuple[int, ...]:
-        """See `RunLaw`: the updates whose rows are all known."""
         return tuple(step for step in self.recorded if step not in self.unknown_updates)
 
     @cached_property
@@ -329,19 +323,16 @@ class LoopLaw(RunLaw):
         return tuple(sorted({row for leaves in self.visits(step) for leaf in leaves for row in leaf}))
 
     def before(self, step: int) -> dict[str, Tensor]:
-        """See `RunLaw`: the weights of the step's first forward pass. After the last step, the final weights."""
+        """The weights of the step's first forward pass; for the step after the last, the final weights."""
         return super().before(step) | _exact(self.first.moved.get(step, {}))
 
     def _mean(self, step: int) -> Expected:
-        """See `RunLaw`. A gradient that was clipped without torch's clip is compared with the clipped law."""
+        """A gradient that was clipped without torch's clip is compared with the clipped law."""
         law, limit = super()._mean(step), self.case.clip_norm
         held = is_clipped(global_norm(self.seen(step)), limit)
         if self.first.made[step].clipped or held or not is_clipped(law.norm, limit):
             return law
         return replace(law, gradients=clip(law.gradients, limit)[0])
-
-    def optimizer(self, step: int) -> str:
-        return self.first.made[step].optimizer
 
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         made = self.first.made[step]
@@ -353,7 +344,7 @@ class LoopLaw(RunLaw):
         )
 
     def limit(self, step: int) -> float | None:
-        """See `RunLaw`: None if the clip had another gradient than the optimizer."""
+        """None if the clip had another gradient than the optimizer."""
         return None if self.first.made[step].early else self.case.clip_norm
 
     def of(self, step: int) -> RowGradients:
