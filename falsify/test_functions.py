@@ -40,5 +40,4 @@ def test_a_mutant_of_a_function_is_noticed(mutant: Mutant) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_coordinator_keeps_the_law(runner: ClaimRunner, world: int) -> None:
     """`DataParallelCoordinator` on uneven shards and fewer samples than replicas, by the same reference (V1-V8)."""
-    bench = AndonBench(CoordinatorSubject(), "coordinator")
-    runner.require(*bench.attempt(Trial(LAW, PLAIN.but(world=world))).values())
+    runner.require(*AndonBench(CoordinatorSubject()).attempt(Trial(LAW, PLAIN.but(world=world))).values())

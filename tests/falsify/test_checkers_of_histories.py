@@ -30,6 +30,7 @@ from andon_falsify.claims import (
 )
 from andon_falsify.claims.explain import explain_ratio
 from andon_falsify.history import History, Unread, read_history, read_lines
+from andon_falsify.reference.published import PublishedSchedule
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, ledger_lines, says, told
 
@@ -464,19 +465,19 @@ def test_a_loop_that_tells_no_loss_is_judged_by_its_norms() -> None:
     told(loss_finite, raw(start, first, infinite), FALSIFIED, "step 2: the gradient norm")
 
 
-LAW = schedule.Published(peak=1.0, total=10, fraction=0.2, minimum=0.1)
+LAW = PublishedSchedule(peak=1.0, total=10, fraction=0.2, minimum=0.1)
 
 
 def test_the_closed_form_of_the_schedule() -> None:
     assert [LAW(1), LAW(2)] == [0.5, 1.0]
     assert LAW(6) == pytest.approx(0.55, rel=1e-15)
     assert [LAW(10), LAW(11)] == pytest.approx([0.1, 0.1], rel=1e-15)
-    assert schedule.Published(1.0, 2, 1.0)(3) == 0.0
-    assert schedule.Published(1.0, 4, 0.0, 2.0)(4) == 1.0
-    half = schedule.Published(1.0, 5, 0.5)
+    assert PublishedSchedule(1.0, 2, 1.0)(3) == 0.0
+    assert PublishedSchedule(1.0, 4, 0.0, 2.0)(4) == 1.0
+    half = PublishedSchedule(1.0, 5, 0.5)
     assert [half(1), half(2), half(5)] == pytest.approx([0.5, 1.0, 0.0])
     assert half(2) > half(3) > half(4) > half(5)
-    line, level = (schedule.Published(1.0, 20, 0.9, 0.2, kind, steps=4) for kind in ("linear", "constant"))
+    line, level = (PublishedSchedule(1.0, 20, 0.9, 0.2, kind, steps=4) for kind in ("linear", "constant"))
     assert [line(step) for step in (2, 8, 12, 21)] == pytest.approx([0.5, 0.8, 0.6, 0.2])
     assert [level(step) for step in (2, 5, 21)] == [0.5, 1.0, 1.0]
 

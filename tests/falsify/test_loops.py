@@ -11,9 +11,9 @@ from torch.nn.functional import cross_entropy
 from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
 from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
-from andon_falsify.claims.alike import across
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
+from andon_falsify.claims.same_everywhere import check_loop
 from andon_falsify.loops.clipping import only_shrunk
 from andon_falsify.loops.content import Recogniser
 from andon_falsify.loops.forward_passes import Weighing
@@ -116,7 +116,7 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
     subject = LoopSubject(f"{HERE}:OnceMore", pools=pools)
     trace = subject.run(SGD)
     assert falsified(verdicts(trace)) == {"samples-once"}
-    assert across([trace, subject.run(shaped(SGD, 1, 1))]).outcome is Outcome.HOLDS
+    assert check_loop([trace, subject.run(shaped(SGD, 1, 1))]).outcome is Outcome.HOLDS
 
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
@@ -157,7 +157,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     assert "the mean of the means of 4 micro-batches (of 3, 1, 3, 1 rows)" in str(found["gradient-law"])
     assert [each.where for each in found["gradient-law"].counterexamples] == ["step 3", "step 6"]
     assert "32 visits of 31 rows" in str(found["samples-once"])
-    assert across([trace, subject.run(shaped(SGD, 1, 2))]).outcome is Outcome.FALSIFIED
+    assert check_loop([trace, subject.run(shaped(SGD, 1, 2))]).outcome is Outcome.FALSIFIED
 
 
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:

@@ -27,6 +27,7 @@ from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, ver
 from andon_falsify.claims.plan_followed import planned
 from andon_falsify.cli.verify import verify as command
 from andon_falsify.history import read_history
+from andon_falsify.reference.published import PublishedSchedule
 from andon_falsify.verdict import Outcome, closing_line, exit_code
 from tests.cli.command import cli
 from tests.inspection.ledgers import PLAN, digest, resumed_run, retracted_run, start, step, whole_run, write
@@ -88,7 +89,7 @@ def test_numbers_of_a_ledger_cost_no_work(tmp_path: Path) -> None:
     records = [start(plan=replace(PLAN, steps=huge), world=huge), step(huge, (2, 0), world=huge)]
     run = read_run(write(tmp_path / "l.jsonl", records))
     assert Outcome.UNKNOWN in {verdict.outcome for verdict in verify([run])}  # of the ranks that left no digest
-    assert schedule.check_history(run.history, schedule.Published(1.0, huge)).outcome is FALSIFIED
+    assert schedule.check_history(run.history, PublishedSchedule(1.0, huge)).outcome is FALSIFIED
     planned(run.history)
 
 

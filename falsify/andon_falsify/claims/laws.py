@@ -17,13 +17,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from andon_falsify.claims.plan_followed import PublishedPlan
-from andon_falsify.claims.schedule import Published
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
 from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
 from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, token_gradients, train
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
 from andon_falsify.subjects.case import PAD, Case, Rows
@@ -374,9 +373,9 @@ def planned_batches(case: Case) -> dict[int, tuple[int, ...]]:
     return {update: tuple(rows) for update, rows in plan.items()}
 
 
-def rate_law(case: Case) -> Published:
+def rate_law(case: Case) -> PublishedSchedule:
     """The published schedule of our trainer."""
-    return Published(case.lr, case.updates(), 0.1, 1e-6)
+    return PublishedSchedule(case.lr, case.updates(), 0.1, 1e-6)
 
 
 def update_rule(case: Case, *, matrices_only: bool = True) -> UpdateRule:

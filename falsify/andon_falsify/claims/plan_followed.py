@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import MAX_LINES, History, RowId, RowSet
+from andon_falsify.reference.published import PublishedPlan
 from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, not_applicable, unknown
 
 CLAIM = Claim(
@@ -42,39 +40,6 @@ def check(evidence: Evidence) -> Verdict:
     later = any(event.epoch for event in history.steps)
     first = "the first epoch did not visit every planned row" if later else "no epoch was complete"
     return unknown(CLAIM, f"{first}, so that the rows that the rule shuffles are not known")
-
-
-class PublishedPlan(Mapping[int, Sequence[int]]):
-    """The global batches of our trainer by its published rule: update from 1 -> rows in order.
-
-    `rows` are shuffled with the key (seed, epoch) and cut into batches; the last batch of an epoch has the rest.
-    updates: of an epoch of packs, which are divided so that earlier updates have at most one more. Only the order of
-    the epoch that was accessed last is in memory.
-    """
-
-    def __init__(self, rows: Sequence[int], seed: int, batch_size: int, steps: int, updates: int | None = None) -> None:
-        self._rows, self._seed = rows, seed
-        sizes = [min(batch_size, len(rows) - at) for at in range(0, len(rows), batch_size)]
-        if updates is not None:
-            sizes = [len(range(first, len(rows), updates)) for first in range(updates)]
-        self._ends = list(accumulate(sizes, initial=0))
-        self._steps = steps if sizes else 0
-        self._epoch, self._order = -1, array("q")
-
-    def __getitem__(self, update: int) -> Sequence[int]:
-        if not 1 <= update <= self._steps:
-            raise KeyError(update)
-        epoch, place = divmod(update - 1, len(self._ends) - 1)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, array("q", self._rows)
-            random.Random(f"andon order {self._seed} {epoch}").shuffle(self._order)
-        return self._order[self._ends[place] : self._ends[place + 1]].tolist()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(1, self._steps + 1))
-
-    def __len__(self) -> int:
-        return self._steps
 
 
 def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[RowId]] | None:

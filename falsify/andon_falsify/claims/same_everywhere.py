@@ -89,9 +89,7 @@ def check(evidence: Evidence) -> Verdict:
         difference = first_difference(alone, evidence.other("again").told)
         return unknown(CLAIM, not_seeded("two runs on one rank", difference)) if difference else verdict
     if evidence.of_loop:
-        from andon_falsify.claims.alike import across
-
-        return across([evidence.sightings, *(run.sightings for run in (*evidence.others.get("alone", ()), *elsewhere))])
+        return check_loop([evidence.sightings, evidence.other("alone").sightings])
     if evidence.trace is not None:
         return check_traces(evidence.other("alone").sightings, evidence.trace)
     if not elsewhere:
@@ -110,6 +108,27 @@ def check_traces(base: Trace, *others: Trace) -> Verdict:
         why = f"other kinds of device round otherwise: {' and '.join(elsewhere)} against {base.place}"
         return not_applicable(CLAIM, why)
     return compare([base.seen, *(other.seen for other in others)])
+
+
+def check_loop(traces: Sequence[Trace]) -> Verdict:
+    """The first trace against each other one: the same global batches on other numbers of ranks and micro-batches.
+
+    To the bit if the loop promises it (`to_the_bit = True`), else within the measured noise if nothing is drawn.
+    """
+    from andon_falsify.claims.alike import alike
+    from andon_falsify.loops.sightings import first_of
+
+    first = first_of(traces[0])
+    if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
+        return unknown(CLAIM, "one number of ranks and one accumulation: there is nothing to compare")
+    sizes = {trace.case.global_batch for trace in traces}
+    if len(sizes) > 1:
+        return unknown(CLAIM, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
+    if "to_the_bit" in first.claims:
+        return compare([trace.seen for trace in traces])
+    if any(first_of(trace).draws for trace in traces):
+        return not_applicable(CLAIM, "forward passes draw random numbers: other ones on another number of ranks")
+    return alike(CLAIM, traces[0], traces[1:])
 
 
 def compare(histories: Sequence[History]) -> Verdict:

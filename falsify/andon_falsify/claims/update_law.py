@@ -22,7 +22,6 @@ CLAIM = Claim(
     "gradient clipped once, at the rate of the schedule. A loop's optimizer is that of the case, or the declared one.",
     order=140,
     subjects=("trainer", "loop"),
-    account="witness",
     needs=(tensors("weights", of_updates=True), lambda evidence: evidence.law.why_no_update),
     clauses=(
         Clause("clip-once"),
