@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
 from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.claims.alike import MARGIN, noise
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
 from andon_falsify.claims.same_everywhere import check_loop
@@ -97,12 +98,25 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
     assert all(said in verdict.why for verdict in found.values())
 
 
+def test_a_loop_is_promised_what_is_compared(pools: RankPools) -> None:
+    promised = {claim.name: claim.statement for claim in LoopBench(LoopSubject("x:y", pools=pools), "x").claims}
+    near = [name for name, text in promised.items() if f"{MARGIN:g} times the measured rounding" in text]
+    assert near == ["same-everywhere", "resume-equal"]
+    assert "in the record" not in promised["halt-together"]
+
+
 def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     wrong, right = f"{HERE}:Dropping", "andon_falsify.peers.plain:make"
     assert verdicts(LoopSubject(wrong, pools=pools).run(SGD))["evaluation-law"].outcome is Outcome.HOLDS
     fallen, held = (attempted(make, pools, SGD, "evaluation-law")["evaluation-law"] for make in (wrong, right))
     assert (fallen.outcome, held.outcome) == (Outcome.FALSIFIED, Outcome.HOLDS)
     assert "with dropout in the model" in str(fallen)
+
+
+def test_noise_that_was_measured_as_0_is_no_missing_measurement(pools: RankPools) -> None:
+    """Else the bound would be that of a model whose noise cannot be measured, a thousand times as much."""
+    trace = LoopSubject("andon_falsify.peers.plain:make", pools=pools).run(SGD.but(lr=0.0))
+    assert noise(trace) == dict.fromkeys(range(1, 7), 0.0)
 
 
 def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:

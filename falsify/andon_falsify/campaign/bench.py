@@ -19,7 +19,7 @@ Runs = Mapping[ExtraRun, tuple[Evidence, ...]]
 class FurtherRuns(Runs):
     """The further runs of one run, made when a claim asks for them, once.
 
-    make: the run of this name, with others that are made together with it; without it if there is none for this run.
+    make: returns the run of this name, and others that are made together with it; {} if this run has no such run.
     """
 
     def __init__(self, make: Callable[[ExtraRun], Mapping[ExtraRun, Evidence]]) -> None:
@@ -27,7 +27,7 @@ class FurtherRuns(Runs):
         self._made: dict[ExtraRun, tuple[Evidence, ...]] = {}
 
     def __getitem__(self, name: ExtraRun) -> tuple[Evidence, ...]:
-        """The run, in a tuple. Raises `KeyError` if there is none for this run, and `RunUnavailable`."""
+        """The run, in a tuple. Raises `KeyError` if this run has no such run, and `RunUnavailable` if it failed."""
         if name not in self._made:
             self._made |= {each: (evidence,) for each, evidence in self._make(name).items()}
         return self._made[name]
@@ -44,7 +44,7 @@ class Bench(ABC):
 
     kind: of subject. subject, version: its name in findings. words: the options of `andon falsify` that select it.
     claims: all that there are of its kind, in the order of reports. kinds: the names of the claims that each kind of
-    trial judges. every_backend: all that may be requested; on one that this machine lacks, claims do not apply.
+    trial judges. every_backend: all that may be requested; claims do not apply on a backend that this machine lacks.
     backends: those that this machine can run it on.
     """
 

@@ -77,9 +77,9 @@ class LoopBench(Bench):
 
 
 def saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
-    """Save after every so many updates; interrupt after so many, at least `after`, and later if nothing was saved yet.
+    """The interval of saves in updates, and the update to interrupt after: `after`, or later if nothing was saved yet.
 
-    The update after a save gives every rank rows, so that all ranks save at one place. Raises `RunUnavailable`.
+    The update after a save gives every rank rows, so that all ranks save at one step. Raises `RunUnavailable`.
     """
     last = len(first_of(trace).made)
     safe = {

@@ -19,7 +19,7 @@ from andon_falsify.verdict import ExtraRun
 _GLOBAL_BATCH = 12
 """Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
 _TIMES = 6
-"""A run of a script may take so many times what a run on warm ranks may, since every rank starts torch anew."""
+"""A script starts torch on every rank, so a run may take this many times as long as on warm ranks."""
 _PLAIN = Case(
     rows=make_rows(3),
     batch_size=_GLOBAL_BATCH,
@@ -34,7 +34,7 @@ _PLAIN = Case(
     dropout=0.0,
     backend="script",
 )
-"""A script is given only the layout of a case: rows, model and seed are its own."""
+"""A script receives only the layout of a case: rows, model and seed are its own."""
 
 Layout = tuple[int, int, int]
 """Ranks, rows of a micro-batch, micro-batches of a rank in an update: all that distinguishes two runs of a script."""
@@ -105,7 +105,7 @@ class ScriptBench(Bench):
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
-        """A run that is killed half-way, and the one that resumes it in its folder."""
+        """A run that is killed half-way, and its resumption in the same folder."""
         updates = len(self._run(case).told.trajectory)
         half = -(-updates // 2)
         for after in (half, 1, 1):  # a short run may be over before it is killed

@@ -1,9 +1,9 @@
-"""Claims: one module for each, from the evidence of a run to a verdict, whoever made the run.
+"""Claims: one module for each, from the evidence of a run to a verdict, for every kind of subject.
 
 A claim's module has, from top to bottom, `CLAIM` (a `Claim`, with the further runs and the needs of its check),
-`check(evidence: Evidence) -> Verdict` for every kind of subject, and what only that check uses. It imports torch, and
-what imports torch, inside functions: `andon verify` judges ledgers without torch. Every module here that is not in
-`_SHARED` is a claim. A check is called only if no need of the claim gives a reason not to.
+`check(evidence: Evidence) -> Verdict`, and the helpers of that check. It imports torch, and modules that import torch,
+inside functions, since `andon verify` judges ledgers without torch. Every module here that is not in `_SHARED` is a
+claim. A check is called only if no need of the claim gives a reason not to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.verdict import Claim, Kind, Verdict, judge, not_applicable, unknown
 
 _SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "updates"}
-"""What several claims use, and what uses the claims; `alike` and `laws` import torch."""
+"""Modules that several claims use, or that use the claims. `alike` and `laws` import torch."""
 _MODULES = [
     import_module(f"{__name__}.{module.name}")
     for module in pkgutil.iter_modules(__path__)

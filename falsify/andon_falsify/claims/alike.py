@@ -32,8 +32,8 @@ UNMEASURED = 1e-3
 def noise(trace: Trace) -> dict[int, float]:
     """For each update: the largest distance so far of fp32 weights from float64 ones, over the movement of these.
 
-    Both are trained on the rows of `trace`, at its learning rates. Empty if it cannot be measured: for a loop over a
-    model of its own, if some rows are not known, and if there are none.
+    Both are trained on the rows of `trace`, at its learning rates. Empty if it cannot be measured: if the loop trains
+    another model than the case's, or if some rows are unknown, or if no update has rows.
     """
     law = LoopLaw(trace)
     if law.why_not or law.unknown_updates or law.recomputes:

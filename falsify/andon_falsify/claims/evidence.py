@@ -1,7 +1,7 @@
 """What a check judges a run by: two accounts that are never merged, tensors, and further runs of the same subject.
 
-One account is the witness's, who observed the run from outside; the other is the subject's own ledger. A claim says
-which of them it judges. A ledger or a script has only the second, so claims that need tensors do not apply to it.
+The witness observed the run from outside and gives one account; the subject's own ledger is the other. A ledger or a
+script has only the second, so claims that need tensors do not apply to it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Evidence:
     """One run of one kind of subject.
 
     seen: what the witness saw. ledger: what the subject wrote. trace: the witness's tensors. others: the further runs
-    that a claim asks for ("elsewhere" may be several), made by the caller and never by a claim. unavailable: why a
-    further run could not be made. configuration: reads the settings beside a ledger, by dotted key; only a claim that
-    asks for them may fail by them. folder: the run folder of a ledger. layout: of a script, its numbers by name.
+    that a claim asks for ("elsewhere" may be several), made by the caller and never by a claim. configuration: reads
+    the settings of a run folder, by dotted key; only a claim that asks for them may fail by them. folder: the run
+    folder of a ledger. layout: of a script, its numbers by name.
     """
 
     seen: History | None
@@ -67,19 +67,18 @@ class Evidence:
     kind: Kind
     trace: Trace | None = None
     others: Mapping[ExtraRun, tuple[Evidence, ...]] = field(default_factory=dict)
-    unavailable: Mapping[ExtraRun, str] = field(default_factory=dict)
     configuration: Callable[[], Mapping[str, object]] = dict
     folder: Path | None = None
     layout: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def of_loop(self) -> bool:
-        """Whether the subject is a loop, of which nothing is known but what it declares."""
+        """Whether the subject is a loop, of which only its declarations are known."""
         return self.kind == "loop"
 
     @property
     def of_script(self) -> bool:
-        """Whether the subject is a user's command, whose plan and promises are not known."""
+        """Whether the subject is a user's command, with an unknown plan and unknown promises."""
         return self.kind == "script"
 
     @property
@@ -89,7 +88,7 @@ class Evidence:
 
     @cached_property
     def settings(self) -> Mapping[str, object]:
-        """The configuration, read on first use. Raises `InputError` if it is not one of ours."""
+        """The configuration, read on first use. Raises `InputError` if it is not a configuration of Andon."""
         return self.configuration()
 
     @property
@@ -97,7 +96,7 @@ class Evidence:
         """The witness's account, else the subject's own. Raises `LookupError` if there is neither."""
         found = self.seen if self.seen is not None else self.ledger
         if found is None:
-            msg = "there is no account of the run"
+            msg = "the run left no account"
             raise LookupError(msg)
         return found
 
@@ -111,9 +110,10 @@ class Evidence:
 
     def other(self, name: ExtraRun) -> Evidence:
         """The further run `name`. Raises `RunUnavailable` if it could not be made."""
-        if name not in self.others:
-            raise RunUnavailable(self.unavailable.get(name, f"there is no run {name!r} to compare with"))
-        return self.others[name][0]
+        try:
+            return self.others[name][0]
+        except KeyError:
+            raise RunUnavailable(f"the run {name!r} to compare with is missing") from None
 
     def declares(self, name: str) -> bool:
         """Whether a loop offers or promises `name`, as "halts". Always true of other subjects."""

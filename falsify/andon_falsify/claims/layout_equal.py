@@ -1,4 +1,4 @@
-"""All ranks and backends lay out their trainable tensors alike: names, shapes, types, order."""
+"""All ranks and backends have the same layout of trainable tensors: names, shapes, types, order."""
 
 from __future__ import annotations
 

@@ -54,9 +54,9 @@ CLAIM = Claim(
     ),
     statements={
         "loop": "A resumed run makes the updates that were left, with the rows and learning rates of the uninterrupted "
-        "one, and weights that differ by no more than 30 times the measured rounding of fp32; to the bit if the loop "
+        "one, and weights that differ by at most 30 times the measured rounding of fp32; to the bit if the loop "
         "promises that.",
-        "script": "A run that was killed and resumed by the command makes the updates of one that was not, with "
+        "script": "A run that was killed and resumed by the command makes the updates of an uninterrupted one, with "
         "the same rows: on one or two ranks to the bit; on more, with the same rates, losses and norms, to 0.0001 of "
         "them at the first update and to 0.0064 later, since differences of rounding grow.",
     },
@@ -66,7 +66,7 @@ _ONE_ORDER = 2
 
 
 def check(evidence: Evidence) -> Verdict:
-    """The run against one that was killed (`others["cut"]`) and the one that resumed it (`others["resumed"]`).
+    """The run against a killed one (`others["cut"]`) and the run that resumed it (`others["resumed"]`).
 
     A ledger alone is judged by the updates that it holds twice, and against an uninterrupted one of
     `others["elsewhere"]`.
@@ -118,7 +118,7 @@ def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
 def check_history(resumed: History, uninterrupted: History | None = None) -> Verdict:
     """Compare updates done again with their first occurrence, and the trajectory with that of `uninterrupted`.
 
-    Unknown if `resumed` was never resumed, or nothing was done again and there is no other history to compare with.
+    Unknown if `resumed` was never resumed, or no update was repeated and `uninterrupted` is None.
     Falsified by a gap in the trajectory, by an end before the uninterrupted run's last update, and by updates that were
     `disowned` (also in a run that was never resumed).
     """
@@ -231,12 +231,12 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
     if not done or len(done) >= len(every):
         return unknown(CLAIM, f"the run was to be killed before its end, and made {len(done)} of {len(every)} updates")
     if not again:
-        return unknown(CLAIM, "the run that was taken up made no update")
+        return unknown(CLAIM, "the resumed run made no update")
     if len(again) >= len(every):
-        what = f"a run that was killed after update {len(done)} was not taken up: it began anew"
+        what = f"a run that was killed after update {len(done)} was not resumed: it began anew"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
     if len(again) < len(every) - len(done):
-        what, least = f"killed after update {len(done)}, it was taken up later than that", len(every) - len(done)
+        what, least = f"killed after update {len(done)}, it was resumed at a later one", len(every) - len(done)
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
     world = every[0].world or 1
     exact = world <= _ONE_ORDER
@@ -249,11 +249,11 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
 
 def _differences(whole: list[StepEvent], again: list[StepEvent], *, exact: bool) -> Iterator[Counterexample]:
     for number, (ours, theirs) in enumerate(zip(whole, again, strict=True), start=1):
-        where = f"step {ours.number}, taken up"
+        where = f"step {ours.number}, resumed"
         yield from different_rows(ours, theirs, where)
         yield from [] if exact else different_numbers(ours, theirs, where, number)[1].values()
         for name in DIGESTS if exact else ():
             held, seen = ours.digests.get(name), theirs.digests.get(name)
             if held != seen:
-                what = f"the {name} is another one than without the kill"
+                what = f"the {name} is not that of the run without the kill"
                 yield Counterexample(what, where, str(held), str(seen), quantity=QUANTITIES[name])

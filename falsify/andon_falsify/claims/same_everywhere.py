@@ -1,7 +1,7 @@
 """One result for every number of ranks and every backend: to the bit if that is promised, else within rounding.
 
 Of a script there are only norms and losses. Two layouts of one global batch must make the same updates, but their fp32
-sums are rounded differently, and the difference grows. Only like runs are compared: a script that is not seeded, draws
+sums are rounded differently, and the difference grows. Only equal runs are compared: a script that is not seeded, draws
 by rank, or has other rows on other layouts differs for that reason alone, and nothing is proven.
 """
 
@@ -53,7 +53,7 @@ CLAIM = Claim(
     unwatched="needs another run",
     statements={
         "loop": "The same global batches on another number of ranks give the same rows and learning rates, and weights "
-        "that differ by no more than 30 times the measured rounding of fp32; to the bit if the loop promises that.",
+        "that differ by at most 30 times the measured rounding of fp32; to the bit if the loop promises that.",
         "script": "The same global batches on another number of ranks, or in micro-batches of another size, make as "
         "many updates, with the same rows and rates. In the first 50 the losses and norms are the same, to 0.0001 of "
         "them at the first update and to 0.0064 later, since differences of rounding grow.",
