@@ -74,6 +74,7 @@ def test_a_rate_of_one_group_alone_falls_by_the_schedule(pools: RankPools) -> No
         ("Measuring", CLIPPED),
         ("Declared", EVERY_WEIGHT),
         ("Exempting", EVERY_WEIGHT),
+        ("WithWorker", SGD.but(rows=make_rows(16), batch_size=8)),
     ],
 )
 def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: str, case: Case) -> None:
