@@ -9,10 +9,11 @@ from contextlib import ExitStack
 import pytest
 
 from andon_contracts.policy import suspended
-from andon_falsify.claims.of_trainer import verdicts
+from andon_falsify.campaign.trainer_bench import AndonBench
+from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.compliance.cases import PLAIN
-from andon_falsify.compliance.plugin import Court
-from andon_falsify.subjects.coordinator import CoordinatorSubject
+from andon_falsify.compliance.plugin import ClaimRunner
+from falsify.power.coordinator import CoordinatorSubject
 from falsify.power.functions import MUTANTS, TABLES, Call, Mutant, wrong_calls
 
 
@@ -36,11 +37,7 @@ def test_a_mutant_of_a_function_is_noticed(mutant: Mutant) -> None:
     assert wrong_calls(mutant.table) == []
 
 
-@pytest.mark.claim("replicas-agree", "gradient-law", "update-law", "losses-close", "norm-law")
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_coordinator_keeps_the_law(court: Court, world: int) -> None:
+def test_the_coordinator_keeps_the_law(runner: ClaimRunner, world: int) -> None:
     """`DataParallelCoordinator` on uneven shards and fewer samples than replicas, by the same reference (V1-V8)."""
-    coordinator = CoordinatorSubject()
-    case = PLAIN.but(world=world)
-    trace = coordinator.run(case)
-    court.hold(*verdicts(trace, coordinator.run(case.but(world=1))).values())
+    runner.require(*AndonBench(CoordinatorSubject()).attempt(Trial(LAW, PLAIN.but(world=world))).values())

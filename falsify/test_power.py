@@ -12,7 +12,7 @@ OF_THE_SEED = [fault.name for fault in FAULTS if fault.kind == "coordinator"]
 BY_BACKEND = [fault.name for fault in FAULTS if fault.name not in OF_THE_SEED]
 
 
-pytestmark = pytest.mark.usefixtures("court")  # it counts the runs, and has `backend` be each backend in turn
+pytestmark = pytest.mark.usefixtures("runner")  # it counts the runs, and has `backend` be each backend in turn
 
 
 @pytest.fixture(scope="session")

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, ParamSpec
-
-if TYPE_CHECKING:
-    from andon_falsify.claims.evidence import Evidence
+from typing import Any, Literal, ParamSpec
 
 Parameters = ParamSpec("Parameters")
 Kind = Literal["trainer", "loop", "script", "ledger"]
@@ -22,8 +19,6 @@ ExtraRun = Literal["alone", "again", "elsewhere", "cut", "resumed", "poisoned", 
 the kill, with a NaN planted, with dropout."""
 TrialKind = Literal["law", "halt", "resume", "memory"]
 """How a case is run: as it is, with a NaN planted, interrupted and resumed, with its bytes counted."""
-Account = Literal["witness", "accused", "either"]
-"""Whose account of a run is judged. "either": the witness's if there is one, else the subject's own ledger."""
 Relation = Literal["same", "part", "other"]
 """same: one law. part: the claim judges more than the clause. other: one name for two laws."""
 Quantity = Literal[
@@ -59,9 +54,9 @@ class Claim:
 
     version: raised when the meaning changes. order: the place in reports. subjects: the kinds of subject that it is
     judged of; statements: the statement for such a kind, where it differs. trial: the kind of trial that judges it.
-    runs: the further runs that the check compares with. account: whose word is judged. needs: functions that give the
-    reason why the claim does not apply to some evidence, or "". clauses: those of the contracts that are the same law,
-    or a part of it; unwatched: why there are none.
+    runs: the further runs that the check compares with. needs: functions of `Evidence` that give the reason why the
+    claim does not apply, or "". clauses: those of the contracts that are the same law, or a part of it; unwatched: why
+    there are none.
     """
 
     name: str
@@ -71,8 +66,7 @@ class Claim:
     subjects: tuple[Kind, ...] = ()
     trial: TrialKind = "law"
     runs: tuple[ExtraRun, ...] = ()
-    account: Account = "either"
-    needs: tuple[Callable[[Evidence], str], ...] = ()
+    needs: tuple[Callable[[Any], str], ...] = ()
     clauses: tuple[Clause, ...] = ()
     unwatched: str = ""
     statements: Mapping[Kind, str] = field(default_factory=dict, hash=False)

@@ -23,8 +23,8 @@ from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon_contracts.violation import Violation
 from andon_falsify.compliance.cases import PLAIN
-from andon_falsify.subjects.coordinator import coordinator_of
 
+from .coordinator import coordinator_of
 from .planting import patched
 
 NAN, INF = math.nan, math.inf

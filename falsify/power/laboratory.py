@@ -16,11 +16,11 @@ from andon_falsify.campaign.trial import HALT, LAW, MEMORY
 from andon_falsify.claims import claims_of, judged, memory_budget, replicas_agree, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.coordinator import CoordinatorSubject
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
 from andon_falsify.subjects.trace import Subject, Trace
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, unknown
 
+from .coordinator import CoordinatorSubject
 from .planting import Fault
 from .registry import reference
 

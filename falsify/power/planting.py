@@ -13,8 +13,9 @@ import torch
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
 from andon.step.step import StepResult
-from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.assembly import TrainerUnderTest
 from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.watching import Proxy
 
 Plant = Callable[[Any, ExitStack], None]
 """Changes a subject that was put together; the stack is for what has to be undone."""
@@ -48,23 +49,8 @@ def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-class Changed:
-    """A thing of which some attributes are others; calls and all else go to the original."""
-
-    def __init__(self, inner: Any, **attributes: Any) -> None:
-        self._inner = inner
-        self.__dict__.update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The attribute `call` where there is one."""
-        return self.__dict__.get("call", self._inner)(*args, **kwargs)
-
-
 def around_updates(
-    parts: Parts,
+    parts: TrainerUnderTest,
     begins: Callable[[GlobalBatch], object],
     change: Callable[[GlobalBatch, StepResult], StepResult],
 ) -> None:
@@ -75,12 +61,12 @@ def around_updates(
         begins(batch)
         return change(batch, inner(batch, *args, **kwargs))
 
-    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> Changed:
+    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> Proxy:
         begins(batch)
         pending = inner.launch(batch, *args, **kwargs)
-        return Changed(pending, result=lambda: change(batch, pending.result()))
+        return Proxy(pending, result=lambda: change(batch, pending.result()))
 
-    parts.step = Changed(inner, call=call, launch=launch)  # type: ignore[assignment]
+    parts.step = Proxy(inner, call=call, launch=launch)  # type: ignore[assignment]
 
 
 def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
@@ -88,7 +74,7 @@ def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
     return lambda parts, _: around_updates(parts, lambda batch: None, lambda batch, result: change(result))
 
 
-def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
+def current_batch(parts: TrainerUnderTest) -> Callable[[], GlobalBatch]:
     """A function that says which batch is being trained on."""
     held: dict[str, GlobalBatch] = {}
     around_updates(parts, partial(held.__setitem__, "now"), lambda batch, result: result)
@@ -98,7 +84,7 @@ def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
 def on_replicas(change: Callable[[Replica], object], first: int = 0) -> Plant:
     """change(replica) for the replica of each rank from `first` on."""
 
-    def plant(parts: Parts, _: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         for rank, replica in parts.by_rank.items():
             if rank >= first:
                 change(replica)
@@ -124,12 +110,12 @@ def after_updates(change: Callable[[Replica], object], first: int = 0) -> Plant:
     return on_replicas(hook, first)
 
 
-def with_rate(step_of: Callable[[Parts, int], int]) -> Plant:
+def with_rate(step_of: Callable[[TrainerUnderTest, int], int]) -> Plant:
     """Each update has the rate of the update step_of(parts, its number)."""
 
-    def plant(parts: Parts, _: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         rate = parts.schedule.rate
-        parts.schedule = Changed(parts.schedule, rate=lambda step: rate(step_of(parts, step)))  # type: ignore[assignment]
+        parts.schedule = Proxy(parts.schedule, rate=lambda step: rate(step_of(parts, step)))  # type: ignore[assignment]
 
     return plant
 

@@ -20,11 +20,11 @@ from andon.step.replica import PartialGradient, Replica
 from andon.step.step import StepResult
 from andon.step.task import LeafLoss
 from andon_falsify.compliance.cases import ADAMW, PLAIN, SGD
-from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.assembly import TrainerUnderTest
 from andon_falsify.subjects.case import Poison
+from andon_falsify.subjects.watching import Proxy
 
 from .planting import (
-    Changed,
     Fault,
     Plant,
     after_updates,
@@ -72,20 +72,20 @@ class _Overlapping(GlobalBatch):
         return tuple(part + following[:1] for part, following in zip(parts, (*parts[1:], ()), strict=True))
 
 
-def _overlapping(parts: Parts, _: ExitStack) -> None:
+def _overlapping(parts: TrainerUnderTest, _: ExitStack) -> None:
     inner = parts.plan.batch
 
     def batch(step: int) -> GlobalBatch:
         right = inner(step)
         return _Overlapping(right.step, right.epoch, right.position, right.ids)
 
-    parts.plan = Changed(parts.plan, batch=batch)  # type: ignore[assignment]
+    parts.plan = Proxy(parts.plan, batch=batch)  # type: ignore[assignment]
 
 
 def _idle(first: int, falls_back: Callable[[int, int], bool] = lambda rows, world: rows < world) -> Plant:
     """On the batches where falls_back(rows, world), the ranks from `first` on take no update."""
 
-    def plant(parts: Parts, stack: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, stack: ExitStack) -> None:
         batch = current_batch(parts)
 
         def apply(inner: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ CAUGHT = (
 # what a suite of data parallelism must add
 
 
-def _unweighted(parts: Parts, _: ExitStack) -> None:
+def _unweighted(parts: TrainerUnderTest, _: ExitStack) -> None:
     batch, world = current_batch(parts), parts.backend.world_size
     for replica in parts.replicas:
         scaled_partials(replica, lambda partial: len(batch().ids) / (world * max(rows_of(partial), 1)))
@@ -160,7 +160,7 @@ def _clipped_by_shard(replica: Replica) -> None:
     scaled_partials(replica, factor)
 
 
-def _nan_masked(parts: Parts, _: ExitStack) -> None:
+def _nan_masked(parts: TrainerUnderTest, _: ExitStack) -> None:
     def loss_sum(inner: Callable[..., LeafLoss], model: nn.Module, batch: Any) -> LeafLoss:
         loss = inner(model, batch)
         if torch.isfinite(loss.loss_sum):
@@ -171,7 +171,7 @@ def _nan_masked(parts: Parts, _: ExitStack) -> None:
     around(parts.task, "loss_sum", loss_sum)
 
 
-def _shard_ignored(parts: Parts, stack: ExitStack) -> None:
+def _shard_ignored(parts: TrainerUnderTest, stack: ExitStack) -> None:
     batch = current_batch(parts)
 
     def gradients(inner: Callable[..., PartialGradient], step: int, leaves: Any, *args: Any, **named: Any) -> Any:
@@ -188,7 +188,7 @@ def _detached(replica: Replica) -> None:
             module.register_forward_hook(lambda module, given, output: output.detach())
 
 
-def _loss_after_step(parts: Parts, _: ExitStack) -> None:
+def _loss_after_step(parts: TrainerUnderTest, _: ExitStack) -> None:
     def change(batch: GlobalBatch, result: StepResult) -> StepResult:
         task, model = parts.task.inner, parts.replicas[0].model
         with torch.no_grad():

@@ -13,18 +13,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon_falsify.checkers import (
+from andon_falsify.claims import (
     chain_intact,
-    halts,
+    gradient_law,
+    halt_together,
     layout_equal,
-    memory_within,
+    loss_finite,
+    losses_close,
+    memory_budget,
+    plan_followed,
     replicas_agree,
     resume_equal,
     same_everywhere,
+    samples_once,
+    schedule,
 )
-from andon_falsify.claims import gradient_law, loss_finite, losses_close, plan_followed, samples_once, schedule
 from andon_falsify.claims.explain import explain_ratio
 from andon_falsify.history import History, Unread, read_history, read_lines
+from andon_falsify.reference.published import PublishedSchedule
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, ledger_lines, says, told
 
@@ -145,7 +151,7 @@ def test_a_file_is_read_as_its_lines_up_to_a_bound(tmp_path: Path) -> None:
     read = read_history(path)
     assert [event.number for event in read.steps] == [1, 2, 3]
     assert read.torn
-    assert chain_intact.check(read).outcome is Outcome.HOLDS
+    assert chain_intact.check_history(read).outcome is Outcome.HOLDS
     with pytest.raises(FileNotFoundError):
         read_history(tmp_path / "absent")
     good = json.dumps(STEP).encode() + b"\n"
@@ -345,15 +351,16 @@ def test_plan_followed() -> None:
 
 def test_halts() -> None:
     broken = "1: 0[a] 1[b] | violation clause=finite step=2 | end reason=violation"
-    told(halts, broken, HOLDS)
-    told(halts, broken, HOLDS, planted=2, clause="finite", stopped_at={0: 2, 1: 2})
-    told(halts, f"{broken} | resume step=1 | 2: 0[c] 1[d]", HOLDS, planted=2)
-    told(halts, "1: 0[a] 1[b] w=7 | 2: 0[c] 1[d] w=7 loss=nan | violation clause=finite step=2", HOLDS, planted=2)
-    told(halts, "start w=7 | 1: 0[a] w=7 norm=inf | violation step=1", HOLDS)
-    told(halts, "2: 0[a] w=7 norm=inf | violation step=2", HOLDS)
-    told(halts, "1: 0[a] | end", UNKNOWN, "nothing ever went wrong")
-    told(halts, "", UNKNOWN)
-    told(halts, "", FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2", stopped_at={0: 3, 1: 2})
+    told(halt_together, broken, HOLDS)
+    told(halt_together, broken, HOLDS, planted=2, clause="finite", stopped_at={0: 2, 1: 2})
+    told(halt_together, f"{broken} | resume step=1 | 2: 0[c] 1[d]", HOLDS, planted=2)
+    not_finite = "1: 0[a] 1[b] w=7 | 2: 0[c] 1[d] w=7 loss=nan | violation clause=finite step=2"
+    told(halt_together, not_finite, HOLDS, planted=2)
+    told(halt_together, "start w=7 | 1: 0[a] w=7 norm=inf | violation step=1", HOLDS)
+    told(halt_together, "2: 0[a] w=7 norm=inf | violation step=2", HOLDS)
+    told(halt_together, "1: 0[a] | end", UNKNOWN, "nothing ever went wrong")
+    told(halt_together, "", UNKNOWN)
+    told(halt_together, "", FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2", stopped_at={0: 3, 1: 2})
 
 
 @pytest.mark.parametrize(
@@ -370,26 +377,26 @@ def test_halts() -> None:
     ],
 )
 def test_halts_rejects(text: str, said: str) -> None:
-    told(halts, text, FALSIFIED, said)
+    told(halt_together, text, FALSIFIED, said)
 
 
 def test_halts_judges_a_planted_fault() -> None:
     clean = "1: 0[a] | 2: 0[b] | 3: 0[c]"
     silent = "step 2: a planted fault left no violation"
-    told(halts, clean, FALSIFIED, silent, "went on to step 3", planted=2)
-    told(halts, "1: 0[a]", FALSIFIED, "its last update is step 1", planted=2)
-    told(halts, f"{clean} | violation step=4", FALSIFIED, "expected 2, seen 4", planted=2)
+    told(halt_together, clean, FALSIFIED, silent, "went on to step 3", planted=2)
+    told(halt_together, "1: 0[a]", FALSIFIED, "its last update is step 1", planted=2)
+    told(halt_together, f"{clean} | violation step=4", FALSIFIED, "expected 2, seen 4", planted=2)
     other = "1: 0[a] | violation clause=x step=2"
-    told(halts, other, FALSIFIED, "expected finite, seen x", planted=2, clause="finite")
-    told(halts, "1: 0[a]", UNKNOWN, "never reached step 3", planted=3)
+    told(halt_together, other, FALSIFIED, "expected finite, seen x", planted=2, clause="finite")
+    told(halt_together, "1: 0[a]", UNKNOWN, "never reached step 3", planted=3)
 
 
 def test_what_a_watch_says_is_taken_as_it_means_it() -> None:
     """A warning stops nothing; a violation after an update does not deny it; what has no replica is not compared."""
     applied = "start w=1 | 1: 0[a] 1[b] | violation clause=replicas-agree step=1 action={}"
-    told(halts, f"{applied.format('warned')} | 2: 0[c] 1[d]", UNKNOWN, "nothing ever went wrong")
-    told(halts, f"{applied.format('raised')} | 2: 0[c] 1[d]", FALSIFIED, "1 more updates after a violation")
-    told(halts, applied.format("raised"), FALSIFIED, "the violated step was recorded as an update")
+    told(halt_together, f"{applied.format('warned')} | 2: 0[c] 1[d]", UNKNOWN, "nothing ever went wrong")
+    told(halt_together, f"{applied.format('raised')} | 2: 0[c] 1[d]", FALSIFIED, "1 more updates after a violation")
+    told(halt_together, applied.format("raised"), FALSIFIED, "the violated step was recorded as an update")
     sharded = "start {}| 1: 0[a] 1[b] w=- o=- g=- | 2: 0[c] 1[d] w=- o=- g=-"
     told(replicas_agree, sharded.format("writer=watch "), INAPPLICABLE, "no shard has a replica")
     told(replicas_agree, sharded.format(""), UNKNOWN, "no gradient digest")
@@ -400,8 +407,8 @@ def test_what_a_watch_says_is_taken_as_it_means_it() -> None:
         '{"v":4,"kind":"step","step":1}',
         '{"v":4,"kind":"violation","clause":"x","step":1,"action":"raised"%s}',
     )
-    told(halts, raw(step, broken % ',"applied":true'), HOLDS)
-    told(halts, raw(step, broken % ""), FALSIFIED, "recorded as an update")
+    told(halt_together, raw(step, broken % ',"applied":true'), HOLDS)
+    told(halt_together, raw(step, broken % ""), FALSIFIED, "recorded as an update")
 
 
 def test_chain_intact() -> None:
@@ -458,19 +465,19 @@ def test_a_loop_that_tells_no_loss_is_judged_by_its_norms() -> None:
     told(loss_finite, raw(start, first, infinite), FALSIFIED, "step 2: the gradient norm")
 
 
-LAW = schedule.Published(peak=1.0, total=10, fraction=0.2, minimum=0.1)
+LAW = PublishedSchedule(peak=1.0, total=10, fraction=0.2, minimum=0.1)
 
 
 def test_the_closed_form_of_the_schedule() -> None:
     assert [LAW(1), LAW(2)] == [0.5, 1.0]
     assert LAW(6) == pytest.approx(0.55, rel=1e-15)
     assert [LAW(10), LAW(11)] == pytest.approx([0.1, 0.1], rel=1e-15)
-    assert schedule.Published(1.0, 2, 1.0)(3) == 0.0
-    assert schedule.Published(1.0, 4, 0.0, 2.0)(4) == 1.0
-    half = schedule.Published(1.0, 5, 0.5)
+    assert PublishedSchedule(1.0, 2, 1.0)(3) == 0.0
+    assert PublishedSchedule(1.0, 4, 0.0, 2.0)(4) == 1.0
+    half = PublishedSchedule(1.0, 5, 0.5)
     assert [half(1), half(2), half(5)] == pytest.approx([0.5, 1.0, 0.0])
     assert half(2) > half(3) > half(4) > half(5)
-    line, level = (schedule.Published(1.0, 20, 0.9, 0.2, kind, steps=4) for kind in ("linear", "constant"))
+    line, level = (PublishedSchedule(1.0, 20, 0.9, 0.2, kind, steps=4) for kind in ("linear", "constant"))
     assert [line(step) for step in (2, 8, 12, 21)] == pytest.approx([0.5, 0.8, 0.6, 0.2])
     assert [level(step) for step in (2, 5, 21)] == [0.5, 1.0, 1.0]
 
@@ -518,27 +525,36 @@ def pair(other: str) -> list[History]:
     ],
 )
 def test_same_everywhere_rejects(change: str, said: str) -> None:
-    says(same_everywhere.check(pair(TWO.replace("1[d]", f"1[d] {change}"))), FALSIFIED, "step 2", said)
+    says(same_everywhere.compare(pair(TWO.replace("1[d]", f"1[d] {change}"))), FALSIFIED, "step 2", said)
 
 
 def test_same_everywhere() -> None:
-    says(same_everywhere.check(pair(TWO)), HOLDS)
-    says(same_everywhere.check([*pair(TWO), history("start fingerprint=x | 1: 0[a] 1[b]", "cut")]), HOLDS)
-    verdict = same_everywhere.check(pair(TWO.replace("1[b]", "1[b] w=9").replace("1[d]", "1[d] w=9")))
+    says(same_everywhere.compare(pair(TWO)), HOLDS)
+    says(same_everywhere.compare([*pair(TWO), history("start fingerprint=x | 1: 0[a] 1[b]", "cut")]), HOLDS)
+    verdict = same_everywhere.compare(pair(TWO.replace("1[b]", "1[b] w=9").replace("1[d]", "1[d] w=9")))
     says(verdict, FALSIFIED, "step 1,")
     assert len(verdict.counterexamples) == 1
-    says(same_everywhere.check(pair(TWO.replace("w=5", "w=6"))), FALSIFIED, "the initial weights differ")
+    says(same_everywhere.compare(pair(TWO.replace("w=5", "w=6"))), FALSIFIED, "the initial weights differ")
     shorter = "start fingerprint=x w=5 | 1: 0[a] 1[b] | end"
-    says(same_everywhere.check(pair(shorter)), FALSIFIED, "another number of updates", "expected 2 updates, seen 1")
+    says(
+        same_everywhere.compare(pair(shorter)),
+        FALSIFIED,
+        "another number of updates",
+        "expected 2 updates, seen 1",
+    )
 
 
 def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
-    says(same_everywhere.check(pair(TWO.replace("=x", "=y"))), INAPPLICABLE, "not comparable")
-    says(same_everywhere.check([history(ONE), history(ONE)]), UNKNOWN, "every history ran on world 1 inline")
-    says(same_everywhere.check([history(ONE)]), UNKNOWN, "at least two")
-    says(same_everywhere.check(pair("start fingerprint=x | 3: 0[e] 1[f]")), UNKNOWN, "nothing that can be compared")
+    says(same_everywhere.compare(pair(TWO.replace("=x", "=y"))), INAPPLICABLE, "not comparable")
+    says(same_everywhere.compare([history(ONE), history(ONE)]), UNKNOWN, "every history ran on world 1 inline")
+    says(same_everywhere.compare([history(ONE)]), UNKNOWN, "at least two")
+    says(
+        same_everywhere.compare(pair("start fingerprint=x | 3: 0[e] 1[f]")),
+        UNKNOWN,
+        "nothing that can be compared",
+    )
     bare = raw('{"v":4,"kind":"step","step":1,"world":9,"digests":{"content":"00000000000000d1"}}')
-    says(same_everywhere.check([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
+    says(same_everywhere.compare([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
@@ -551,9 +567,9 @@ def test_same_everywhere_finds_the_first_of_any_differences(runs: int, steps: in
         return history(" | ".join(f"{n}: {ranks} ids=0,1,2,3,4 w={w}" for n, w in enumerate(held, start=1)), name)
 
     same = [run(world, f"world {world}") for world in range(1, runs + 1)]
-    says(same_everywhere.check(same), HOLDS)
+    says(same_everywhere.compare(same), HOLDS)
     first = data.draw(st.integers(1, steps))
-    says(same_everywhere.check([*same[:-1], run(runs, "odd", first)]), FALSIFIED, f"step {first}, odd")
+    says(same_everywhere.compare([*same[:-1], run(runs, "odd", first)]), FALSIFIED, f"step {first}, odd")
 
 
 WHOLE = "1: 0[a] | 2: 0[b] | 3: 0[c] | 4: 0[d] | end"
@@ -651,19 +667,19 @@ def test_losses_close_and_what_is_not_finite(broken: float) -> None:
 
 def test_memory_within() -> None:
     """Rising from the second update on is growth; the first jump is the optimizer's, and a plateau is none."""
-    over = memory_within.check({0: 100, 1: 111}, 100)
+    over = memory_budget.check_bytes({0: 100, 1: 111}, 100)
     says(over, FALSIFIED, "rank 1: the peak is 1.110 of the plan, 1.10 is allowed")
-    says(memory_within.check({0: 110, 1: 100}, 100), HOLDS)
-    says(memory_within.check({0: 100, 1: 111}, {0: 100, 1: 110}), HOLDS)
-    says(memory_within.check({0: 130}, 100, slack=0.3), HOLDS)
-    says(memory_within.check({}, 100), UNKNOWN)
-    says(memory_within.check({0: 0}, 100), UNKNOWN, "peak 0 bytes")
-    says(memory_within.check({0: 1, 1: 1}, {0: 100}), UNKNOWN, "rank 1", "plan 0 bytes")
-    says(memory_within.check({0: 9}, 9, resting={0: [1, 5, 5, 5, 5]}), HOLDS)
-    says(memory_within.check({0: 9}, 9, resting={0: [1, 5, 6, 7, 7]}), HOLDS)
-    growing = memory_within.check({0: 9}, 9, resting={0: [1, 5, 6, 7, 8]})
+    says(memory_budget.check_bytes({0: 110, 1: 100}, 100), HOLDS)
+    says(memory_budget.check_bytes({0: 100, 1: 111}, {0: 100, 1: 110}), HOLDS)
+    says(memory_budget.check_bytes({0: 130}, 100, slack=0.3), HOLDS)
+    says(memory_budget.check_bytes({}, 100), UNKNOWN)
+    says(memory_budget.check_bytes({0: 0}, 100), UNKNOWN, "peak 0 bytes")
+    says(memory_budget.check_bytes({0: 1, 1: 1}, {0: 100}), UNKNOWN, "rank 1", "plan 0 bytes")
+    says(memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 5, 5, 5]}), HOLDS)
+    says(memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 6, 7, 7]}), HOLDS)
+    growing = memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 6, 7, 8]})
     says(growing, FALSIFIED, "rise with every update", "seen 8 bytes")
-    says(memory_within.check({0: 9}, 9, resting={0: [1, 5, 6, 7]}), UNKNOWN, "4 updates are too few")
+    says(memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 6, 7]}), UNKNOWN, "4 updates are too few")
 
 
 LAYOUT = [("a", (2, 3), "float32"), ("b", (3,), "float32")]
@@ -681,14 +697,14 @@ LAYOUT = [("a", (2, 3), "float32"), ("b", (3,), "float32")]
     ],
 )
 def test_layout_equal_rejects(other: list[layout_equal.Tensor], words: tuple[str, ...]) -> None:
-    says(layout_equal.check({"cpu": LAYOUT, "gpu": other}), FALSIFIED, *words)
+    says(layout_equal.check_layouts({"cpu": LAYOUT, "gpu": other}), FALSIFIED, *words)
 
 
 def test_layout_equal() -> None:
-    says(layout_equal.check({"rank 0": LAYOUT, "rank 1": list(LAYOUT)}), HOLDS)
-    says(layout_equal.check({"rank 0": LAYOUT}), INAPPLICABLE)
-    says(layout_equal.check({}), UNKNOWN)
-    says(layout_equal.check({"rank 0": [], "rank 1": []}), UNKNOWN, "the layout of rank 0 is empty")
+    says(layout_equal.check_layouts({"rank 0": LAYOUT, "rank 1": list(LAYOUT)}), HOLDS)
+    says(layout_equal.check_layouts({"rank 0": LAYOUT}), INAPPLICABLE)
+    says(layout_equal.check_layouts({}), UNKNOWN)
+    says(layout_equal.check_layouts({"rank 0": [], "rank 1": []}), UNKNOWN, "the layout of rank 0 is empty")
 
 
 Gradient = dict[str, Any]

@@ -8,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from andon_falsify.claims import of_loop
-from andon_falsify.claims.evidence import Evidence
-from andon_falsify.claims.of_trainer import CLAIMS
-from andon_falsify.claims.table import CHECKERS
+from andon_falsify.claims import CHECKS, CLAIMS, claims_of, replicas_agree
+from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
-from falsify.power import causal, looped, registry
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
+from falsify.power import looped, registry
 from falsify.power.laboratory import Attempt, Laboratory, Observation
 from falsify.power.loop_laboratory import LoopLaboratory
 from falsify.power.looped import make, named
@@ -29,11 +27,15 @@ LABORATORY = Laboratory(AndonTrainer(RankPools()))
 
 
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
-    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in CLAIMS}
+    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in claims_of("trainer")}
+
+
+def named_claim(name: str) -> Claim:
+    return next(claim for claim in CLAIMS if claim.name == name)
 
 
 def observed(claim: str, signature: str, *found: Counterexample) -> Observation:
-    return Observation({claim: conclude(CHECKERS[claim].claim, 1, found)}, signature)
+    return Observation({claim: conclude(named_claim(claim), 1, found)}, signature)
 
 
 FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
@@ -57,41 +59,21 @@ def test_a_kill_needs_the_claim_the_reason_a_change_and_a_control(attempt: Attem
 @pytest.mark.deep  # it trains
 def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     summed = registry.named("sum instead of mean")
-    short, checker = replace(summed, case=summed.case.but(rows=make_rows(5))), CHECKERS[summed.claim]
+    short = replace(summed, case=summed.case.but(rows=make_rows(5)))
     assert LABORATORY.attempt(short, "inline").problems == []
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
-        return conclude(checker.claim, 1, [] if evidence.sightings.case.contracts else [wrong])
+        return conclude(named_claim(summed.claim), 1, [] if evidence.sightings.case.contracts else [wrong])
 
-    monkeypatch.setitem(CHECKERS, summed.claim, replace(checker, check=falls))  # type: ignore[arg-type]
+    monkeypatch.setitem(CHECKS, summed.claim, falls)
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems
     assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        # Deep: each check has a fault that the default run plants.
-        pytest.param(fault, id=fault.name, marks=() if place in (0, 4, 6) else pytest.mark.deep)
-        for place, fault in enumerate(causal.FAULTS)
-    ],
-)
-def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault: causal.CausalFault) -> None:
-    found = causal.attempt(fault)
-    assert found.problems == []
-    assert replace(found, controls={"without": found.planted}).problems[0].startswith("without: ")
-
-
-def test_no_check_sees_anything_in_rows_that_are_not_packed() -> None:
-    verdicts = causal.observe(causal.CausalCase(packed=False)).verdicts
-    assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(causal.CHECKS, Outcome.HOLDS)
 
 
 PAGES = {
     "trainer": ("mutants.md", {fault.name: fault.claim for fault in registry.FAULTS}),
     "loops": ("loop-faults.md", {fault.name: getattr(fault.outside, "claim", None) for fault in looped.FAULTS}),
-    "causal": ("causal-mutants.md", {fault.name: fault.check for fault in causal.FAULTS}),
 }
 
 
@@ -100,13 +82,12 @@ def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str)
     """`benchmarks.freeze --write` writes both; here nothing is run."""
     page, claims = PAGES[part]
     rows = json.loads((ROOT / "tests" / "golden" / f"{part}.json").read_text(encoding="utf-8"))
-    frozen = {row["fault"]: row.get("claim", row.get("check")) for row in rows if not row["fault"].startswith("none: ")}
-    assert frozen == claims
+    assert {row["fault"]: row.get("claim") for row in rows} == claims
     assert [row for row in rows if row.get("problems")] == []
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     for name, claim in claims.items():
         begins = f"| {name.replace(' ', ' | ', 1) if part == 'loops' else name} | " if claim else f"- {name}: "
-        mark = "**KILLED**" if part == "causal" else f"| {claim} | " if claim else ""
+        mark = f"| {claim} | " if claim else ""
         assert any(line.startswith(begins) and mark in line for line in lines), name
 
 
@@ -135,7 +116,7 @@ def test_a_planted_fault_falls_by_its_claim_for_its_reason(laboratory: LoopLabor
 
 def test_the_default_run_plants_a_fault_for_every_claim_that_one_names() -> None:
     claims = {outside.claim for outside in SHOWN.values()}
-    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in of_loop.CLAIMS}
+    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in claims_of("loop")}
     assert len({fault.name for fault in looped.FAULTS}) == len(looped.FAULTS)
 
 
@@ -151,7 +132,7 @@ def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> 
 def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
     """The seed's workers differ in gradients and optimizer moments, and continue with equal weights."""
     trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
-    verdict = of_loop.verdicts(trace)["replicas-agree"]
+    verdict = replicas_agree.check(of_trace(trace))
     assert verdict.outcome is Outcome.FALSIFIED
     digests = {step.number: {entry.weights for entry in step.ranks} for step in trace.seen.steps}
     assert {number: len(held) for number, held in digests.items()} == dict.fromkeys(digests, 1)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from andon_falsify import collate, dataset, loop_case, model, optimizer
-from andon_falsify.campaign.loop_bench import LoopBench, judge_evaluation, judge_further, judge_loop
+from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
+from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
-from andon_falsify.claims.alike import across
+from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
-from andon_falsify.claims.of_loop import CLAIMS, verdicts
-from andon_falsify.claims.randomness_apart import CLAIM as RANDOMNESS
+from andon_falsify.claims.same_everywhere import check_loop
 from andon_falsify.loops.clipping import only_shrunk
 from andon_falsify.loops.forward_passes import ForwardPasses, recognised
 from andon_falsify.loops.sightings import LoopSightings, Stranger
@@ -24,7 +23,9 @@ from andon_falsify.peers.registry import PEERS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, Rows, make_rows
 from andon_falsify.subjects.meter import StorageMeter
+from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Outcome, Verdict
+from falsify.power.loop_laboratory import ONE_RUN
 
 PLACES = ((1,), (2,), (3,))
 pytestmark = pytest.mark.xdist_group("test_loops")
@@ -35,27 +36,31 @@ SGD = loop_case(optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0)
 FEW = SGD.but(rows=make_rows(13))
 
 
+def verdicts(trace: Trace) -> dict[str, Verdict]:
+    return claims.judged(of_trace(trace), ONE_RUN)
+
+
+def attempted(make: str, pools: RankPools, case: Case, *names: str) -> dict[str, Verdict]:
+    bench = LoopBench(LoopSubject(make, pools=pools), make)
+    return {name: verdict for kind in bench.kinds for name, verdict in bench.attempt(Trial(kind, case), names).items()}
+
+
 def falsified(found: Mapping[str, Verdict]) -> set[str]:
     return {name for name, verdict in found.items() if verdict.outcome is Outcome.FALSIFIED}
 
 
 @pytest.mark.parametrize(
-    ("case", "others"),
-    [
-        (CLIPPED.but(rows=make_rows(13)), [CLIPPED.but(rows=make_rows(13), world=1, micro_batches=1)]),
-        (FEW.but(world=1, micro_batches=4), [FEW.but(world=2, micro_batches=2)]),
-        (FEW.but(world=3, micro_batches=6), []),
-    ],
+    "case",
+    [CLIPPED.but(rows=make_rows(13)), FEW.but(world=1, micro_batches=4), FEW.but(world=3, micro_batches=6)],
     ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
 )
-def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case, others: list[Case]) -> None:
-    found = judge_loop(LoopSubject("andon_falsify.peers.plain:make", pools=pools), case, others)
-    open_ = {"same-everywhere"} if not others else set()
+def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case) -> None:
+    found = attempted("andon_falsify.peers.plain:make", pools, case)
     alone = {"replicas-agree", "layout-equal", "randomness-apart"} if case.world == 1 else set()
     other = {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS}
-    assert other.keys() == open_ | alone
-    assert found.keys() == {claim.name for claim in CLAIMS}
-    assert all(found[name].why for name in open_ | alone)
+    assert other.keys() == alone
+    assert found.keys() == {claim.name for claim in claims.claims_of("loop")}
+    assert all(found[name].why for name in alone)
 
 
 def test_a_rate_of_one_group_alone_falls_by_the_schedule(pools: RankPools) -> None:
@@ -93,13 +98,11 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
 
 
 def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
-    wrong, right = (LoopSubject(name, pools=pools) for name in (f"{HERE}:Dropping", "andon_falsify.peers.plain:make"))
-    trace = wrong.run(SGD)
-    assert verdicts(trace)["evaluation-law"].outcome is Outcome.HOLDS
-    fallen = judge_evaluation(wrong, trace)
-    assert fallen.outcome is Outcome.FALSIFIED
+    wrong, right = f"{HERE}:Dropping", "andon_falsify.peers.plain:make"
+    assert verdicts(LoopSubject(wrong, pools=pools).run(SGD))["evaluation-law"].outcome is Outcome.HOLDS
+    fallen, held = (attempted(make, pools, SGD, "evaluation-law")["evaluation-law"] for make in (wrong, right))
+    assert (fallen.outcome, held.outcome) == (Outcome.FALSIFIED, Outcome.HOLDS)
     assert "with dropout in the model" in str(fallen)
-    assert judge_evaluation(right, right.run(SGD)).outcome is Outcome.HOLDS
 
 
 def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:
@@ -113,14 +116,13 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
     subject = LoopSubject(f"{HERE}:OnceMore", pools=pools)
     trace = subject.run(SGD)
     assert falsified(verdicts(trace)) == {"samples-once"}
-    assert across([trace, subject.run(SGD.but(world=1, micro_batches=1))]).outcome is Outcome.HOLDS
+    assert check_loop([trace, subject.run(SGD.but(world=1, micro_batches=1))]).outcome is Outcome.HOLDS
 
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
     case = SGD.but(world=1, micro_batches=1)
-    subject = LoopSubject("falsify.power.looped:make", pools=pools)
-    wrong = case.but(fault="F58 training in evaluation mode")
-    fallen, none = (judge_further(RANDOMNESS, subject, subject.run(each)) for each in (wrong, case))
+    wrong, name = case.but(fault="F58 training in evaluation mode"), "randomness-apart"
+    fallen, none = (attempted("falsify.power.looped:make", pools, each, name)[name] for each in (wrong, case))
     assert str(fallen.counterexamples[0]).startswith("step 2, rank 0: training goes on without dropout")
     assert (none.outcome, none.why) == (Outcome.NOT_APPLICABLE, "one rank has nobody to draw the same as")
 
@@ -155,7 +157,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     assert "the mean of the means of 4 micro-batches (of 3, 1, 3, 1 rows)" in str(found["gradient-law"])
     assert [each.where for each in found["gradient-law"].counterexamples] == ["step 3", "step 6"]
     assert "32 visits of 31 rows" in str(found["samples-once"])
-    assert across([trace, subject.run(SGD.but(world=1, micro_batches=2))]).outcome is Outcome.FALSIFIED
+    assert check_loop([trace, subject.run(SGD.but(world=1, micro_batches=2))]).outcome is Outcome.FALSIFIED
 
 
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:

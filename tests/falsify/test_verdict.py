@@ -19,9 +19,8 @@ from andon_falsify.campaign.findings import Finding, Report, joined
 from andon_falsify.campaign.reasons import blame, condensed
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.wording import verdict_lines
-from andon_falsify.claims import ledgers, of_loop, of_trainer, statements
-from andon_falsify.claims.clauses import ALIASES, ALONE, MAP, table
-from andon_falsify.claims.table import CHECKERS
+from andon_falsify.claims import CLAIMS
+from andon_falsify.claims.clauses import ALIASES, NO_CLAIM, table
 from andon_falsify.cli.attempt import show
 from andon_falsify.report.document import from_plain, to_plain
 from andon_falsify.subjects.case import Case, make_rows
@@ -131,14 +130,13 @@ def test_a_counterexample_reads_as_a_sentence() -> None:
 
 
 def test_claims_have_names_of_their_own_and_statements_in_words() -> None:
-    claims = [each.claim for each in CHECKERS.values()]
-    beyond = [claim for claim in vars(statements).values() if isinstance(claim, Claim)]
-    assert len({claim.name for claim in (*claims, *beyond)}) == len(claims) + len(beyond) > 18
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS) == 19
     code = r"\b(?:[A-Z]+-)*[A-Z]+-?\d+\b|\b(?:seed|issue|faults) [A-Z]?\d"
-    for claim in (*claims, *beyond):
+    for claim in CLAIMS:
         assert claim.version >= 1
-        assert claim.statement.endswith(".")
-        assert re.findall(code, claim.statement) == [], claim.name
+        for statement in (claim.statement, *claim.statements.values()):
+            assert statement.endswith(".")
+            assert re.findall(code, statement) == [], claim.name
 
 
 SMALLEST = Counterexample(
@@ -379,24 +377,22 @@ def test_the_place_of_an_error_is_that_in_the_subjects_own_code_and_numbers_make
     assert condensed("") == ""
 
 
-NAMES = {claim.name for claim in (*of_trainer.CLAIMS, *of_loop.CLAIMS, *ledgers.ALL)}
 DOCS = Path(__file__).parents[2] / "docs" / "clauses-and-claims.md"
 
 
 def test_every_clause_and_every_claim_is_in_the_map() -> None:
-    mapped = [each.clause for each in MAP]
-    assert mapped == [name for name in CLAUSES if name in mapped]
-    assert {name for each in MAP for name in each.claims} | ALONE.keys() == NAMES
-    assert not {name for each in MAP for name in each.claims} & ALONE.keys()
-    assert all(bool(each.claims) is (each.relation != "none") for each in MAP)
-    assert CHECKERS.keys() <= NAMES
+    kin = [clause for claim in CLAIMS for clause in claim.clauses]
+    assert {clause.name for clause in kin} <= CLAUSES.keys()
+    assert NO_CLAIM.keys() <= CLAUSES.keys() - {clause.name for clause in kin}
+    assert all(bool(claim.clauses) is not bool(claim.unwatched) for claim in CLAIMS)
+    assert len(ALIASES) == len({clause.name for clause in kin if clause.name in ALIASES})
 
 
 def test_one_name_is_one_law_or_the_map_says_that_it_is_not() -> None:
-    shared = {each.clause: each for each in MAP if each.clause in NAMES}
-    assert {name for name, each in shared.items() if each.relation != "same"} == {"halt-together"}
-    assert all(each.claims == (name,) for name, each in shared.items())
-    assert all(each.note for each in MAP if each.relation in ("other", "none"))
+    named = {claim.name: claim for claim in CLAIMS}
+    shared = [(claim, clause) for claim in CLAIMS for clause in claim.clauses if clause.name in named]
+    assert all(claim.name == clause.name for claim, clause in shared)
+    assert {claim.name for claim, clause in shared if clause.relation != "same"} == {"halt-together"}
 
 
 def test_the_published_table_is_the_map() -> None:

@@ -15,13 +15,18 @@ from torch import Tensor, library, nn
 
 from andon_contracts.record import End, Record, Resume, Start, Step, decode_line
 from andon_contracts.record import chain as chained
-from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import resume_equal
-from andon_falsify.claims import gradient_law, loss_finite, losses_close, norm_law
-from andon_falsify.claims.between import same_bits
+from andon_falsify.campaign.trainer_bench import cut_and_resume
+from andon_falsify.claims import (
+    gradient_law,
+    halt_together,
+    judged,
+    loss_finite,
+    losses_close,
+    norm_law,
+    resume_equal,
+    same_everywhere,
+)
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.one_run import halted
-from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import read_lines
 from andon_falsify.loops import subject as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made
@@ -64,17 +69,17 @@ def test_every_update_is_noted_as_it_was(late: AndonTrainer, prompt: AndonTraine
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_poisoned_update_stops_before_the_next(late: AndonTrainer, step: int) -> None:
     trace = late.run(CASE.but(poison=Poison(step, 3, "gradient")))
-    verdict = halted(of_trace(trace))
+    verdict = halt_together.check(of_trace(trace))
     assert verdict.outcome is Outcome.HOLDS, verdict
     assert [each.step for each in trace.first.reported] == list(range(1, step))
 
 
 def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
-    found = cut_and_resume(late, CASE, after=5, every=2, world=2, fault=None)
-    assert found.cut.first.at == 6
-    assert [each.step for each in found.cut.first.reported] == [1, 2, 3, 4, 5]
-    assert found.taken_up.first.resumed_from == 4
-    verdict = judged_by(resume_equal.CLAIM, found.evidence)
+    cut, resumed = cut_and_resume(late, CASE, after=5, every=2)
+    assert cut.first.at == 6
+    assert [each.step for each in cut.first.reported] == [1, 2, 3, 4, 5]
+    assert resumed.first.resumed_from == 4
+    verdict = resume_equal.check(of_trace(late.run(CASE), cut=cut, resumed=resumed))
     assert verdict.outcome is Outcome.HOLDS, verdict
 
 
@@ -213,7 +218,9 @@ def test_a_run_of_which_nothing_was_seen_is_not_one_of_another_machine() -> None
     part.reported.append(Reported(1, 0, 0, (0, 1, 2, 3), 4, 0, 0.1, 0.5, 1.0))
     whole = assemble_trace(case, [part], {}, "whole")
     dead = assemble_trace(case, [], {0: "died"}, "dead")
-    assert [same_bits(*pair).outcome for pair in ((dead, whole), (whole, dead))] == [Outcome.UNKNOWN] * 2
+    assert [same_everywhere.check_traces(*pair).outcome for pair in ((dead, whole), (whole, dead))] == [
+        Outcome.UNKNOWN
+    ] * 2
 
 
 def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:

@@ -67,6 +67,8 @@ class LoopBench(Bench):
             return {name: of_trace(self._loop.run(poisoned(case)))}
         if name == "random":
             return {name: _sound(self._loop.run(with_dropout(case)), "with dropout: ")}
+        if name not in ("cut", "resumed"):
+            return {}
         every, after = saved_and_cut(trace, trial.case.stop_after or 2 * len(first_of(trace).made) // 3)
         cut, resumed = cut_and_resume(self._loop, case, after=after, every=every, fault=case.fault)
         if not (resumed.errors or resumed.first.resumed_from):

@@ -89,6 +89,8 @@ class ScriptBench(Bench):
             return {name: self._run(alone, what="the run on one rank to compare with: ")}
         if name == "again":
             return {name: self._run(alone, once_more=True, what="the run on one rank, once more: ")}
+        if name not in ("cut", "resumed"):
+            return {}
         if _layout(case) not in self._resumed:
             self._resumed[_layout(case)] = self._cut_and_resume(case)
         return self._resumed[_layout(case)]

@@ -50,6 +50,8 @@ class AndonBench(Bench):
             if (case.world, case.backend) == (1, measure.backend):
                 return {}
             return {name: _sound(self._trainer.run(measure), "the run on one rank to compare with failed: ")}
+        if name not in ("cut", "resumed"):
+            return {}
         after, every = case.stop_after or _EVERY + 1, case.checkpoint_every or _EVERY
         world = trial.then_world or case.world
         cut, resumed = cut_and_resume(

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from andon_falsify.claims import same_everywhere
 from andon_falsify.claims.laws import LoopLaw, piece_of, short_name, update_rule
 from andon_falsify.loops.sightings import first_of
 from andon_falsify.loops.task import collate, dataset, model, optimizer
@@ -21,7 +20,7 @@ from andon_falsify.reference.training import train
 from andon_falsify.reference.update import global_norm
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable, unknown
+from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 
 MARGIN = 30.0
 FLOOR = 1e-6
@@ -89,24 +88,6 @@ def _rounded(
         stepping.zero_grad()
         found.append({short_name(n): p.detach().double() for n, p in trained.named_parameters() if p.requires_grad})
     return found
-
-
-def across(traces: Sequence[Trace]) -> Verdict:
-    """The first trace against each other one: the same global batches on other numbers of ranks and micro-batches.
-
-    To the bit if the loop promises it (`to_the_bit = True`), else within the measured noise if nothing is drawn.
-    """
-    claim, first = same_everywhere.CLAIM, first_of(traces[0])
-    if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
-        return unknown(claim, "one number of ranks and one accumulation: there is nothing to compare")
-    sizes = {trace.case.global_batch for trace in traces}
-    if len(sizes) > 1:
-        return unknown(claim, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
-    if "to_the_bit" in first.claims:
-        return same_everywhere.check_histories([trace.seen for trace in traces])
-    if any(first_of(trace).draws for trace in traces):
-        return not_applicable(claim, "forward passes draw random numbers: other ones on another number of ranks")
-    return alike(claim, traces[0], traces[1:])
 
 
 def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:

@@ -16,7 +16,6 @@ CLAIM = Claim(
     "No frozen weight or buffer of any rank changes in a run.",
     order=160,
     subjects=("trainer", "loop"),
-    account="witness",
     needs=(tensors("frozen tensors"),),
     clauses=(Clause("base-frozen", "same"), Clause("parameters-kept")),
 )

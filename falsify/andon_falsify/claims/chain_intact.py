@@ -19,7 +19,6 @@ CLAIM = Claim(
     "Every line of the ledger is readable, counts one up, and names the digest of the line before it.",
     order=70,
     subjects=("trainer", "script", "ledger"),
-    account="accused",
     needs=(_has_ledger,),
     unwatched="is of the record, which a run cannot judge of itself",
 )

@@ -40,7 +40,6 @@ CLAIM = Claim(
     order=170,
     subjects=("loop",),
     runs=("random",),
-    account="witness",
     needs=(tensors("evaluation"), _evaluates),
     clauses=(Clause("evaluation-once", "same"),),
 )

@@ -35,7 +35,6 @@ CLAIM = Claim(
     "process computes it in float64.",
     order=130,
     subjects=("trainer", "loop", "ledger"),
-    account="witness",
     needs=(tensors("gradient", of_updates=True), has_law),
     clauses=(
         Clause("gradient-law", "same"),

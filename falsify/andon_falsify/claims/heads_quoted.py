@@ -26,7 +26,6 @@ CLAIM = Claim(
     "the rows and the accuracy of its evaluation.",
     order=190,
     subjects=("ledger",),
-    account="accused",
     needs=(_has_folder,),
     unwatched="is of the record and the files beside it",
 )

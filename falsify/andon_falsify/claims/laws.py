@@ -10,21 +10,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import hypot
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from andon_falsify.claims.plan_followed import published
-from andon_falsify.claims.schedule import Published
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
 from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
-from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name
-from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, train
+from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
+from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, token_gradients, train
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
 from andon_falsify.subjects.case import PAD, Case, Rows
 from andon_falsify.subjects.trace import LeafMasks, Tensors, Trace, digest
@@ -188,9 +187,15 @@ class TrainerLaw(RunLaw):
         return self._plan[step]
 
     def of(self, step: int) -> RowGradients:
-        pieces, masks = self.pieces(step), self.masks(step)
-        law = row_gradients(self.model, self.before(step), self.trainable, pieces, self.class_weights, masks)
-        return RowGradients(self.rows(step), *law)
+        case, before = self.case, self.before(step)
+        if case.task == "classification":
+            pieces, masks = self.pieces(step), self.masks(step)
+            law = row_gradients(self.model, before, self.trainable, pieces, self.class_weights, masks)
+            return RowGradients(self.rows(step), *law)
+        assert isinstance(self.model, Decoder)
+        rows = tuple(row for item in self.rows(step) for row in case.items[item])
+        of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
+        return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
 
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         return (ParameterGroup(self.trainable, update_rule(self.case), rate_law(self.case)(step)),)
@@ -209,15 +214,13 @@ class TrainerLaw(RunLaw):
 
         def of_leaf(index: int) -> Masks:
             held = self._masks.get((step, leaves[index]))
-            if held is None and self.case.dropout:
-                msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
-                raise LookupError(msg)
-
-            def mask(name: str, shape: tuple[int, ...]) -> Tensor | None:
-                found = held.masks.get(name) if held is not None else None
-                return None if found is None else found.view(shape).double()
-
-            return mask
+            if held is None:
+                if self.case.dropout:
+                    msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
+                    raise LookupError(msg)
+                return no_dropout
+            masks = held.masks
+            return lambda name, shape: masks[name].view(shape).double() if name in masks else None
 
         return of_leaf
 
@@ -375,13 +378,13 @@ class LoopLaw(RunLaw):
 
 def planned_batches(case: Case) -> dict[int, tuple[int, ...]]:
     """The rows of each update of our trainer, by the published rule."""
-    batches = published(range(len(case.rows)), case.seed, case.batch_size)
-    return dict(enumerate(islice(batches, case.updates()), start=1))
+    plan = PublishedPlan(range(len(case.items)), case.seed, case.batch_size, case.updates())
+    return {update: tuple(rows) for update, rows in plan.items()}
 
 
-def rate_law(case: Case) -> Published:
+def rate_law(case: Case) -> PublishedSchedule:
     """The published schedule of our trainer."""
-    return Published(case.lr, case.updates(), 0.1, 1e-6)
+    return PublishedSchedule(case.lr, case.updates(), 0.1, 1e-6)
 
 
 def update_rule(case: Case, *, matrices_only: bool = True) -> UpdateRule:

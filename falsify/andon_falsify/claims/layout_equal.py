@@ -14,7 +14,6 @@ CLAIM = Claim(
     "The gradient's layout (names, shapes, types, order) is the same on every rank and backend.",
     order=120,
     subjects=("trainer", "loop", "ledger"),
-    account="witness",
     needs=(tensors("layout of tensors"),),
     clauses=(Clause("layout-equal", "same"),),
 )

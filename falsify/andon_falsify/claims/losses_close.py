@@ -22,7 +22,6 @@ CLAIM = Claim(
     order=100,
     subjects=("trainer", "loop", "ledger"),
     runs=("alone",),
-    account="witness",
     needs=(tensors("loss of a reference", of_updates=True),),
     clauses=(Clause("loss-equivalent", "same"), Clause("loss-reported")),
 )

@@ -23,7 +23,6 @@ CLAIM = Claim(
     order=110,
     subjects=("trainer", "ledger"),
     trial="memory",
-    account="witness",
     needs=(tensors("bytes of memory"), _counts_bytes),
     clauses=(Clause("memory-budget", "same"),),
 )

@@ -12,7 +12,6 @@ CLAIM = Claim(
     "The reported norm is that of the reduced gradient of the law before clipping.",
     order=150,
     subjects=("trainer",),
-    account="witness",
     needs=(tensors("norm of a reference", of_updates=True), has_law),
     clauses=(Clause("clip-once"),),
 )

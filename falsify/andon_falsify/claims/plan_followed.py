@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count, islice
+from collections.abc import Mapping, Sequence
 
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import MAX_LINES, History, RowId
+from andon_falsify.history import MAX_LINES, History, RowId, RowSet
+from andon_falsify.reference.published import PublishedPlan
 from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, not_applicable, unknown
 
 CLAIM = Claim(
@@ -43,22 +42,6 @@ def check(evidence: Evidence) -> Verdict:
     return unknown(CLAIM, f"{first}, so that the rows that the rule shuffles are not known")
 
 
-def published(rows: Sequence[int], seed: int, batch_size: int, updates: int | None = None) -> Iterator[tuple[int, ...]]:
-    """The global batches of our trainer by its published rule, epoch after epoch without end. None without rows.
-
-    `rows` are shuffled with the key (seed, epoch) and cut into batches; the last batch of an epoch has the rest.
-    updates: of an epoch of packs, which are divided so that earlier updates have at most one more.
-    """
-    sizes = [min(batch_size, len(rows) - at) for at in range(0, len(rows), batch_size)]
-    if updates is not None:
-        sizes = [len(range(first, len(rows), updates)) for first in range(updates)]
-    for epoch in count() if rows else ():
-        order = list(rows)
-        random.Random(f"andon order {seed} {epoch}").shuffle(order)
-        cuts = iter(order)
-        yield from (tuple(islice(cuts, size)) for size in sizes)
-
-
 def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[RowId]] | None:
     """The rows of every update of a ledger by the published rule, None if a part of the rule is unknown.
 
@@ -66,14 +49,16 @@ def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[
     has as many updates as the first.
     """
     plan = history.plan
-    first = [row for event in history.trajectory.values() if event.epoch == 0 for row in event.ids]
-    rows = sorted(row for row in first if isinstance(row, int))
-    if plan.seed is None or not plan.batch_size or not plan.steps or len(set(rows)) != plan.rows:
+    visited, updates = RowSet(), 0
+    for event in history.trajectory.values():
+        if event.epoch == 0:
+            visited.add(row for row in event.ids if isinstance(row, int))
+            updates += 1
+    if plan.seed is None or not plan.batch_size or not plan.steps or len(visited) != plan.rows:
         return None
     # A start line may name any number of steps. No history has more lines, and a thousand missing ones are enough.
     steps = min(plan.steps, max(history.trajectory, default=0) + 1000, MAX_LINES)
-    updates = sum(event.epoch == 0 for event in history.trajectory.values()) if packed else None
-    return dict(enumerate(islice(published(rows, plan.seed, plan.batch_size, updates), steps), start=1))
+    return PublishedPlan(visited.integers(), plan.seed, plan.batch_size, steps, updates if packed else None)
 
 
 def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verdict:
@@ -84,6 +69,7 @@ def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verd
     """
     found: list[Counterexample] = []
     checked, missing = 0, ""
+    owners: dict[int, int] = {}
 
     def differs(what: str, step: int, expected: str, seen: str) -> None:
         found.append(Counterexample(what, f"step {step}", expected, seen, quantity="rows"))
@@ -99,7 +85,10 @@ def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verd
         elif tuple(wanted) != event.ids:
             reordered = Counter(wanted) == Counter(event.ids)
             what = "the planned rows in another order" if reordered else "other rows than planned"
-            owner = next((step for step, rows in sorted(plan.items()) if tuple(rows) == event.ids), None)
+            # Made once: a published plan computes the order of an epoch for the first of its updates.
+            if not owners:
+                owners = {hash(tuple(rows)): step for step, rows in sorted(plan.items(), reverse=True)}
+            owner = owners.get(hash(event.ids))
             what += "" if owner is None else f": those of step {owner}"
             differs(what, event.number, _listed(wanted), _listed(event.ids))
     if history.runs and history.runs[-1].finished:

@@ -19,7 +19,6 @@ CLAIM = Claim(
     order=180,
     subjects=("loop",),
     runs=("random",),
-    account="witness",
     needs=(tensors("state of a generator"),),
     clauses=(
         Clause("modes-agree"),

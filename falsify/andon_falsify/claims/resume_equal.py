@@ -92,9 +92,9 @@ def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
     if whole.place and resumed.place not in ("", whole.place):
         why = f"its ranks went on on {resumed.place} after {whole.place}, and these round otherwise"
         return not_applicable(CLAIM, why)
-    found = [check_histories(History("resumed", cut.seen.events + resumed.seen.events), whole.seen)]
+    found = [check_history(History("resumed", cut.seen.events + resumed.seen.events), whole.seen)]
     if resumed.ledger is not None and whole.ledger is not None and whole.case.contracts:
-        found.append(check_histories(resumed.ledger, whole.ledger))
+        found.append(check_history(resumed.ledger, whole.ledger))
     return merge(found)
 
 
@@ -107,7 +107,7 @@ def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
         return not_applicable(CLAIM, "no run was resumed")
     found = []
     for history in cut:
-        verdict = check_histories(history, whole[0] if whole else None)
+        verdict = check_history(history, whole[0] if whole else None)
         if verdict.outcome is Outcome.UNKNOWN and not verdict.checked and not whole:
             why = "no step was done again; name the uninterrupted run as well, to compare with"
             verdict = not_applicable(CLAIM, why)
@@ -115,7 +115,7 @@ def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
     return merge(found)
 
 
-def check_histories(resumed: History, uninterrupted: History | None = None) -> Verdict:
+def check_history(resumed: History, uninterrupted: History | None = None) -> Verdict:
     """Compare updates done again with their first occurrence, and the trajectory with that of `uninterrupted`.
 
     Unknown if `resumed` was never resumed, or nothing was done again and there is no other history to compare with.

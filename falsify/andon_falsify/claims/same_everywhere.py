@@ -89,9 +89,7 @@ def check(evidence: Evidence) -> Verdict:
         difference = first_difference(alone, evidence.other("again").told)
         return unknown(CLAIM, not_seeded("two runs on one rank", difference)) if difference else verdict
     if evidence.of_loop:
-        from andon_falsify.claims.alike import across
-
-        return across([evidence.sightings, *(run.sightings for run in (*evidence.others.get("alone", ()), *elsewhere))])
+        return check_loop([evidence.sightings, evidence.other("alone").sightings])
     if evidence.trace is not None:
         return check_traces(evidence.other("alone").sightings, evidence.trace)
     if not elsewhere:
@@ -100,7 +98,7 @@ def check(evidence: Evidence) -> Verdict:
     if any(each.start is not None and each.start.watched for each in histories):
         why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
         return not_applicable(CLAIM, why)
-    return check_histories(histories)
+    return compare(histories)
 
 
 def check_traces(base: Trace, *others: Trace) -> Verdict:
@@ -109,10 +107,31 @@ def check_traces(base: Trace, *others: Trace) -> Verdict:
     if elsewhere and base.place:
         why = f"other kinds of device round otherwise: {' and '.join(elsewhere)} against {base.place}"
         return not_applicable(CLAIM, why)
-    return check_histories([base.seen, *(other.seen for other in others)])
+    return compare([base.seen, *(other.seen for other in others)])
 
 
-def check_histories(histories: Sequence[History]) -> Verdict:
+def check_loop(traces: Sequence[Trace]) -> Verdict:
+    """The first trace against each other one: the same global batches on other numbers of ranks and micro-batches.
+
+    To the bit if the loop promises it (`to_the_bit = True`), else within the measured noise if nothing is drawn.
+    """
+    from andon_falsify.claims.alike import alike
+    from andon_falsify.loops.sightings import first_of
+
+    first = first_of(traces[0])
+    if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
+        return unknown(CLAIM, "one number of ranks and one accumulation: there is nothing to compare")
+    sizes = {trace.case.global_batch for trace in traces}
+    if len(sizes) > 1:
+        return unknown(CLAIM, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
+    if "to_the_bit" in first.claims:
+        return compare([trace.seen for trace in traces])
+    if any(first_of(trace).draws for trace in traces):
+        return not_applicable(CLAIM, "forward passes draw random numbers: other ones on another number of ranks")
+    return alike(CLAIM, traces[0], traces[1:])
+
+
+def compare(histories: Sequence[History]) -> Verdict:
     """Compare every history with the first, update by update, and name the first update that differs.
 
     Not applicable if fingerprints differ: bits of another machine are not comparable. Unknown for fewer than two

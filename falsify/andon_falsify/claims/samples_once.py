@@ -10,7 +10,7 @@ from math import ceil
 from typing import TYPE_CHECKING, cast
 
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import History, RowId, StepEvent
+from andon_falsify.history import History, RowId, RowSet, StepEvent
 from andon_falsify.verdict import (
     Claim,
     Clause,
@@ -128,10 +128,16 @@ def check_history(history: History) -> Verdict:
     repeats: list[Counterexample] = []
     first_with: dict[bytes, int] = {}  # by the digest of an epoch's order: all orders may take gigabytes
     for epoch, updates in epochs.items():
-        whole, visits = epoch in complete, _visits(updates)
-        found += _epoch(epoch, visits, rows if whole else None, size if whole else None)
-        if whole and len(visits) >= _ORDERED:
-            before = first_with.setdefault(hashlib.sha256(repr(visits).encode()).digest(), epoch)
+        whole, seen, order, once = epoch in complete, RowSet(), hashlib.sha256(), True
+        for event in updates:
+            visits = _visits(event)
+            once = seen.add(visits) and once
+            order.update(repr([*visits])[1:-1].encode() + b", ")
+        all_seen = size in (None, len(seen)) if rows is None else seen == RowSet(rows)
+        if not once or (whole and not all_seen):
+            found += _epoch(epoch, updates, rows if whole else None, size if whole else None)
+        if whole and len(seen) >= _ORDERED:
+            before = first_with.setdefault(order.digest(), epoch)
             if before != epoch:
                 what = f"the rows came in the order of epoch {before}"
                 repeats.append(_rows(what, f"epoch {epoch}", "another order", "the same order"))
@@ -195,14 +201,10 @@ def _split(event: StepEvent) -> list[Counterexample]:
     return found
 
 
-def _visits(updates: Iterable[StepEvent]) -> list[RowId]:
-    """Visits in the order of updates: as the ranks used them, but in the batch's order if it has the same rows."""
-    visits: list[RowId] = []
-    for event in updates:
-        used = [row for entry in event.ranks for row in entry.ids]
-        same = not used or used == [*event.ids] or Counter(used) == Counter(event.ids)
-        visits.extend(event.ids if same else used)
-    return visits
+def _visits(event: StepEvent) -> Sequence[RowId]:
+    """The rows of an update as the ranks used them, but in the batch's order if it has the same rows."""
+    used = [row for entry in event.ranks for row in entry.ids]
+    return event.ids if not used or used == [*event.ids] or Counter(used) == Counter(event.ids) else used
 
 
 def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tuple[int, ...]:
@@ -217,8 +219,14 @@ def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tu
     return tuple(epochs if finished else list(epochs)[:-1])
 
 
-def _epoch(epoch: int, visits: Sequence[RowId], rows: Sequence[RowId] | None, size: int | None) -> list[Counterexample]:
-    """Repeated rows; in a complete epoch also missing rows, and rows outside the training set."""
+def _epoch(
+    epoch: int, updates: Iterable[StepEvent], rows: Sequence[RowId] | None, size: int | None
+) -> list[Counterexample]:
+    """Repeated rows; in a complete epoch also missing rows, and rows outside the training set.
+
+    It counts all visits in one table, which takes gigabytes for an epoch of millions of rows.
+    """
+    visits = [row for event in updates for row in _visits(event)]
     where, times, found = f"epoch {epoch}", Counter(visits), []
     if twice := _repeated(visits):
         what = f"{len(visits)} visits of {len(times)} rows: some were visited more than once"

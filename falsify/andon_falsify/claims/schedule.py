@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History
+from andon_falsify.reference.published import PublishedSchedule
 from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, merge, not_applicable
 
 if TYPE_CHECKING:
@@ -45,38 +45,8 @@ def check(evidence: Evidence) -> Verdict:
         return not_applicable(CLAIM, "no schedule was declared")
     kind = str(settings.get("schedule.type", "cosine"))  # old runs, which had no other, do not name it
     return check_history(
-        evidence.told, Published(peak, total, fraction, low, kind, None if steps is None else int(steps))
+        evidence.told, PublishedSchedule(peak, total, fraction, low, kind, None if steps is None else int(steps))
     )
-
-
-@dataclass(frozen=True)
-class Published:
-    """Linear warm-up, then from `peak` half a cosine or a line down to `minimum` at the last update, or constant.
-
-    With T = `total` updates, w = `steps`, or floor(`fraction` * T) if that is None, for update t from 1:
-        lr = peak * t / w                                                       for t <= w
-        lr = minimum + (peak - minimum) * (1 + cos(pi * (t - w) / (T - w))) / 2 for t >  w, cosine
-        lr = peak - (peak - minimum) * (t - w) / (T - w)                        for t >  w, linear
-        lr = peak                                                               for t >  w, constant
-    The peak is reached at update w and the minimum at T. A `minimum` above the peak is taken as the peak.
-    """
-
-    peak: float
-    total: int
-    fraction: float = 0.1
-    minimum: float = 0.0
-    kind: str = "cosine"
-    steps: int | None = None
-
-    def __call__(self, step: int) -> float:
-        """The learning rate of update `step`; it stays as it is beyond `total`. Raises `KeyError` for a kind."""
-        low = min(self.minimum, self.peak)
-        warmup = math.floor(self.fraction * self.total) if self.steps is None else self.steps
-        if step <= warmup:
-            return self.peak * step / warmup
-        turn = min(1.0, (step - warmup) / (self.total - warmup)) if self.total > warmup else 1.0
-        left = {"cosine": 0.5 + 0.5 * math.cos(math.pi * turn), "linear": 1.0 - turn, "constant": 1.0}[self.kind]
-        return low + (self.peak - low) * left  # not down from the peak, which would leave its last digits at the end
 
 
 def check_history(history: History, law: Schedule, tolerance: float = 1e-12) -> Verdict:

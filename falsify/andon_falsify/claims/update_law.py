@@ -22,7 +22,6 @@ CLAIM = Claim(
     "gradient clipped once and the rate of the schedule.",
     order=140,
     subjects=("trainer", "loop"),
-    account="witness",
     needs=(tensors("weights", of_updates=True), lambda evidence: evidence.law.why_no_update),
     clauses=(
         Clause("clip-once"),

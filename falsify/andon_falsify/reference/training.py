@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Masks, Params, no_dropout
 from andon_falsify.reference.update import State, UpdateRule, clip
 
@@ -36,6 +37,8 @@ class Piece:
     labels: Tensor
 
 
+TokenRow = tuple[Sequence[int], Sequence[float]]
+"""The tokens of a row, and the weight of each in the loss. Nothing predicts the first token: its weight is unused."""
 PieceMasks = Callable[[int], Masks]
 """Index of a piece in its global batch -> the masks that the subject used there."""
 
@@ -79,29 +82,61 @@ def row_gradients(
     `params` and `trainable` are canonical names. A trainable tensor that the loss does not reach has gradient 0. Raises
     `KeyError` for a trainable name without a parameter, `ValueError` if there are no rows.
     """
+
+    def losses(params: Params) -> Iterator[Tensor]:
+        for index, piece in enumerate(pieces):
+            if len(piece.labels):
+                of_piece = masks(index) if masks else no_dropout
+                logits = model.logits(params, piece.tokens, piece.attention, of_piece)
+                yield row_losses(logits, piece.labels, class_weights)
+
+    return gradients_of(losses, params, trainable)
+
+
+def token_gradients(
+    model: Decoder, params: Params, trainable: Collection[str], rows: Sequence[TokenRow]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `row_gradients`, for instruction tuning: a weighted sum over tokens, divided once by the trained tokens.
+
+    The means over the rows are the loss and gradient of the batch, so a row may count more than its own mean. Each row
+    is computed alone: nothing is packed, padded or masked, and rows cannot attend to each other. Raises `ValueError` if
+    no row has a trained token.
+    """
+    count = sum(weight != 0 for _, weights in rows for weight in weights[1:])
+    if not count:
+        raise ValueError("rows without a trained token have no mean loss")
+
+    def losses(params: Params) -> Iterator[Tensor]:
+        for tokens, weights in rows:
+            ids = torch.tensor(tokens, dtype=torch.int64)
+            logits = model.next_token_logits(params, ids)
+            of_tokens = torch.tensor(weights[1:], dtype=torch.float64) * row_losses(logits[:-1], ids[1:])
+            yield of_tokens.sum(0, keepdim=True) * len(rows) / count
+
+    return gradients_of(losses, params, trainable)
+
+
+def gradients_of(
+    losses: Callable[[Params], Iterable[Tensor]], params: Params, trainable: Collection[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses [rows] that `losses` yields in parts, and the gradient of each, by parameter [rows, *shape]."""
     leaves = {name: params[name].detach().double().requires_grad_() for name in trainable}
-    losses: list[Tensor] = []
+    rows: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {name: [] for name in leaves}
-    for index, piece in enumerate(pieces):
-        if not len(piece.labels):
-            continue
-        of_piece = masks(index) if masks else no_dropout
-        logits = model.logits({**params, **leaves}, piece.tokens, piece.attention, of_piece)
-        of_rows = row_losses(logits, piece.labels, class_weights)
+    for part in losses({**params, **leaves}):
+        rows.append(part.detach())
         gradients = torch.autograd.grad(
-            of_rows,
+            part,
             list(leaves.values()),
-            grad_outputs=torch.eye(len(of_rows), dtype=of_rows.dtype),
+            grad_outputs=torch.eye(len(part), dtype=part.dtype),
             is_grads_batched=True,
             allow_unused=True,
         )
-        losses.append(of_rows.detach())
-        for (name, leaf), part in zip(leaves.items(), gradients, strict=True):
-            parts[name].append(leaf.new_zeros(len(of_rows), *leaf.shape) if part is None else part)
-    if not losses:
-        msg = "a batch of no rows has no gradient of a row"
-        raise ValueError(msg)
-    return torch.cat(losses), {name: torch.cat(of_pieces).detach() for name, of_pieces in parts.items()}
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            parts[name].append(leaf.new_zeros(len(part), *leaf.shape) if gradient is None else gradient)
+    if not rows:
+        raise ValueError("a batch of no rows has no gradient of a row")
+    return torch.cat(rows), {name: torch.cat(each).detach() for name, each in parts.items()}
 
 
 @dataclass(frozen=True)

@@ -58,14 +58,16 @@ class Poison:
 class Case:
     """One run. The first block defines its result; world and backend must not; the rest are circumstances.
 
-    hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight. dropout: in attention
-    and adapter. stop_after: the run is cut off after that update, as by a kill. values: gradients, weights and masks
-    are recorded; memory: live bytes are counted. folder: where files go, for a run that is to be resumed. fault: what
-    is planted. In our trainer that is `named(NAME).plant` of a module, written as `package.module:NAME`; a loop reads
-    the text itself.
+    task: what the rows teach: their class, or (`sft`) their tokens, see `token_weights`; `packed sft` trains several
+    rows as one item. hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight.
+    dropout: in attention and adapter. stop_after: the run is cut off after that update, as by a kill. values: record
+    gradients, weights and masks; memory: count live bytes. folder: for the files of a run that is to be resumed. fault:
+    what is planted: in our trainer `named(NAME).plant` of a module, written as `package.module:NAME`; a loop reads the
+    text itself.
     """
 
     rows: Rows = field(default_factory=lambda: make_rows(13))
+    task: Literal["classification", "sft", "packed sft"] = "classification"
     batch_size: int = 5
     micro_batches: int = 4
     epochs: int = 1
@@ -113,9 +115,31 @@ class Case:
         """Rows of an update of a loop: what the ranks' micro-batches add up to."""
         return self.local_batch * self.accumulation * self.world
 
+    @property
+    def items(self) -> tuple[tuple[int, ...], ...]:
+        """What a plan orders: single rows, or packs of rows with at most `longest` tokens (best-fit decreasing)."""
+        sizes = [len(tokens) for tokens in self.rows.tokens]
+        if self.task != "packed sft":
+            return tuple((row,) for row in range(len(sizes)))
+        packs: list[list[int]] = []
+        for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
+            left = [self.longest - sum(sizes[each] for each in pack) for pack in packs]
+            fitting = [(free, place) for place, free in enumerate(left) if free >= sizes[row]]
+            packs[min(fitting)[1]].append(row) if fitting else packs.append([row])
+        return tuple(map(tuple, packs))
+
+    def token_weights(self, row: int) -> tuple[float, ...]:
+        """sft: the loss weight of each token of a row. The first half is the prompt; every fourth answer is uneven."""
+        size = len(self.rows.tokens[row])
+        prompt = max(1, size // 2)
+        weights = [0.0] * prompt + [1.0] * (size - prompt)
+        if row % 4 == 3 and size > prompt + 1:
+            weights[-2:] = 0.5, 2.0
+        return tuple(weights)
+
     def updates_of_epoch(self, batch: int = 0) -> int:
         """Updates of an epoch of batches of `batch` rows, by default `batch_size`; the last has what is left."""
-        return -(-len(self.rows) // (batch or self.batch_size))
+        return -(-len(self.items) // (batch or self.batch_size))
 
     def updates(self, batch: int = 0) -> int:
         """Updates of the whole case, as far as `max_steps` lets it go."""

@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from andon_falsify.claims.layout_equal import Tensor as Placed
 from andon_falsify.history import History, read_lines
 from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case
 
 Tensors = Mapping[str, Tensor]
+Placed = tuple[str, tuple[int, ...], str]
+"""Name, shape and element type of a tensor."""
 LeafKey = tuple[int, tuple[int, ...]]
 """Update and rows: what names a micro-batch whoever computed it."""
 

@@ -39,7 +39,7 @@ def opening(case: Case, plan: Mapping[str, int], weights: str, resumed_from: int
     }
     if resumed_from:
         return {"kind": "resume", "step": resumed_from, **common}
-    rows = len(case.rows)
+    rows = len(case.items)
     planned = {"rows": rows, "ids": list(range(rows)), "seed": case.seed, "epochs": case.epochs, **plan}
     return {"kind": "start", "run": "case", "plan": planned, **common}
 

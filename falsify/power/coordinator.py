@@ -8,17 +8,16 @@ from typing import Any
 
 from andon.config.schema import Config, Optimizer
 from andon.coordinator import DataParallelCoordinator
-from andon.model.adapter import trainable_parameters
 from andon.pipeline import ClassifyConfig, SafetySample, TransformerConfig
 from andon.step.micro_batch import Leaf
 from andon.step.plan import Schedule
 from andon.step.replica import PartialGradient, Replica
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
-from andon_falsify.subjects.assembly import frozen_of, plan_of
+from andon_falsify.subjects.assembly import plan_of
 from andon_falsify.subjects.case import VOCABULARY, Case
-from andon_falsify.subjects.trace import Reported, Sightings, Trace, assemble_trace, copied, digest
-from andon_falsify.subjects.watching import keep_weights, state_digests, watch_gradient
+from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace, copied
+from andon_falsify.subjects.watching import note_end, note_result, note_start, note_state, watch_gradient
 
 Plant = Callable[[DataParallelCoordinator, ExitStack], None]
 
@@ -93,14 +92,12 @@ def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings)
     seen.state = copied(model.state_dict())
     seen.config = model.get_base_model().config.to_dict()
     for rank, pipeline in enumerate(coordinator.pipelines):
-        named = trainable_parameters(pipeline.model)
-        seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in named.items())
-        seen.start[rank] = digest(named)
-        seen.frozen[rank] = (digest(frozen_of(pipeline.model)), "")
-        _watch(rank, pipeline.replica, case, seen)
+        note_start(seen, rank, pipeline.model)
+        _watch_rows(rank, pipeline.replica, case, seen)
+        watch_gradient(seen, rank, pipeline.replica, values=True)
 
 
-def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
+def _watch_rows(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
     compute, plan = replica.gradients, plan_of(case)
 
     def gradients(step: int, leaves: Sequence[Leaf], *given: Any, **named: Any) -> PartialGradient:
@@ -109,37 +106,20 @@ def _watch(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
         return compute(step, leaves, *given, **named)
 
     replica.gradients = gradients  # type: ignore[method-assign]
-    watch_gradient(seen, rank, replica, values=True)
 
 
 def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
     plan, samples = plan_of(case), samples_of(case)
     schedule = Schedule(Config(optimizer=Optimizer(lr=case.lr)), plan.total_steps)
+    by_rank = {rank: pipeline.replica for rank, pipeline in enumerate(coordinator.pipelines)}
     try:
         for step in range(1, plan.total_steps + 1):
             batch = plan.batch(step)
             coordinator.learning_rate = rate = schedule.rate(step)
             seen.at = step
             told = coordinator.train_batch_parallel([samples[row] for row in batch.ids])
-            seen.reported.append(
-                Reported(
-                    step,
-                    batch.epoch,
-                    batch.position,
-                    batch.ids,
-                    told.total,
-                    told.correct,
-                    rate,
-                    told.avg_loss,
-                    told.grad_norm,
-                )
-            )
-            for rank, pipeline in enumerate(coordinator.pipelines):
-                sight = seen.of(rank, step)
-                sight.weights, sight.optimizer = state_digests(pipeline.replica)
-            keep_weights(seen, step, coordinator.pipelines[0].replica)
+            note_result(seen, batch, told.total, told.correct, rate, told.avg_loss, told.grad_norm)
+            note_state(seen, step, by_rank)
     except Violation as violation:
         seen.violation = (violation.clause, violation.step, str(violation))
-    for rank, pipeline in enumerate(coordinator.pipelines):
-        seen.final[rank] = state_digests(pipeline.replica)
-        seen.frozen[rank] = (seen.frozen[rank][0], digest(frozen_of(pipeline.model)))
+    note_end(seen, by_rank)
