@@ -7,7 +7,7 @@ made it. `TrainerLaw` and `LoopLaw` say which rows an update has and how its opt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
 from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
-from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, token_gradients, train
+from andon_falsify.reference.training import Piece, PieceMasks, RowGradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
 from andon_falsify.subjects.case import PAD, Case, Rows
 from andon_falsify.subjects.trace import LeafMasks, Tensors, Trace, digest
@@ -203,7 +203,7 @@ class TrainerLaw(RunLaw):
         seen = ((ids, self._masks.get((step, ids))) for ids in self._leaves(step))
         return [piece_of(self.case.rows, ids, 0 if leaf is None else leaf.length) for ids, leaf in seen]
 
-    def masks(self, step: int) -> Callable[[int], Masks]:
+    def masks(self, step: int) -> PieceMasks:
         """The dropout masks that the subject drew for each micro-batch of `step`."""
         leaves = self._leaves(step)
 
@@ -218,21 +218,6 @@ class TrainerLaw(RunLaw):
             return lambda name, shape: masks[name].view(shape).double() if name in masks else None
 
         return of_leaf
-
-    def trajectory(self) -> Iterator[Update]:
-        """The whole run from the initial weights, with nothing of the subject but its rates and masks."""
-        rates = {reported.step: reported.lr for reported in self.trace.first.reported}
-        yield from train(
-            self.model,
-            self.initial,
-            self.trainable,
-            map(self.pieces, self._plan),
-            update_rule(self.case),
-            rates.__getitem__,
-            clip_norm=self.case.clip_norm,
-            class_weights=self.class_weights,
-            masks=self.masks,
-        )
 
 
 class LoopLaw(RunLaw):
