@@ -28,7 +28,7 @@ from andon_falsify.claims import (
 )
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.history import read_lines
-from andon_falsify.loops import record as of_loops
+from andon_falsify.loops import subject as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer

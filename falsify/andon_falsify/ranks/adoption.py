@@ -1,7 +1,7 @@
 """Imported by the fork server of the ranks only. It makes the server the parent of every process that a rank orphans.
 
-Without this, init would adopt a process whose rank has died, and nobody could tell which rank had started it. If the
-suite was killed, the server ends at once and removes the suite's folder.
+Without this, init would adopt such a process, and the suite could not find it. If the suite was killed, the server ends
+at once and removes the suite's folder.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from andon_falsify.ranks import leftovers
 from andon_falsify.ranks.rank import Answer, RankSpec, serve
-from andon_falsify.ranks.server import SERVER, RankProcess
+from andon_falsify.ranks.server import SERVER, RankProcess, Stray, kill
 
 DEADLINE_S = 90.0
 START_S = 60.0
@@ -67,7 +66,7 @@ class RankPool:
         if not answers:
             answers = self._ask(pickle.dumps((work, argument)))
         pids = self.pids
-        if leftovers.strays(SERVER.pid, pids, _LEFTOVERS_END_S) or not all(each.usable for each in answers.values()):
+        if SERVER.strays(pids, _LEFTOVERS_END_S) or not all(each.usable for each in answers.values()):
             left = self._end()
             for number, pid in enumerate(pids):
                 own = [stray for stray in left if stray.rank == pid or (number == 0 and stray.rank not in pids)]
@@ -88,7 +87,7 @@ class RankPool:
         for number in range(self.world):
             spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self.deadline_s, self.backend)
             ours, theirs = Pipe()
-            process = RankProcess(target=serve, args=(spec, theirs), daemon=True)
+            process = RankProcess(target=serve, args=(spec, theirs))  # no daemon: its data loader may have workers
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, spec.printed))
@@ -136,7 +135,7 @@ class RankPool:
             return Answer(error=f"an answer that cannot be read: {type(error).__name__}: {error}", usable=False)
         return answer
 
-    def _end(self) -> list[leftovers.Stray]:
+    def _end(self) -> list[Stray]:
         """End the ranks, and return what they have left behind, which is killed."""
         pids = self.pids
         for rank in self._ranks:
@@ -150,8 +149,8 @@ class RankPool:
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
-        left = leftovers.strays(SERVER.pid, pids, _LEFTOVERS_END_S)
-        leftovers.end(left, self._grace_s)
+        left = SERVER.strays(pids, _LEFTOVERS_END_S)
+        kill([stray.process for stray in left], self._grace_s)
         return left
 
 

@@ -1,4 +1,4 @@
-"""The fork server of the ranks. When the suite's process ends, the server and all that it started have ended before.
+"""The fork server of the ranks, and the processes that come of it. All have ended when the suite's process ends.
 
 Multiprocessing has one fork server per process, and its first user decides which modules that server imports. Ranks
 need a server that has imported `adoption`, whichever library starts processes first.
@@ -7,11 +7,13 @@ need a server that has imported `adoption`, whichever library starts processes f
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -32,10 +34,23 @@ PRELOADED = (
 """Imported once, by a server that starts no thread, so that a rank starts in milliseconds."""
 FOLDER = "ANDON_FALSIFY_FOLDER"
 """A variable of the server's environment: the folder that the server removes if the suite was killed."""
-_BEFORE_FOLDERS, _LAST = -50, -200
-"""Exit priorities: after this process's own children have ended; and after multiprocessing has removed its folder."""
+_FIRST, _LAST = 10, -200
+"""Exit priorities: before multiprocessing waits for its processes; and after it has removed its folder."""
 _GRACE_S = 5.0
-_POLL_S = 0.005
+_POLL_S = 0.01
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Stray:
+    """A process that outlived the case that started it. rank: the pid of the rank that it is from, 0 if unknown."""
+
+    process: psutil.Process
+    command: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.process.pid} ({self.command})"
 
 
 class Server:
@@ -51,18 +66,13 @@ class Server:
         """The folder for files of the ranks. It goes with this process, even if this process is killed."""
         return Path(util.get_temp_dir())
 
-    @property
-    def pid(self) -> int:
-        """The server's process, 0 if it does not run."""
-        return self._server._forkserver_pid or 0
-
     def fork(self, descriptors: Sequence[int]) -> tuple[int, int]:
         """Fork a process that inherits `descriptors`. Returns two pipe ends: for reading its pid, and for its work.
 
         Only this process receives a Ctrl-C. Otherwise it would end the server in the middle of an import.
         """
         if not self._stops_at_exit:
-            util.Finalize(None, self.stop, exitpriority=_BEFORE_FOLDERS)
+            util.Finalize(None, self.stop, exitpriority=_FIRST)
             util.Finalize(None, _stop_tracker, exitpriority=_LAST)
             self._stops_at_exit = True
         # The server and multiprocessing's tracker must not look for modules in the folder that they are started in.
@@ -73,11 +83,45 @@ class Server:
         found: tuple[int, int] = self._server.connect_to_new_process(descriptors)
         return found
 
+    def strays(self, ranks: Collection[int], wait_s: float) -> list[Stray]:
+        """The processes that ranks with these pids, dead or alive, have left behind, and that run after `wait_s`.
+
+        A rank leads a session. Its descendants have it as an ancestor, or have its session, or else the server has
+        adopted them.
+        """
+        deadline = time.monotonic() + wait_s
+        while (found := self._strays(ranks)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return found
+
+    def _strays(self, ranks: Collection[int]) -> list[Stray]:
+        living = {child.pid for child in multiprocessing.active_children()} | set(ranks)
+        found = []
+        for process in self._descendants():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has just ended
+                if process.pid in living or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                above = [os.getsid(process.pid), *(parent.pid for parent in process.parents())]
+                rank = next((pid for pid in above if pid in ranks), 0)
+                if rank or living.isdisjoint(above):
+                    words = " ".join(process.cmdline())
+                    found.append(Stray(process, words if len(words) <= _SHOWN else f"{words[:_SHOWN]}...", rank))
+        return found
+
+    def _descendants(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            if self._server._forkserver_pid is not None:
+                return list(psutil.Process(self._server._forkserver_pid).children(recursive=True))
+        return []
+
     def stop(self) -> None:
-        """Kill every process that came of the server, then the server."""
-        if self.pid:
-            with _interrupts_blocked(), suppress(OSError, psutil.NoSuchProcess):  # its socket's folder may be gone
-                _kill_with_descendants(psutil.Process(self.pid))
+        """Kill every process that came of the server, then the server: while it lives, it adopts what they leave."""
+        pid, deadline = self._server._forkserver_pid, time.monotonic() + _GRACE_S
+        if pid is not None:
+            with _interrupts_blocked(), suppress(OSError):  # its socket's folder may be gone
+                while (found := self._descendants()) and time.monotonic() < deadline:
+                    kill(found, _POLL_S)
+                os.kill(pid, signal.SIGKILL)
                 self._server._stop()
 
 
@@ -96,7 +140,7 @@ class RankProcess(BaseProcess):
 
 
 class _Launch(popen_forkserver.Popen):
-    """Multiprocessing's own way to start a process, with our server instead of its own."""
+    """Starts a process as multiprocessing does, but from `SERVER`."""
 
     _fds: list[int]
 
@@ -137,16 +181,12 @@ def _interrupts_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _kill_with_descendants(server: psutil.Process) -> None:
-    """The server last: while it lives, it adopts what its dead descendants leave."""
-    deadline = time.monotonic() + _GRACE_S
-    with suppress(psutil.NoSuchProcess):
-        while (found := server.children(recursive=True)) and time.monotonic() < deadline:
-            for process in found:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            time.sleep(_POLL_S)
-        server.kill()
+def kill(processes: Sequence[psutil.Process], wait_s: float) -> None:
+    """Kill them, and wait until they are gone, at most `wait_s` seconds."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, wait_s)
 
 
 def _stop_tracker() -> None:
