@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from andon_contracts.clauses import CLAUSES
 from andon_falsify.campaign.findings import diagnosed, explain, held_by_rest, mistake
-from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.request import read_request
 from andon_falsify.claims import CLAIMS
 from andon_falsify.claims.clauses import ALIASES, NO_CLAIM, table
 from andon_falsify.cli.campaign import ReportFiles, show
+from andon_falsify.ranks.errors import root_cause
 from andon_falsify.report.document import json_bytes, parse
 from andon_falsify.report.findings import Expected, Finding, Report, reasons, verdict_lines
 from andon_falsify.subjects.case import Case, make_rows
@@ -359,8 +359,8 @@ def test_without_a_factor_a_smaller_case_must_keep_what_was_found() -> None:
     ],
 )
 def test_the_cause_is_named_and_not_its_echo(errors: dict[int, str], said: str) -> None:
-    assert blame(errors).startswith(said)
-    assert "\n" not in blame(errors)
+    assert root_cause(errors).startswith(said)
+    assert "\n" not in root_cause(errors)
 
 
 def test_the_place_of_an_error_is_that_in_the_subjects_own_code() -> None:
@@ -370,11 +370,11 @@ def test_the_place_of_an_error_is_that_in_the_subjects_own_code() -> None:
         '  File "/x/mine.py", line 12, in train\n'
         '  File "/x/site-packages/torch/nn.py", line 9, in forward\n'
     )
-    assert blame({0: text}) == "rank 0: ValueError: bad at /x/mine.py:12 in train"
+    assert root_cause({0: text}) == "rank 0: ValueError: bad at /x/mine.py:12 in train"
 
 
 def test_the_first_reasons_are_shown_and_the_others_counted() -> None:
-    cut = blame({0: "x", 1: "y\nit left processes behind: z"})
+    cut = root_cause({0: "x", 1: "y\nit left processes behind: z"})
     many = Verdict("sum", Outcome.UNKNOWN, (cut, "b", "c", "d; e"))
     assert reasons(many) == f"{cut}; b; c; and 1 more"
     assert reasons(Verdict("sum", Outcome.HOLDS, checked=1, worst=4e-7)) == "largest relative error 4.00e-07"

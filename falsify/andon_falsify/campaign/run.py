@@ -62,7 +62,7 @@ class Campaign:
             found = self._tried(trial)
             self.said += [TrialVerdict(trial, verdict) for verdict in found.values()]
             yield trial, found
-        if not self.exact:
+        if not self.exact and self.budget.shrink_s:
             for smallest in self._smallest():
                 self.said.append(smallest)
 
@@ -94,8 +94,12 @@ class Campaign:
         names = self.bench.kinds[trial.kind] & self.claims
         if why := self._give_up_reason(trial):
             return {claim.name: unknown(claim, why) for claim in self.bench.claims if claim.name in names}
-        found = self._judged(trial, names)
+        began = time.monotonic()
+        found = self._judged(trial, names, self.budget.deadline_s)
         if {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}:
+            if time.monotonic() - began >= self.budget.deadline_s / 2:
+                place = (trial.case.backend, max(_worlds(trial)))
+                self._late[place] = self._late.get(place, 0) + 1
             self._failures.append(next(iter(found.values())).why)
             self._failed.add(trial.place)
         else:
@@ -115,19 +119,12 @@ class Campaign:
             return self._failures[-1]
         return ""
 
-    def _judged(self, trial: Trial, claims: frozenset[str], deadline_s: float | None = None) -> Mapping[str, Verdict]:
+    def _judged(self, trial: Trial, claims: frozenset[str], deadline_s: float) -> Mapping[str, Verdict]:
         """The verdicts of a trial on `claims`. A trial that was judged on them before is not run again."""
         known = self._known.setdefault(trial, {})
         if not claims <= known.keys():
-            deadline_s = self.budget.deadline_s if deadline_s is None else deadline_s
             self.limit(deadline_s)
-            began = time.monotonic()
-            found = self.bench.attempt(trial, claims)
-            known |= {name: found[name] for name in found if name in claims}
-            nothing = {each.outcome for each in found.values()} == {Outcome.UNKNOWN}
-            if nothing and time.monotonic() - began >= deadline_s / 2:
-                place = (trial.case.backend, max(_worlds(trial)))
-                self._late[place] = self._late.get(place, 0) + 1
+            known |= self.bench.attempt(trial, claims)
         return {name: verdict for name, verdict in known.items() if name in claims}
 
     def _smallest(self) -> Iterator[TrialVerdict]:
@@ -141,7 +138,7 @@ class Campaign:
             now = time.monotonic()
             first = max(found, key=_telling)
             trial = self._shrunk(first, now + (end - now) / (len(fallen) - place))
-            yield TrialVerdict(trial, self._judged(trial, frozenset({claim}))[claim], shrunk=True)
+            yield TrialVerdict(trial, self._known[trial][claim], shrunk=True)
 
     def _shrunk(self, first: TrialVerdict, end: float) -> Trial:
         claim, why = first.verdict.claim, mistake(first.verdict.counterexamples[0], first.trial.case)

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from andon_falsify.campaign.request import Request
-from andon_falsify.campaign.run import opened
+from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.verdict import Claim, Verdict, merge
 
 Place = tuple[str, int, int]
@@ -47,26 +47,23 @@ class Suite:
     def tests(self) -> Iterator[ClaimAtPlace]:
         """Every selected claim at every place with a trial that judges it, place by place."""
         for place in dict.fromkeys(trial.place for trial in self._campaign.trials):
-            judged = self._judged_at(place)
+            judged = self._at(place).claims
             yield from (ClaimAtPlace(place, claim.name) for claim in self.claims if claim.name in judged)
-
-    def _judged_at(self, place: Place) -> frozenset[str]:
-        kinds = {trial.kind for trial in self._campaign.trials if trial.place == place}
-        return self._campaign.claims & frozenset().union(*(self._campaign.bench.kinds[kind] for kind in kinds))
 
     def verdict(self, tried: ClaimAtPlace) -> Verdict:
         """The verdict of the trials of the place on the claim; each counterexample has the command that repeats it."""
         if tried.place not in self._held:
-            self._held[tried.place] = self._run(tried.place)
+            campaign = self._at(tried.place)
+            for _ in campaign.run():
+                pass
+            self._held[tried.place] = {cell.claim: merge(cell.findings) for cell in campaign.report().cells}
         return self._held[tried.place][tried.claim]
 
-    def _run(self, place: Place) -> dict[str, Verdict]:
-        """Run the trials of one place, with its share of the time; a smaller counterexample may lie at another."""
+    def _at(self, place: Place) -> Campaign:
+        """The trials of one place, with its share of the time; a smaller counterexample may lie at another."""
         whole = self._campaign
-        trials = tuple(trial for trial in whole.trials if trial.place == place)
+        trials = [trial for trial in whole.trials if trial.place == place]
+        judged = frozenset().union(*(whole.bench.kinds[trial.kind] for trial in trials))
         share = whole.budget.shrink_s / len({trial.place for trial in whole.trials})
         budget = replace(whole.budget, shrink_s=share)
-        campaign = replace(whole, trials=trials, claims=self._judged_at(place), budget=budget)
-        for _ in campaign.run():
-            pass
-        return {cell.claim: merge(cell.findings) for cell in campaign.report().cells}
+        return replace(whole, trials=trials, claims=whole.claims & judged, budget=budget)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from andon.console.html import escaping, source
 from andon.run.atomic import write_whole
-from andon_falsify.report.findings import Report
+from andon_falsify.report.findings import Report, count_marks, reasons
 from andon_falsify.report.page.curve import draw
 from andon_falsify.report.page.view import CLASSES, Page, filter_rules, width_rule
 
@@ -36,8 +36,9 @@ def render(report: Report) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     template = escaping(_part("page.html.j2"), _MOST_CHARACTERS)
+    functions = {"draw": draw, "reasons": reasons, "count_marks": count_marks}
     trusted = {"style": Markup(style), "script": Markup(script), "policy": policy}
-    return template.render(page=page, report=report, classes=CLASSES, draw=draw, **trusted)
+    return template.render(page=page, report=report, classes=CLASSES, **functions, **trusted)
 
 
 def _part(name: str) -> str:

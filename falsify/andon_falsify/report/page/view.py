@@ -7,8 +7,8 @@ from collections import Counter
 from functools import cached_property
 
 from andon_contracts.legible import counted
-from andon_falsify.report.findings import Cell, Column, Mark, Report, Table, count_marks, reasons
-from andon_falsify.verdict import Outcome, Verdict
+from andon_falsify.report.findings import Cell, Mark, Report, Table, count_marks
+from andon_falsify.verdict import Outcome
 
 _LONGEST_NAME = 60
 _FELL = (Mark.FALSIFIED, Mark.EXPECTED)
@@ -72,18 +72,6 @@ class Page:
         known = ", as expected" if expected == broken == 1 else known
         name = _short(str(subjects[0]))
         return f"{name} breaks {broken or 'none'} of {counted(len(decided), 'claim')} that could be checked{known}"
-
-    def tally(self, subject: Column) -> dict[Mark, int]:
-        """How many cells of a column have each mark."""
-        return count_marks(self.table.of(subject))
-
-    def finding_class(self, verdict: Verdict) -> str:
-        """The class of a single finding."""
-        return CLASSES[Mark(verdict.outcome.value)]
-
-    def why(self, verdict: Verdict) -> str:
-        """The first reasons."""
-        return reasons(verdict)
 
     def gist(self, cell: Cell) -> str:
         """The second line of a cell: the ratio of a counterexample, else the number of places."""
