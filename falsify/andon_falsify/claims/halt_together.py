@@ -152,17 +152,17 @@ def check_history(
             if first.step and any(event.number >= first.step + applied for event in done):
                 fail("the violated step was recorded as an update", first.step, "no update", "an update")
     if planted is not None:
-        recorded_all, last = history.of_kind("violation"), max(history.trajectory, default=0)
-        checked += bool(recorded_all or last >= planted - 1)
-        if not recorded_all and last < planted - 1:
+        violations, last = list(history.of_kind("violation")), max(history.trajectory, default=0)
+        checked += bool(violations or last >= planted - 1)
+        if not violations and last < planted - 1:
             missing = f"the run never reached step {planted}, where the fault was planted"
-        elif not recorded_all:
+        elif not violations:
             seen = f"the run went on to step {last}" if last > planted else f"its last update is step {last}"
             fail("a planted fault left no violation", planted, f"a violation at step {planted}", seen)
-        elif recorded_all[0].step != planted:
-            fail("noticed at another step", planted, str(planted), str(recorded_all[0].step))
-        elif clause and recorded_all[0].fields.get("clause") != clause:
-            fail("another clause was named", planted, clause, str(recorded_all[0].fields.get("clause")))
+        elif violations[0].step != planted:
+            fail("noticed at another step", planted, str(planted), str(violations[0].step))
+        elif clause and violations[0].fields.get("clause") != clause:
+            fail("another clause was named", planted, clause, str(violations[0].fields.get("clause")))
     if stopped_at:
         checked += 1
         if len(set(stopped_at.values())) > 1:
