@@ -214,7 +214,7 @@ def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> tuple[st
 
 
 def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
-    """Whether something of the update before is in it: all of its gradient, or one rank's part of it."""
+    """Whether the gradient contains that of the update before, or one rank's part of it."""
     if step - 1 not in law.updates or not law.rows(step - 1):
         return ""
     planned = rows.mean(0)
@@ -266,7 +266,7 @@ def _relabelled(law: LoopLaw, step: int, seen: Tensor) -> str:
 
 
 def _counted(ids: Sequence[int], rows: Tensor, seen: Tensor) -> str:
-    """`rows 3, 5 count 2 times, row 7 not at all`, by least squares; "" if it is no sum of independent rows."""
+    """`rows 3, 5 count 2 times, row 7 not at all`, by least squares; "" unless it is a sum of independent rows."""
     import torch
 
     if rows.shape[0] > rows.shape[1] or float(torch.linalg.svdvals(rows)[-1]) * 1e-3 <= 1e-6 * float(seen.norm()):

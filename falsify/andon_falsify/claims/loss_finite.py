@@ -19,7 +19,7 @@ def _reports_losses(evidence: Evidence) -> str:
 CLAIM = Claim(
     "loss-finite",
     1,
-    "The loss and the norm of the reduced gradient of every update are finite.",
+    "Every reported loss, and every reported norm of a reduced gradient, is finite.",
     order=80,
     subjects=("trainer", "loop", "script", "ledger"),
     needs=(_reports_losses,),

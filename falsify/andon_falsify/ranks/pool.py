@@ -87,7 +87,7 @@ class RankPool:
         for number in range(self.world):
             spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self.deadline_s, self.backend)
             ours, theirs = Pipe()
-            process = RankProcess(target=serve, args=(spec, theirs), daemon=True)
+            process = RankProcess(target=serve, args=(spec, theirs))  # no daemon: its data loader may have workers
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, spec.printed))

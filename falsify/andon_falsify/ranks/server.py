@@ -34,8 +34,8 @@ PRELOADED = (
 """Imported once, by a server that starts no thread, so that a rank starts in milliseconds."""
 FOLDER = "ANDON_FALSIFY_FOLDER"
 """A variable of the server's environment: the folder that the server removes if the suite was killed."""
-_BEFORE_FOLDERS, _LAST = -50, -200
-"""Exit priorities: after this process's own children have ended; and after multiprocessing has removed its folder."""
+_FIRST, _LAST = 10, -200
+"""Exit priorities: before multiprocessing waits for its processes; and after it has removed its folder."""
 _GRACE_S = 5.0
 _POLL_S = 0.01
 _SHOWN = 60
@@ -72,7 +72,7 @@ class Server:
         Only this process receives a Ctrl-C. Otherwise it would end the server in the middle of an import.
         """
         if not self._stops_at_exit:
-            util.Finalize(None, self.stop, exitpriority=_BEFORE_FOLDERS)
+            util.Finalize(None, self.stop, exitpriority=_FIRST)
             util.Finalize(None, _stop_tracker, exitpriority=_LAST)
             self._stops_at_exit = True
         # The server and multiprocessing's tracker must not look for modules in the folder that they are started in.
