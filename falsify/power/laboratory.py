@@ -40,7 +40,7 @@ ONE_RUN = tuple(claim for claim in claims_of("loop") if claim.trial == LAW and n
 
 @dataclass(frozen=True)
 class Observation:
-    """Runs, or a table of calls: what each claim says, a digest of all, and the clause that stopped our trainer."""
+    """The verdicts on some runs, a digest of the observations, and the clause that stopped our trainer."""
 
     verdicts: Mapping[str, Verdict]
     signature: str
