@@ -99,8 +99,8 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
     found = _other_settings(first, other) if ours.fields.get("identity") != theirs.fields.get("identity") else []
     for name, called in _MADE_OF.items():
         held = [start.fields.get("digests") for start in (ours, theirs)]
-        digests = {each.get(name) if isinstance(each, Mapping) else None for each in held}
-        if len(digests) > 1 and None not in digests:
+        digests = [each.get(name) if isinstance(each, Mapping) else None for each in held]
+        if None not in digests and digests[0] != digests[1]:
             found.append(called)
     return f"{other.path} is of another job than {first.path}, with other {', '.join(found)}" if found else ""
 

@@ -125,13 +125,30 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
     found = disowned(resumed)
     if not found and not any(run.resumed for run in resumed.runs):
         return unknown(CLAIM, f"{resumed.name} was never resumed")
-    checked, differing = _repeated(resumed)
-    found += [*differing, *_gaps(resumed)]
-    missing = ""
+    checked, missing = 0, ""
+    first: dict[int, StepEvent] = {}
+    for event in resumed.steps:
+        before = event if event.line in resumed.retracted else first.setdefault(event.number, event)
+        if before is not event:
+            checked += 1
+            found += _differ(event, before, "done again after a resume", resumed.name)
+    done = 0
+    for run in resumed.runs:
+        expected = done + 1
+        for event in run.steps:
+            if event.number > expected:
+                steps = (f"step {expected}", f"step {event.number}")
+                found.append(Counterexample(f"step {expected} was never done", f"step {event.number}", *steps))
+            expected = event.number + 1
+            done = max(done, event.number)
     if uninterrupted is not None:
-        compared, apart = _against(resumed, uninterrupted)
-        checked += compared
-        found += apart
+        for number, event in resumed.trajectory.items():
+            twin = uninterrupted.trajectory.get(number)
+            apart = [] if twin is None else _differ(event, twin, "differs from the uninterrupted run", resumed.name)
+            checked += twin is not None
+            found += apart
+            if apart:
+                break
         last, reached = max(uninterrupted.trajectory, default=0), max(resumed.trajectory, default=0)
         if reached < last and resumed.runs[-1].finished:
             what, counts = "the resumed run ended early", (f"{last} updates", str(reached))
@@ -139,19 +156,6 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         elif reached < last:
             missing = f"{resumed.name} got to step {reached} of {last}"
     return conclude(CLAIM, checked, found, missing)
-
-
-def _repeated(history: History) -> tuple[int, list[Counterexample]]:
-    checked, found = 0, []
-    first: dict[int, StepEvent] = {}
-    for event in history.steps:
-        if event.line in history.retracted:
-            continue
-        before = first.setdefault(event.number, event)
-        if before is not event:
-            checked += 1
-            found += _differ(event, before, "done again after a resume", history.name)
-    return checked, found
 
 
 def disowned(history: History) -> list[Counterexample]:
@@ -179,33 +183,6 @@ def disowned(history: History) -> list[Counterexample]:
                 found.append(Counterexample(what, f"line {event.line}", wanted, said, quantity="record"))
             last, broken = min(last, kept), None
     return found
-
-
-def _gaps(history: History) -> list[Counterexample]:
-    """Each run must continue from an update that an earlier one reached."""
-    found, done = [], 0
-    for run in history.runs:
-        expected = done + 1
-        for event in run.steps:
-            if event.number > expected:
-                what = f"step {expected} was never done"
-                found.append(Counterexample(what, f"step {event.number}", f"step {expected}", f"step {event.number}"))
-            expected = event.number + 1
-            done = max(done, event.number)
-    return found
-
-
-def _against(resumed: History, whole: History) -> tuple[int, list[Counterexample]]:
-    checked = 0
-    for number, event in resumed.trajectory.items():
-        twin = whole.trajectory.get(number)
-        if twin is None:
-            continue
-        checked += 1
-        found = _differ(event, twin, "differs from the uninterrupted run", resumed.name)
-        if found:
-            return checked, found
-    return checked, []
 
 
 def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Counterexample]:
