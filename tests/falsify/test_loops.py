@@ -116,7 +116,7 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
 
 def test_noise_that_was_measured_as_0_is_no_missing_measurement(pools: RankPools) -> None:
     """Else the bound would be that of a model whose noise cannot be measured, a thousand times as much."""
-    trace = LoopSubject("andon_falsify.peers.plain:make", pools=pools).run(SGD.but(lr=0.0))
+    trace = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools).run(SGD.but(lr=0.0))
     assert noise(trace) == dict.fromkeys(range(1, 7), 0.0)
 
 

@@ -273,7 +273,7 @@ def _exactly(request: Request) -> list[Trial]:
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
     """When and where a campaign is run, what is expected of it, and the requested backends that cannot be run here."""
     peer = PEERS.get(request.subject) if request.script is None else None
-    known = {claim: reason for (_, claim), reason in (peer.expectations if peer is not None else {}).items()}
+    known = {} if peer is None else peer.expectations
     expected = [Expected(bench.subject, claim, reason) for claim, reason in known.items()]
     expected = [each for each in expected if each.claim not in request.expected_failed]
     expected += [Expected(bench.subject, claim, reason, True) for claim, reason in request.expected_failed.items()]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.scripts import Command, Done, run
@@ -80,7 +80,7 @@ class ScriptBench(Bench):
 
     def evidence(self, trial: Trial) -> Evidence:
         """See `Bench.evidence`."""
-        return replace(self._run(trial.case), others=FurtherRuns(partial(self._further, trial.case)))
+        return replace(self._run(trial.case), further=partial(self._further, trial.case))
 
     def _further(self, case: Case, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         alone = case.but(world=1, micro_batches=1)

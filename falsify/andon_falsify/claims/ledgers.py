@@ -13,7 +13,7 @@ from andon.console.problems import InputError, Problem
 from andon_falsify.claims import claims_of, judged_by
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, read_history
-from andon_falsify.verdict import Claim, Verdict, merge, repeatable, unknown
+from andon_falsify.verdict import Claim, Verdict, merge, unknown
 
 if TYPE_CHECKING:
     from andon.config.schema import Config
@@ -83,11 +83,12 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
         if claim.name in _TOGETHER and apart:
             verdict = unknown(claim, f"not comparable: {apart}")
         elif claim.name in _TOGETHER:
-            verdict = judged_by(claim, replace(evidence[0], others={"elsewhere": tuple(evidence[1:])}))
+            verdict = judged_by(claim, replace(evidence[0], elsewhere=tuple(evidence[1:])))
         else:
             each = (judged_by(claim, one) for one in evidence)
             verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
-        found.append(repeatable(verdict, None, command))
+        named = tuple(replace(each, repro=command) for each in verdict.counterexamples)
+        found.append(replace(verdict, counterexamples=named))
     return tuple(found)
 
 

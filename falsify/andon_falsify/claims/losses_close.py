@@ -41,9 +41,9 @@ def check(evidence: Evidence) -> Verdict:
         wanted = {expected.step: expected.loss for expected in law.expected}
         verdicts = [compare(seen, wanted, evidence.noise.loss, law.factors)]
     if trace.case.backend == "mixed" and not trace.case.dropout:  # a GPU draws other masks than a CPU
-        for alone in evidence.others.get("alone", ()):
-            if alone.sightings.place != trace.place:
-                verdicts.append(compare(seen, _reported(alone), MIXED_TOLERANCE, law.factors))
+        alone = evidence.find("alone")
+        if alone is not None and alone.sightings.place != trace.place:
+            verdicts.append(compare(seen, _reported(alone), MIXED_TOLERANCE, law.factors))
     return merge(verdicts)
 
 

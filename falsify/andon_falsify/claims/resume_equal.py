@@ -68,13 +68,13 @@ _ONE_ORDER = 2
 def check(evidence: Evidence) -> Verdict:
     """The run against a killed one (`others["cut"]`) and the run that resumed it (`others["resumed"]`).
 
-    A ledger alone is judged by the updates that it holds twice, and against an uninterrupted one of
-    `others["elsewhere"]`.
+    A ledger alone is judged by the updates that it holds twice, and against an uninterrupted one that
+    is `elsewhere`.
     """
     if evidence.of_script:
         return check_script(evidence.told, evidence.other("cut").told, evidence.other("resumed").told)
     if evidence.trace is None:
-        return _check_ledgers([evidence, *evidence.others.get("elsewhere", ())])
+        return _check_ledgers([evidence, *evidence.elsewhere])
     cut, again = evidence.other("cut").sightings, evidence.other("resumed").sightings
     if evidence.declares("to_the_bit"):
         return _check_bits(evidence.trace, cut, again)

@@ -77,11 +77,10 @@ _NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
 
 
 def check(evidence: Evidence) -> Verdict:
-    """The run against `others["alone"]`, the same on one rank, and `others["elsewhere"]`, on other layouts.
+    """The run against `others["alone"]`, the same on one rank; a ledger against those that are `elsewhere`.
 
     If a script differs, `others["again"]` shows whether its run on one rank differs from itself too.
     """
-    elsewhere = evidence.others.get("elsewhere", ())
     if evidence.of_script:
         alone = evidence.other("alone").told
         verdict = check_layouts(alone, evidence.told, evidence.layout)
@@ -93,9 +92,9 @@ def check(evidence: Evidence) -> Verdict:
         return check_loop([evidence.sightings, evidence.other("alone").sightings])
     if evidence.trace is not None:
         return check_traces(evidence.other("alone").sightings, evidence.trace)
-    if not elsewhere:
+    if not evidence.elsewhere:
         return not_applicable(CLAIM, "one ledger; name others of the same run elsewhere")
-    histories = [evidence.told, *(other.told for other in elsewhere)]
+    histories = [evidence.told, *(other.told for other in evidence.elsewhere)]
     if any(each.start is not None and each.start.watched for each in histories):
         why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
         return not_applicable(CLAIM, why)
