@@ -124,7 +124,7 @@ def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
 
 
 def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> Any:
-    """The trainer's own journal; what it is told is noted, and the run is cut off if the case says so."""
+    """The trainer's own journal. Notes every result, and cuts the run off after the update that the case names."""
     inner, case, seen = files or Journal(), parts.case, parts.seen
 
     def step(batch: GlobalBatch, result: StepResult, record: Step) -> None:
