@@ -49,7 +49,7 @@ from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular
 from andon_contracts.violation import Finding, Violation
 from andon_falsify.claims.ledgers import read_run, verify
-from andon_falsify.cli.command import internal
+from andon_falsify.cli.falsify import internal
 from andon_falsify.history import read_history
 from andon_falsify.verdict import Outcome
 from tests.cli.command import cli
@@ -422,7 +422,7 @@ def test_foreign_text_does_not_act_on_a_terminal(model_run: Path, tmp_path: Path
 
 def test_a_checker_waits_for_no_pipe_in_the_place_of_a_ledger(run: Path) -> None:
     _pipe(RunFolder(run).ledger)
-    with pytest.raises(OSError, match="is no file, but a pipe or a device"):
+    with pytest.raises(OSError, match="is a pipe or a device, not a file"):
         read_run(run)
 
 

@@ -17,8 +17,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
 from falsify.power import looped, registry
-from falsify.power.laboratory import Attempt, Laboratory, Observation
-from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, Observation
 from falsify.power.looped import make, named
 from falsify.power.looped.fault import SGD, LoopFault, Outside
 
@@ -64,7 +63,7 @@ def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(mo
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
-        return conclude(named_claim(summed.claim), 1, [] if evidence.sightings.case.contracts else [wrong])
+        return conclude(named_claim(summed.claim), 1, [] if evidence.observed.case.contracts else [wrong])
 
     monkeypatch.setitem(CHECKS, summed.claim, falls)
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems
@@ -131,7 +130,7 @@ def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> 
 
 def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
     """The seed's workers differ in gradients and optimizer moments, and continue with equal weights."""
-    trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
+    trace = LoopSubject("andon_falsify.peers.seed:SeedLoop", pools=pools).run(SGD.but(momentum=0.9))
     verdict = replicas_agree.check(of_trace(trace))
     assert verdict.outcome is Outcome.FALSIFIED
     digests = {step.number: {entry.weights for entry in step.ranks} for step in trace.seen.steps}

@@ -19,13 +19,12 @@ from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.claims.resume_equal import check_script as resumed
-from andon_falsify.claims.same_everywhere import check_layouts
+from andon_falsify.claims.same_everywhere import COMPARED, check_layouts
 from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.claims.updates import first_difference
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import run
+from andon_falsify.scripts import Command, run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.written_runs import PLAIN, copying, lines
@@ -150,6 +149,20 @@ def test_another_number_of_updates_falls_where_the_rows_are_known() -> None:
     told = {**step, "ids": [1, 2]}
     assert same(ledger(told, told), ledger(told)).outcome is Outcome.FALSIFIED
     assert same(ledger(step, step), ledger(step)).outcome is Outcome.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("field", "outcome"), [("lr", Outcome.FALSIFIED), ("grad_norm", Outcome.HOLDS), ("weights_norm", Outcome.HOLDS)]
+)
+def test_later_updates_are_compared_by_rows_and_rates_alone_and_the_verdict_says_so(
+    field: str, outcome: Outcome
+) -> None:
+    long = [KNOWN] * COMPARED
+    verdict = same(ledger(*long, KNOWN, KNOWN), ledger(*long, KNOWN, {**KNOWN, field: 2.0}))
+    said = f"losses and norms are compared in the first {COMPARED} of {COMPARED + 2} updates"
+    assert (verdict.outcome, verdict.why) == (outcome, said if outcome is Outcome.HOLDS else "")
+    other = same(ledger(*long, KNOWN), ledger(*long, {**KNOWN, "ids": [7, 8]}))
+    assert f"step {COMPARED + 1}, ledger: other rows are trained on" in other.why
 
 
 @pytest.mark.parametrize(

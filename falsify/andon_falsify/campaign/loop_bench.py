@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
-from andon_falsify.campaign.reasons import blame
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trainer_bench import cut_and_resume
 from andon_falsify.campaign.trial import HALT, RESUME, Trial
 from andon_falsify.claims import unmet
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.loops.sightings import LoopSightings, first_of
+from andon_falsify.ranks.errors import root_cause
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import ExtraRun
@@ -56,7 +56,7 @@ class LoopBench(Bench):
             self._undeclared[trial.kind] = next(
                 unmet(claim, found) for claim in self.claims if claim.trial == trial.kind
             )
-        return replace(found, others=FurtherRuns(partial(self._further, trace, trial)))
+        return replace(found, further=partial(self._further, trace, trial))
 
     def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         case = trace.case
@@ -77,9 +77,9 @@ class LoopBench(Bench):
 
 
 def saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
-    """Save after every so many updates; interrupt after so many, at least `after`, and later if nothing was saved yet.
+    """The interval of saves in updates, and the update to interrupt after: `after`, or later if nothing was saved yet.
 
-    The update after a save gives every rank rows, so that all ranks save at one place. Raises `RunUnavailable`.
+    The update after a save gives every rank rows, so that all ranks save at one step. Raises `RunUnavailable`.
     """
     last = len(first_of(trace).made)
     safe = {
@@ -130,7 +130,7 @@ def _sound(trace: Trace, what: str = "") -> Evidence:
     parameters and broadcast it afterwards. (torch's `ZeroRedundancyOptimizer` does the latter within its step.)
     """
     if trace.errors:
-        raise RunUnavailable(f"{what}{blame(trace.errors)}")
+        raise RunUnavailable(f"{what}{root_cause(trace.errors)}")
     first = first_of(trace)
     if not first.made and not first.resumed_from:
         raise RunUnavailable(f"{what}no step of an optimizer over parameters of the loop's `model` was seen")

@@ -8,18 +8,17 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import Done, run
+from andon_falsify.scripts import Command, Done, run
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
 
 _GLOBAL_BATCH = 12
 """Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
 _TIMES = 6
-"""A run of a script may take so many times what a run on warm ranks may, since every rank starts torch anew."""
+"""A script starts torch on every rank, so a run may take this many times as long as on warm ranks."""
 _PLAIN = Case(
     rows=make_rows(3),
     batch_size=_GLOBAL_BATCH,
@@ -34,7 +33,7 @@ _PLAIN = Case(
     dropout=0.0,
     backend="script",
 )
-"""A script is given only the layout of a case: rows, model and seed are its own."""
+"""A script receives only the layout of a case: rows, model and seed are its own."""
 
 Layout = tuple[int, int, int]
 """Ranks, rows of a micro-batch, micro-batches of a rank in an update: all that distinguishes two runs of a script."""
@@ -81,7 +80,7 @@ class ScriptBench(Bench):
 
     def evidence(self, trial: Trial) -> Evidence:
         """See `Bench.evidence`."""
-        return replace(self._run(trial.case), others=FurtherRuns(partial(self._further, trial.case)))
+        return replace(self._run(trial.case), further=partial(self._further, trial.case))
 
     def _further(self, case: Case, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         alone = case.but(world=1, micro_batches=1)
@@ -105,8 +104,8 @@ class ScriptBench(Bench):
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
-        """A run that is killed half-way, and the one that resumes it in its folder."""
-        updates = len(self._run(case).told.trajectory)
+        """A run that is killed half-way, and its resumption in the same folder."""
+        updates = len(self._run(case).history.trajectory)
         half = -(-updates // 2)
         for after in (half, 1, 1):  # a short run may be over before it is killed
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
@@ -127,9 +126,9 @@ def _sound(done: Done, case: Case, what: str = "") -> Evidence:
     if not why and done.stray:
         why = f"it left processes behind, which were ended: {', '.join(done.stray)}"
     elif not why and not done.history.steps:
-        why = "its ledger has no update: the watch saw no step of the optimizer that it was given"
+        why = "its ledger has no update: the watch observed no step of its optimizer"
     elif not why and worlds:
-        why = f"it was asked to train on {case.world} ranks, and its ledger says {worlds.pop()}"
+        why = f"it was to train on {case.world} ranks, and its ledger says {worlds.pop()}"
     if why:
         raise RunUnavailable(f"{what}{why}")
     return _evidence(done, case)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
-from andon_falsify.campaign.reasons import blame
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
+from andon_falsify.ranks.errors import root_cause
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
@@ -41,7 +41,7 @@ class AndonBench(Bench):
         if trial.kind == RESUME:
             case = case.but(stop_after=None, checkpoint_every=None, fault=None)
         trace = self._trainer.run(case)
-        return replace(_sound(trace), others=FurtherRuns(partial(self._further, trace, trial)))
+        return replace(_sound(trace), further=partial(self._further, trace, trial))
 
     def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         case = trial.case
@@ -62,7 +62,7 @@ class AndonBench(Bench):
 
 def _sound(trace: Trace, what: str = "") -> Evidence:
     if trace.errors:
-        raise RunUnavailable(f"{what}{blame(trace.errors)}")
+        raise RunUnavailable(f"{what}{root_cause(trace.errors)}")
     return of_trace(trace)
 
 

@@ -32,8 +32,8 @@ UNMEASURED = 1e-3
 def noise(trace: Trace) -> dict[int, float]:
     """For each update: the largest distance so far of fp32 weights from float64 ones, over the movement of these.
 
-    Both are trained on the rows of `trace`, at its learning rates. Empty if it cannot be measured: for a loop over a
-    model of its own, if some rows are not known, and if there are none.
+    Both are trained on the rows of `trace`, at its learning rates. Empty if it cannot be measured: if the loop trains
+    another model than the case's, or if some rows are unknown, or if no update has rows.
     """
     law = LoopLaw(trace)
     if law.why_not or law.unknown_updates or law.recomputes:
@@ -53,19 +53,12 @@ def noise(trace: Trace) -> dict[int, float]:
     return found
 
 
-def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[float]) -> list[Mapping[str, Tensor]]:
+def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[float]) -> list[dict[str, Tensor]]:
     case = law.case
     longest = max(map(len, case.rows.tokens))
-    trajectory = train(
-        law.model,
-        law.initial,
-        law.trainable,
-        ([piece_of(case.rows, rows, longest)] for rows in batches),
-        update_rule(case, matrices_only=False),
-        lambda step: rates[step - 1],
-        clip_norm=case.clip_norm,
-    )
-    return [update.weights for update in trajectory]
+    pieces = [piece_of(case.rows, rows, longest) for rows in batches]
+    rule = update_rule(case, matrices_only=False)
+    return list(train(law.model, law.initial, law.trainable, pieces, rule, rates, case.clip_norm))
 
 
 def _rounded(

@@ -1,7 +1,7 @@
 """Which claim is the law of which clause: the contracts' registry against the claims' own `clauses`.
 
-A running loop is held to clauses from inside; claims are judged of it from outside. If both are the same law, either
-name selects the claim (`--claim learning-rate-planned` is `--claim schedule`). `python -m andon_falsify.claims.clauses`
+The contracts check clauses inside a running loop; claims judge it from outside. If both are the same law, either name
+selects the claim (`--claim learning-rate-planned` is `--claim schedule`). `python -m andon_falsify.claims.clauses`
 prints the table of docs/clauses-and-claims.md.
 """
 

@@ -64,13 +64,13 @@ def common_factor(gaps: Mapping[str, Gap], tolerance: float = 1e-3) -> float | N
 
 
 def explain_ratio(ratio: float, factors: Mapping[str, int], tolerance: float = 1e-3) -> str:
-    """`4.000 = accumulation 2 x world 2`, or the number alone if it is no product of `factors`."""
+    """`4.000 = accumulation 2 x world 2`, or the number alone if no product of `factors` is equal to it."""
     named = ratio_product(ratio, factors, tolerance)
     return f"{show_ratio(ratio)} = {named}" if named else show_ratio(ratio)
 
 
 def ratio_product(ratio: float, factors: Mapping[str, int], tolerance: float = 1e-3) -> str:
-    """`accumulation 2 x world 2`: `ratio` as a product of powers (-2 to 2) of `factors`, "" if there is none.
+    """`accumulation 2 x world 2`: `ratio` as a product of powers (-2 to 2) of `factors`, or "" without such a product.
 
     Names the simplest product. Equally simple ones are joined by "or": one case cannot tell them apart (repeat it with
     other sizes). `tolerance` is relative.

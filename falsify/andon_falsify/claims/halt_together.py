@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import Event, History, Run, StepEvent
-from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, merge, not_applicable, unknown
+from andon_falsify.history import Event, History, StepEvent
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Quantity,
+    Verdict,
+    conclude,
+    merge,
+    not_applicable,
+    unknown,
+)
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
@@ -19,8 +29,9 @@ def _halts(evidence: Evidence) -> str:
 
 
 def _is_poisoned(evidence: Evidence) -> str:
-    trainer = evidence.kind == "trainer" and evidence.trace is not None
-    return "no NaN was planted" if trainer and evidence.sightings.case.poison is None else ""
+    if evidence.of_loop or evidence.trace is None or evidence.trace.case.poison is not None:
+        return ""
+    return "a NaN was not planted"
 
 
 CLAIM = Claim(
@@ -50,10 +61,10 @@ CLAIM = Claim(
 
 
 def check(evidence: Evidence) -> Verdict:
-    """A run in which a NaN was planted (of a loop `others["poisoned"]`); or what a ledger records of its own halts."""
+    """A run in which a NaN was planted (of a loop `others["poisoned"]`); or the halts that a ledger records."""
     if evidence.trace is None:
-        return _check_ledger(evidence.told)
-    trace = evidence.other("poisoned").sightings if evidence.of_loop else evidence.trace
+        return _check_ledger(evidence.history)
+    trace = evidence.other("poisoned").observed if evidence.of_loop else evidence.trace
     poison = trace.case.poison
     assert poison is not None
     if evidence.of_loop and trace.errors:  # ranks that end by errors of their own have not stopped together
@@ -104,31 +115,60 @@ def check_history(
     """Check what follows each non-finite update and each violation, run by run (a resume begins a run).
 
     planted: the update at which a fault was planted; a run that reached it must stop there, with a violation (of
-    `clause`, if given). stopped_at: the step at which each rank ended, as the witness saw it. A violation that a watch
-    only warns of stops nothing, and one that it found after an update does not deny the update. Unknown if nothing ever
-    went wrong.
+    `clause`, if given). stopped_at: the step at which each rank ended, as the witness saw it. A warning of a watch
+    stops nothing, and a violation that was found after an update does not deny the update. Unknown if nothing ever went
+    wrong.
     """
     found: list[Counterexample] = []
-    checked = 0
+    checked, missing = 0, ""
+
+    def fail(what: str, step: int | None, expected: str, seen: str, quantity: Quantity = "other") -> None:
+        found.append(Counterexample(what, f"step {step}", expected, seen, quantity=quantity))
+
     for run in history.runs:
-        said = [event for event in run.events if event.kind == "violation"]
-        violations = [event for event in said if stops(event)]
+        recorded = [event for event in run.events if event.kind == "violation"]
         poison = next((event for event in run.steps if not event.finite), None)
         if poison is not None:
             checked += 1
-            found += _poisoned(history, run, poison, said)
-        if violations:
+            seen = f"loss {poison.loss}, gradient norm {poison.grad_norm}"
+            if later := [event.number for event in run.steps if event.line > poison.line]:
+                what = f"{len(later)} more updates after a non-finite one"
+                fail(what, poison.number, "no later step", f"{seen}, then step {later[0]}")
+            before, after = _weights_before(history, poison), poison.digests.get("weights")
+            if before is not None and after is not None and before != after:
+                fail("the weights changed in a non-finite step", poison.number, before, after, "weights")
+            if not recorded:
+                fail("a non-finite step without a violation in the record", poison.number, "a violation", seen)
+        if violations := [event for event in recorded if stops(event)]:
             checked += 1
-            found += _violated(run, violations)
-    missing = ""
+            first = violations[0]
+            if later := [event.number for event in run.steps if event.line > first.line]:
+                what = f"{len(later)} more updates after a violation"
+                fail(what, first.step, "no later step", f"step {later[0]}")
+            if len(steps := {event.step for event in violations}) > 1:
+                seen = ", ".join(sorted(map(str, steps)))
+                fail("violations of one run at several steps", first.step, "one step", seen)
+            done = [event for event in run.steps if event.line < first.line and event.finite]
+            applied = first.fields.get("applied") is True
+            if first.step and any(event.number >= first.step + applied for event in done):
+                fail("the violated step was recorded as an update", first.step, "no update", "an update")
     if planted is not None:
-        reached, wrong = _planted(history, planted, clause)
-        checked += reached
-        found += wrong
-        missing = "" if reached else f"the run never reached step {planted}, where the fault was planted"
+        violations, last = list(history.of_kind("violation")), max(history.trajectory, default=0)
+        checked += bool(violations or last >= planted - 1)
+        if not violations and last < planted - 1:
+            missing = f"the run never reached step {planted}, where the fault was planted"
+        elif not violations:
+            seen = f"the run went on to step {last}" if last > planted else f"its last update is step {last}"
+            fail("a planted fault left no violation", planted, f"a violation at step {planted}", seen)
+        elif violations[0].step != planted:
+            fail("noticed at another step", planted, str(planted), str(violations[0].step))
+        elif clause and violations[0].fields.get("clause") != clause:
+            fail("another clause was named", planted, clause, str(violations[0].fields.get("clause")))
     if stopped_at:
         checked += 1
-        found += _apart(stopped_at)
+        if len(set(stopped_at.values())) > 1:
+            seen = ", ".join(f"rank {rank} at step {step}" for rank, step in sorted(stopped_at.items()))
+            fail("the ranks did not stop together", min(stopped_at.values()), "one step", seen)
     return conclude(CLAIM, checked, found, missing or ("" if checked else "nothing ever went wrong in this history"))
 
 
@@ -137,68 +177,8 @@ def stops(violation: Event) -> bool:
     return violation.fields.get("action") in (None, "raised")
 
 
-def _poisoned(history: History, run: Run, poison: StepEvent, violations: list[Event]) -> list[Counterexample]:
-    where = f"step {poison.number}"
-    seen = f"loss {poison.loss}, gradient norm {poison.grad_norm}"
-    found = []
-    if later := [event.number for event in run.steps if event.line > poison.line]:
-        what = f"{len(later)} more updates after a non-finite one"
-        found.append(Counterexample(what, where, "no later step", f"{seen}, then step {later[0]}"))
-    before = _weights_before(history, poison)
-    after = poison.digests.get("weights")
-    if before is not None and after is not None and before != after:
-        what = "the weights changed in a non-finite step"
-        found.append(Counterexample(what, where, before, after, quantity="weights"))
-    if not violations:
-        found.append(Counterexample("a non-finite step without a violation in the record", where, "a violation", seen))
-    return found
-
-
 def _weights_before(history: History, event: StepEvent) -> str | None:
     earlier = [step for step in history.steps if step.line < event.line and step.number == event.number - 1]
     if earlier:
         return earlier[-1].digests.get("weights")
     return history.start.initial_weights if event.number == 1 and history.start is not None else None
-
-
-def _violated(run: Run, violations: list[Event]) -> list[Counterexample]:
-    first = violations[0]
-    found = []
-    if later := [event.number for event in run.steps if event.line > first.line]:
-        what = f"{len(later)} more updates after a violation"
-        found.append(Counterexample(what, f"step {first.step}", "no later step", f"step {later[0]}"))
-    steps = {event.step for event in violations}
-    if len(steps) > 1:
-        seen = ", ".join(sorted(map(str, steps)))
-        found.append(Counterexample("violations of one run at several steps", f"step {first.step}", "one step", seen))
-    done = [event for event in run.steps if event.line < first.line and event.finite]
-    applied = first.fields.get("applied") is True
-    if first.step and any(event.number >= first.step + applied for event in done):
-        what = "the violated step was recorded as an update"
-        found.append(Counterexample(what, f"step {first.step}", "no update", "an update"))
-    return found
-
-
-def _planted(history: History, planted: int, clause: str) -> tuple[bool, list[Counterexample]]:
-    """Whether the planted step was reached, and what is wrong with how it ended."""
-    where = f"step {planted}"
-    violations = history.of_kind("violation")
-    last = max(history.trajectory, default=0)
-    if not violations and last < planted - 1:
-        return False, []
-    found = []
-    if not violations:
-        seen = f"the run went on to step {last}" if last > planted else f"its last update is step {last}"
-        found.append(Counterexample("a planted fault left no violation", where, f"a violation at step {planted}", seen))
-    elif violations[0].step != planted:
-        found.append(Counterexample("noticed at another step", where, str(planted), str(violations[0].step)))
-    elif clause and violations[0].fields.get("clause") != clause:
-        found.append(Counterexample("another clause was named", where, clause, str(violations[0].fields.get("clause"))))
-    return True, found
-
-
-def _apart(stopped_at: Mapping[int, int]) -> list[Counterexample]:
-    if len(set(stopped_at.values())) == 1:
-        return []
-    seen = ", ".join(f"rank {rank} at step {step}" for rank, step in sorted(stopped_at.items()))
-    return [Counterexample("the ranks did not stop together", f"step {min(stopped_at.values())}", "one step", seen)]

@@ -7,7 +7,7 @@ made it. `TrainerLaw` and `LoopLaw` say which rows an update has and how its opt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
 from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
-from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, token_gradients, train
+from andon_falsify.reference.training import Piece, RowGradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
 from andon_falsify.subjects.case import PAD, Case, Rows
 from andon_falsify.subjects.trace import LeafMasks, Tensors, Trace, digest
@@ -84,11 +84,6 @@ class RunLaw(ABC):
     @abstractmethod
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         """The optimizer of `step`."""
-
-    def optimizer(self, step: int) -> str:
-        """What messages call the optimizer of `step`."""
-        del step
-        return self.case.optimizer
 
     def limit(self, step: int) -> float | None:
         """The norm to which the observed gradient of `step` is clipped before the optimizer reads it, if any."""
@@ -180,6 +175,8 @@ class TrainerLaw(RunLaw):
         self._plan = planned_batches(self.case)
         hidden = sorted({leaf.hidden for leaf in self._masks.values() if leaf.hidden})
         self.why_not = f"the dropout inside {', '.join(hidden)} cannot be seen from outside" if hidden else ""
+        if self.case.task != "classification" and self.case.dropout:
+            self.why_not = "the law of instruction tuning has no dropout"
         case = self.case
         self.factors = {"world": case.world, "micro-batches": case.micro_batches, "batch": case.batch_size}
 
@@ -188,64 +185,40 @@ class TrainerLaw(RunLaw):
 
     def of(self, step: int) -> RowGradients:
         case, before = self.case, self.before(step)
-        if case.task == "classification":
-            pieces, masks = self.pieces(step), self.masks(step)
-            law = row_gradients(self.model, before, self.trainable, pieces, self.class_weights, masks)
-            return RowGradients(self.rows(step), *law)
-        assert isinstance(self.model, Decoder)
-        rows = tuple(row for item in self.rows(step) for row in case.items[item])
-        of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
-        return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
+        if case.task != "classification":
+            assert isinstance(self.model, Decoder)
+            rows = tuple(row for item in self.rows(step) for row in case.items[item])
+            of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
+            return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
+        leaves = shares(self.rows(step), case.micro_batches)
+        observed = [self._masks.get((step, ids)) for ids in leaves]
+        pieces = [
+            piece_of(case.rows, ids, leaf.length if leaf else 0) for ids, leaf in zip(leaves, observed, strict=True)
+        ]
 
-    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
-        return (ParameterGroup(self.trainable, update_rule(self.case), rate_law(self.case)(step)),)
-
-    def _leaves(self, step: int) -> tuple[tuple[int, ...], ...]:
-        return shares(self.rows(step), self.case.micro_batches)
-
-    def pieces(self, step: int) -> list[Piece]:
-        """The planned micro-batches of `step`, padded as they were observed."""
-        seen = ((ids, self._masks.get((step, ids))) for ids in self._leaves(step))
-        return [piece_of(self.case.rows, ids, 0 if leaf is None else leaf.length) for ids, leaf in seen]
-
-    def masks(self, step: int) -> Callable[[int], Masks]:
-        """The dropout masks that the subject drew for each micro-batch of `step`."""
-        leaves = self._leaves(step)
-
-        def of_leaf(index: int) -> Masks:
-            held = self._masks.get((step, leaves[index]))
-            if held is None:
-                if self.case.dropout:
+        def masks(index: int) -> Masks:
+            leaf = observed[index]
+            if leaf is None:
+                if case.dropout:
                     msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
                     raise LookupError(msg)
                 return no_dropout
-            masks = held.masks
-            return lambda name, shape: masks[name].view(shape).double() if name in masks else None
+            held = leaf.masks
+            return lambda name, shape: held[name].view(shape).double() if name in held else None
 
-        return of_leaf
+        law = row_gradients(self.model, before, self.trainable, pieces, self.class_weights, masks)
+        return RowGradients(self.rows(step), *law)
 
-    def trajectory(self) -> Iterator[Update]:
-        """The whole run from the initial weights, with nothing of the subject but its rates and masks."""
-        rates = {reported.step: reported.lr for reported in self.trace.first.reported}
-        yield from train(
-            self.model,
-            self.initial,
-            self.trainable,
-            map(self.pieces, self._plan),
-            update_rule(self.case),
-            rates.__getitem__,
-            clip_norm=self.case.clip_norm,
-            class_weights=self.class_weights,
-            masks=self.masks,
-        )
+    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
+        return (ParameterGroup(self.trainable, update_rule(self.case), rate_law(self.case)(step)),)
 
 
 class LoopLaw(RunLaw):
     """The law of a loop: the rows that all its ranks were observed to train on, from rank 0's weights.
 
-    Each DIFFERENT row of an update counts once, however often it was visited: a loop that pads its shards with repeated
-    rows and gives them no weight has that gradient, and a loop that trains on the repeats has another. (Whether rows
-    may repeat is for samples-once.) note: what a verdict must say of how independent the law is.
+    Each DIFFERENT row of an update counts once, however often it was visited. A loop that pads its shards with repeated
+    rows of weight 0 has that gradient; a loop that trains on the repeats has another. Repeats themselves are for
+    samples-once. note: how independent the law is, for the reasons of a verdict.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -307,7 +280,6 @@ class LoopLaw(RunLaw):
 
     @cached_property
     def updates(self) -> tuple[int, ...]:
-        """See `RunLaw`: the updates whose rows are all known."""
         return tuple(step for step in self.recorded if step not in self.unknown_updates)
 
     @cached_property
@@ -328,19 +300,16 @@ class LoopLaw(RunLaw):
         return tuple(sorted({row for leaves in self.visits(step) for leaf in leaves for row in leaf}))
 
     def before(self, step: int) -> dict[str, Tensor]:
-        """See `RunLaw`: the weights of the step's first forward pass. After the last step, the final weights."""
+        """The weights of the step's first forward pass; for the step after the last, the final weights."""
         return super().before(step) | _exact(self.first.moved.get(step, {}))
 
     def _mean(self, step: int) -> Expected:
-        """See `RunLaw`. A gradient that was clipped without torch's clip is compared with the clipped law."""
+        """A gradient that was clipped without torch's clip is compared with the clipped law."""
         law, limit = super()._mean(step), self.case.clip_norm
         held = is_clipped(global_norm(self.seen(step)), limit)
         if self.first.made[step].clipped or held or not is_clipped(law.norm, limit):
             return law
         return replace(law, gradients=clip(law.gradients, limit)[0])
-
-    def optimizer(self, step: int) -> str:
-        return self.first.made[step].optimizer
 
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         made = self.first.made[step]
@@ -352,7 +321,7 @@ class LoopLaw(RunLaw):
         )
 
     def limit(self, step: int) -> float | None:
-        """See `RunLaw`: None if the clip had another gradient than the optimizer."""
+        """None if the clip had another gradient than the optimizer."""
         return None if self.first.made[step].early else self.case.clip_norm
 
     def of(self, step: int) -> RowGradients:

@@ -1,4 +1,4 @@
-"""All ranks and backends lay out their trainable tensors alike: names, shapes, types, order."""
+"""All ranks and backends have the same layout of trainable tensors: names, shapes, types, order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = tuple[str, tuple[int, ...], str]
 
 def check(evidence: Evidence) -> Verdict:
     """Every rank's trained tensors, in the order of their addresses."""
-    held = sorted(evidence.sightings.gathered("layouts").items())
+    held = sorted(evidence.observed.gathered("layouts").items())
     return check_layouts({f"rank {rank}": layout for rank, layout in held})
 
 

@@ -12,8 +12,8 @@ from andon.console.messages import command_line
 from andon.console.problems import InputError, Problem
 from andon_falsify.claims import claims_of, judged_by
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import Event, History, read_history
-from andon_falsify.verdict import Claim, Verdict, merge, repeatable, unknown
+from andon_falsify.history import History, read_history
+from andon_falsify.verdict import Claim, Verdict, merge, unknown
 
 if TYPE_CHECKING:
     from andon.config.schema import Config
@@ -46,7 +46,7 @@ class RecordedRun:
         return load_config(path)
 
     def settings(self) -> Mapping[str, object]:
-        """The configuration by dotted key; empty if there is none. Raises `InputError`."""
+        """The configuration by dotted key; empty without one. Raises `InputError`."""
         config = self.config()
         found = {} if config is None else config.model_dump(mode="json")
         return {
@@ -63,11 +63,11 @@ class RecordedRun:
 
 
 def read_run(path: Path) -> RecordedRun:
-    """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` if there is none."""
+    """The run at `path`: a folder with a ledger, or a ledger. Raises `OSError` if it does not exist."""
     folder = path if path.is_dir() else None
     ledger = path / "ledger.jsonl" if folder is not None else path
     if ledger.exists() and not ledger.is_file():  # opening a pipe would wait for a writer
-        raise OSError(errno.EINVAL, "is no file, but a pipe or a device", str(ledger))
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(ledger))
     if folder is not None and ledger.is_symlink():
         raise OSError(errno.EINVAL, "is a link; put what it leads to in its place", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)
@@ -83,24 +83,25 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
         if claim.name in _TOGETHER and apart:
             verdict = unknown(claim, f"not comparable: {apart}")
         elif claim.name in _TOGETHER:
-            verdict = judged_by(claim, replace(evidence[0], others={"elsewhere": tuple(evidence[1:])}))
+            verdict = judged_by(claim, replace(evidence[0], elsewhere=tuple(evidence[1:])))
         else:
             each = (judged_by(claim, one) for one in evidence)
             verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
-        found.append(repeatable(verdict, None, command))
+        named = tuple(replace(each, repro=command) for each in verdict.counterexamples)
+        found.append(replace(verdict, counterexamples=named))
     return tuple(found)
 
 
 def _another_job(first: RecordedRun, other: RecordedRun) -> str:
     """How the job of `other` differs from that of `first`: settings, data or base model; "" if nothing shows it."""
-    starts = first.history.start, other.history.start
-    if starts[0] is None or starts[1] is None:
+    ours, theirs = first.history.start, other.history.start
+    if ours is None or theirs is None:
         return ""
-    ours, theirs = (start.fields for start in starts if start is not None)
-    found = _other_settings(first, other) if ours.get("identity") != theirs.get("identity") else []
+    found = _other_settings(first, other) if ours.fields.get("identity") != theirs.fields.get("identity") else []
     for name, called in _MADE_OF.items():
-        held = [_digest(fields, name) for fields in (ours, theirs)]
-        if None not in held and held[0] != held[1]:
+        held = [start.fields.get("digests") for start in (ours, theirs)]
+        digests = [each.get(name) if isinstance(each, Mapping) else None for each in held]
+        if None not in digests and digests[0] != digests[1]:
             found.append(called)
     return f"{other.path} is of another job than {first.path}, with other {', '.join(found)}" if found else ""
 
@@ -110,18 +111,12 @@ def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
     from andon.config.identity import differences, identity
 
     try:
-        configs = [run.config() for run in (first, other)]
+        known = [identity(config) for config in (first.config(), other.config()) if config is not None]
     except InputError:
-        configs = [None]
-    known = [identity(config) for config in configs if config is not None]
+        known = []
     if len(known) < 2:
         return ["settings"]
     return [key for key, *_ in differences(known[0], known[1]) if key != "run.device_kind"]
-
-
-def _digest(fields: Mapping[str, object], name: str) -> object:
-    held = fields.get("digests")
-    return held.get(name) if isinstance(held, Mapping) else None
 
 
 def _named(verdict: Verdict, run: RecordedRun, runs: Sequence[RecordedRun]) -> Verdict:
@@ -136,8 +131,19 @@ def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
 
     No verdict reports them: a claim may hold all the same, as `halt-together` does if all ranks halted.
     """
-    said = {"violation": _broken, "retraction": _retracted}
-    return tuple(said[event.kind](event) for event in run.history.events if event.kind in said)
+    lines = []
+    for event in run.history.events:
+        found, ranks = event.fields, event.fields.get("ranks")
+        if event.kind == "retraction":
+            steps = f"steps {(event.step or 0) + 1} to {found.get('last')}"
+            lines.append(f"a retraction: {steps} no longer count, for {found.get('clause')}")
+        elif event.kind == "violation":
+            named = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, Sequence) and ranks else ""
+            at = f"at step {event.step}" if event.step else "outside a step"
+            action = found.get("action") or "raised"
+            kind = "a suspicion" if action == "suspected" else "a violation"
+            lines.append(f"{kind}: {found.get('clause')} {at}{named}, {action}")
+    return tuple(lines)
 
 
 def unfinished(run: RecordedRun) -> str:
@@ -148,18 +154,3 @@ def unfinished(run: RecordedRun) -> str:
     done, planned = max(run.history.trajectory, default=0), run.history.plan.steps
     how = f"ended with {last.fields.get('reason')}" if last.kind == "end" else "without an end in its ledger"
     return f"is not finished: {done} of {planned} steps, {how}" if planned else f"is not finished: {done} steps, {how}"
-
-
-def _broken(event: Event) -> str:
-    found = event.fields
-    ranks = found.get("ranks")
-    named = f" on rank {', '.join(map(str, ranks))}" if isinstance(ranks, Sequence) and ranks else ""
-    at = f"at step {event.step}" if event.step else "outside a step"
-    action = found.get("action") or "raised"
-    kind = "a suspicion" if action == "suspected" else "a violation"
-    return f"{kind}: {found.get('clause')} {at}{named}, {action}"
-
-
-def _retracted(event: Event) -> str:
-    steps = f"steps {(event.step or 0) + 1} to {event.fields.get('last')}"
-    return f"a retraction: {steps} no longer count, for {event.fields.get('clause')}"

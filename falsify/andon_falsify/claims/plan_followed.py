@@ -26,8 +26,8 @@ def check(evidence: Evidence) -> Verdict:
     if evidence.trace is not None:
         from andon_falsify.claims.laws import planned_batches
 
-        return check_history(evidence.told, planned_batches(evidence.trace.case))
-    history = evidence.told
+        return check_history(evidence.history, planned_batches(evidence.trace.case))
+    history = evidence.history
     if not evidence.settings:
         return not_applicable(CLAIM, "the ledger lies beside no configuration of our trainer")
     if evidence.settings.get("training.group_by_length"):
@@ -64,7 +64,7 @@ def planned(history: History, *, packed: bool = False) -> Mapping[int, Sequence[
 def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verdict:
     """Compare the rows of every update, repeated ones included, with `plan` (update from 1 -> rows in order).
 
-    A history without an end is judged as far as it goes. One that ended must have made every planned update, or if it
+    A history without an end is judged up to its last line. A run that ended must have made every planned update; if it
     says that it stopped early, every update up to its last.
     """
     found: list[Counterexample] = []

@@ -54,9 +54,9 @@ CLAIM = Claim(
     ),
     statements={
         "loop": "A resumed run makes the updates that were left, with the rows and learning rates of the uninterrupted "
-        "one, and weights that differ by no more than 30 times the measured rounding of fp32; to the bit if the loop "
+        "one, and weights that differ by at most 30 times the measured rounding of fp32; to the bit if the loop "
         "promises that.",
-        "script": "A run that was killed and resumed by the command makes the updates of one that was not, with "
+        "script": "A run that was killed and resumed by the command makes the updates of an uninterrupted one, with "
         "the same rows: on one or two ranks to the bit; on more, with the same rates, losses and norms, to 0.0001 of "
         "them at the first update and to 0.0064 later, since differences of rounding grow.",
     },
@@ -66,16 +66,15 @@ _ONE_ORDER = 2
 
 
 def check(evidence: Evidence) -> Verdict:
-    """The run against one that was killed (`others["cut"]`) and the one that resumed it (`others["resumed"]`).
+    """The run against a killed one (`others["cut"]`) and the run that resumed it (`others["resumed"]`).
 
-    A ledger alone is judged by the updates that it holds twice, and against an uninterrupted one of
-    `others["elsewhere"]`.
+    A ledger is judged by the updates that it holds twice, and against an uninterrupted run `elsewhere`.
     """
     if evidence.of_script:
-        return check_script(evidence.told, evidence.other("cut").told, evidence.other("resumed").told)
+        return check_script(evidence.history, evidence.other("cut").history, evidence.other("resumed").history)
     if evidence.trace is None:
-        return _check_ledgers([evidence, *evidence.others.get("elsewhere", ())])
-    cut, again = evidence.other("cut").sightings, evidence.other("resumed").sightings
+        return _check_ledgers([evidence, *evidence.elsewhere])
+    cut, again = evidence.other("cut").observed, evidence.other("resumed").observed
     if evidence.declares("to_the_bit"):
         return _check_bits(evidence.trace, cut, again)
     from andon_falsify.claims.alike import alike
@@ -100,7 +99,7 @@ def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
 
 def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
     """Each resumed run by itself and, if there is one, against the first that was not resumed."""
-    histories = [run.told for run in runs]
+    histories = [run.history for run in runs]
     cut = [each for each in histories if any(run.resumed for run in each.runs) or disowned(each)]
     whole = [history for history in histories if history not in cut]
     if not cut:
@@ -118,20 +117,37 @@ def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
 def check_history(resumed: History, uninterrupted: History | None = None) -> Verdict:
     """Compare updates done again with their first occurrence, and the trajectory with that of `uninterrupted`.
 
-    Unknown if `resumed` was never resumed, or nothing was done again and there is no other history to compare with.
+    Unknown if `resumed` was never resumed, or no update was repeated and `uninterrupted` is None.
     Falsified by a gap in the trajectory, by an end before the uninterrupted run's last update, and by updates that were
     `disowned` (also in a run that was never resumed).
     """
     found = disowned(resumed)
     if not found and not any(run.resumed for run in resumed.runs):
         return unknown(CLAIM, f"{resumed.name} was never resumed")
-    checked, differing = _repeated(resumed)
-    found += [*differing, *_gaps(resumed)]
-    missing = ""
+    checked, missing = 0, ""
+    first: dict[int, StepEvent] = {}
+    for event in resumed.steps:
+        before = event if event.line in resumed.retracted else first.setdefault(event.number, event)
+        if before is not event:
+            checked += 1
+            found += _differ(event, before, "done again after a resume", resumed.name)
+    done = 0
+    for run in resumed.runs:
+        expected = done + 1
+        for event in run.steps:
+            if event.number > expected:
+                steps = (f"step {expected}", f"step {event.number}")
+                found.append(Counterexample(f"step {expected} was never done", f"step {event.number}", *steps))
+            expected = event.number + 1
+            done = max(done, event.number)
     if uninterrupted is not None:
-        compared, apart = _against(resumed, uninterrupted)
-        checked += compared
-        found += apart
+        for number, event in resumed.trajectory.items():
+            twin = uninterrupted.trajectory.get(number)
+            apart = [] if twin is None else _differ(event, twin, "differs from the uninterrupted run", resumed.name)
+            checked += twin is not None
+            found += apart
+            if apart:
+                break
         last, reached = max(uninterrupted.trajectory, default=0), max(resumed.trajectory, default=0)
         if reached < last and resumed.runs[-1].finished:
             what, counts = "the resumed run ended early", (f"{last} updates", str(reached))
@@ -139,19 +155,6 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         elif reached < last:
             missing = f"{resumed.name} got to step {reached} of {last}"
     return conclude(CLAIM, checked, found, missing)
-
-
-def _repeated(history: History) -> tuple[int, list[Counterexample]]:
-    checked, found = 0, []
-    first: dict[int, StepEvent] = {}
-    for event in history.steps:
-        if event.line in history.retracted:
-            continue
-        before = first.setdefault(event.number, event)
-        if before is not event:
-            checked += 1
-            found += _differ(event, before, "done again after a resume", history.name)
-    return checked, found
 
 
 def disowned(history: History) -> list[Counterexample]:
@@ -181,33 +184,6 @@ def disowned(history: History) -> list[Counterexample]:
     return found
 
 
-def _gaps(history: History) -> list[Counterexample]:
-    """Each run must continue from an update that an earlier one reached."""
-    found, done = [], 0
-    for run in history.runs:
-        expected = done + 1
-        for event in run.steps:
-            if event.number > expected:
-                what = f"step {expected} was never done"
-                found.append(Counterexample(what, f"step {event.number}", f"step {expected}", f"step {event.number}"))
-            expected = event.number + 1
-            done = max(done, event.number)
-    return found
-
-
-def _against(resumed: History, whole: History) -> tuple[int, list[Counterexample]]:
-    checked = 0
-    for number, event in resumed.trajectory.items():
-        twin = whole.trajectory.get(number)
-        if twin is None:
-            continue
-        checked += 1
-        found = _differ(event, twin, "differs from the uninterrupted run", resumed.name)
-        if found:
-            return checked, found
-    return checked, []
-
-
 def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Counterexample]:
     """The first difference in what both record: inputs of the update before its results."""
     held, other = bits(event), bits(twin)
@@ -231,12 +207,12 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
     if not done or len(done) >= len(every):
         return unknown(CLAIM, f"the run was to be killed before its end, and made {len(done)} of {len(every)} updates")
     if not again:
-        return unknown(CLAIM, "the run that was taken up made no update")
+        return unknown(CLAIM, "the resumed run made no update")
     if len(again) >= len(every):
-        what = f"a run that was killed after update {len(done)} was not taken up: it began anew"
+        what = f"a run that was killed after update {len(done)} was not resumed: it began anew"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
     if len(again) < len(every) - len(done):
-        what, least = f"killed after update {len(done)}, it was taken up later than that", len(every) - len(done)
+        what, least = f"killed after update {len(done)}, it was resumed at a later one", len(every) - len(done)
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
     world = every[0].world or 1
     exact = world <= _ONE_ORDER
@@ -249,11 +225,11 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
 
 def _differences(whole: list[StepEvent], again: list[StepEvent], *, exact: bool) -> Iterator[Counterexample]:
     for number, (ours, theirs) in enumerate(zip(whole, again, strict=True), start=1):
-        where = f"step {ours.number}, taken up"
+        where = f"step {ours.number}, resumed"
         yield from different_rows(ours, theirs, where)
         yield from [] if exact else different_numbers(ours, theirs, where, number)[1].values()
         for name in DIGESTS if exact else ():
             held, seen = ours.digests.get(name), theirs.digests.get(name)
             if held != seen:
-                what = f"the {name} is another one than without the kill"
+                what = f"the {name} is not that of the run without the kill"
                 yield Counterexample(what, where, str(held), str(seen), quantity=QUANTITIES[name])

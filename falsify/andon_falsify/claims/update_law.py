@@ -19,7 +19,7 @@ CLAIM = Claim(
     "update-law",
     1,
     "The weights after an update are those of one optimizer step from the weights before it, with the reduced "
-    "gradient clipped once and the rate of the schedule.",
+    "gradient clipped once, at the rate of the schedule. A loop's optimizer is that of the case, or the declared one.",
     order=140,
     subjects=("trainer", "loop"),
     needs=(tensors("weights", of_updates=True), lambda evidence: evidence.law.why_no_update),
@@ -52,12 +52,13 @@ def check(evidence: Evidence) -> Verdict:
     for step, before, wanted in law.stepped():
         if loop is not None:
             found += [*_settings(loop, step), *_between_updates(loop, step), *_clip(loop, step, evidence.noise.norm)]
+        optimizer = law.case.optimizer if loop is None else loop.first.made[step].optimizer
         for name, tensor in law.after(step).items():
             checked += 1
             target = wanted[name]
             moved, off = float((target - before[name]).norm()), float((tensor - target).norm())
             if not off <= evidence.noise.update * moved + 2.0**-23 * float(target.norm()) + 1e-12:
-                what = f"{name} is not where one step of {law.optimizer(step)} leads"
+                what = f"{name} is not where one step of {optimizer} leads"
                 shown = (f"a step of length {moved:.3g}", f"a step that ends {off:.3g} away")
                 found.append(Counterexample(what, f"step {step}", *shown, quantity="weights"))
     return conclude(CLAIM, checked, found)

@@ -1,7 +1,7 @@
 """What two records of one update must have in common: for runs elsewhere, and for resumed runs.
 
-A subject that promises equal bits is held to `bits`. One that reports only numbers is held to `NUMBERS`, within
-rounding.
+`bits` are compared if the subject promises equal bits. `NUMBERS` are compared, within rounding, if it only reports
+numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTITIES: Mapping[str, Quantity] = {
 """What each name of `bits` is a number of."""
 _DOUBLINGS = 6
 _SEED = (
-    "Begin it with torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) where it draws from these, "
+    "Begin it with torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) if it draws from these, "
     "before the model and the data are made"
 )
 
@@ -95,7 +95,7 @@ def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Count
 
 
 def first_difference(first: History, again: History, *, exact: bool = False) -> str:
-    """The first difference between two runs of one layout, as far as both went; "" if there is none.
+    """The first difference between two runs of one layout, as far as both went, or "".
 
     exact: compare bits, not norms. A script that is not seeded differs in every run.
     """
