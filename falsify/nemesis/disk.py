@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from .language import Fault, Guard, Nemesis, Place, Promise
@@ -253,15 +253,13 @@ def _unwritable(why: str, *heal_says: str) -> Promise:
     return Promise((2,), (f"cannot be written: {why}",), heal_says=heal_says)
 
 
-def _damaged(
-    name: str, number: int, how: str, damage: Callable[[Path, Path], object], says: tuple[str, ...] = _REJECTED
-) -> Nemesis:
-    return Nemesis(name, (number,), how, Promise((75,), heal_says=says), (damaged(damage),), _VERIFIED)
+def _damaged(name: str, how: str, damage: Callable[[Path, Path], object], says: tuple[str, ...] = _REJECTED) -> Nemesis:
+    return Nemesis(name, how, Promise((75,), heal_says=says), (damaged(damage),), _VERIFIED)
 
 
 NEMESES = (
     Nemesis(
-        *("rank killed while saving", (4, 39), "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
+        *("rank killed while saving", "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
         Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
         (Fault(_dies_saving, plants=(Plant.of("dies_while_saving", step=14),)),),
         Guard(
@@ -272,58 +270,57 @@ NEMESES = (
         ),
     ),
     Nemesis(
-        *("disk full", (34,), "a tmpfs of 8 MB, filled while the run trains"),
+        *("disk full", "a tmpfs of 8 MB, filled while the run trains"),
         _unwritable("the disk is full", *_RESUMED),
         (Fault(_fill, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True)),),
         _REFUSED,
         place=SmallDisk("8m"),
-        tier="seconds",
     ),
     Nemesis(
-        *("checkpoints read-only", (40,)),
+        "checkpoints read-only",
         "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
         _unwritable("no permission to write", *_RESUMED),
         (Fault(_forbid_checkpoints, lambda run: _read_only(run.folder / "checkpoints", False), needs=not_forbidden),),
         _FATAL,
     ),
     Nemesis(
-        *("checkpoints removed", (40,), "the folder of checkpoints removed while the run trains", _GONE),
+        *("checkpoints removed", "the folder of checkpoints removed while the run trains", _GONE),
         *((gone("checkpoints"),), _FATAL),
     ),
     Nemesis(
-        *("run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
+        *("run folder removed", "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
         # Without a folder there is no summary either, by which the launcher knows that a run is finished.
         Guard("what cannot be written ends the run", "exit 71 instead of 2", _LAST, _FORGIVEN),
     ),
     Nemesis(
-        *("power cut, names kept", (37,)),
+        "power cut, names kept",
         "SIGKILL to all; what strace saw rank 0 write after the last fsync is cut off its files",
         _POWER,
         (powerless(names=False),),
         _SYNCED,
     ),
     Nemesis(
-        *("power cut, names lost", (37,)),
+        "power cut, names lost",
         "the same, and names given after the last fsync of their folder are taken back",
         _POWER,
         (powerless(names=True),),
         _SYNCED,
     ),
     Nemesis(
-        *("fsync fails", (40,), "strace lets every fsync of rank 0 fail with EIO"),
+        *("fsync fails", "strace lets every fsync of rank 0 fail with EIO"),
         _unwritable("the disk reports an input/output error"),
         (Fault(_fail_syncs, needs=missing),),
         Guard("an fsync that fails is fatal for what it was to save", "exit 0 instead of 2", plants=_FORGIVEN),
     ),
-    _damaged("checkpoints cut short", 35, f"100 bytes fewer of {_NEWEST}", cut_short),
-    replace(_damaged("bits flipped in checkpoints", 36, f"one bit of {_NEWEST}", flip), tier="seconds"),
-    _damaged("pages of zeros in checkpoints", 36, f"a page of {_NEWEST}", zero),
+    _damaged("checkpoints cut short", f"100 bytes fewer of {_NEWEST}", cut_short),
+    _damaged("bits flipped in checkpoints", f"one bit of {_NEWEST}", flip),
+    _damaged("pages of zeros in checkpoints", f"a page of {_NEWEST}", zero),
     _damaged(
-        *("files of two checkpoints mixed", 36, f"{_NEWEST} from the one before each", mix),
+        *("files of two checkpoints mixed", f"{_NEWEST} from the one before each", mix),
         ("resume: rejected", f"/{TENSORS}:", *_RESUMED),
     ),
     Nemesis(
-        *("another number of workers on resume", (41,), "2 workers, ended by SIGTERM, resumed on 3"),
+        *("another number of workers on resume", "2 workers, ended by SIGTERM, resumed on 3"),
         Promise((75,), heal_says=_RESUMED),
         (Fault(_go_elsewhere),),
         Guard(

@@ -19,12 +19,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal
 
 from .planting import Option, Plant, Struck
 from .run import Ending, Launch, Run
 
-Tier = Literal["seconds", "minutes"]
 INLINE = ("run.backend=inline",)
 """All ranks in one process."""
 
@@ -105,13 +103,12 @@ class Guard:
 class Nemesis:
     """Faults of one run, the promise, and the guard without which the judge must find something wrong.
 
-    numbers: rows in the catalogue of issue 5. how: how the faults are caused. guard: None if nothing can be switched
-    off; then `no_guard` says why. launched, resumed, undisturbed: how the run, the resumed run and the control without
-    faults are started; the latter two default to `launched`.
+    how: how the faults are caused. guard: None if nothing can be switched off; then `no_guard` says why. launched,
+    resumed, undisturbed: how the run, the resumed run and the control without faults are started; the latter two
+    default to `launched`.
     """
 
     name: str
-    numbers: tuple[int, ...]
     how: str
     promise: Promise
     faults: tuple[Fault, ...]
@@ -121,24 +118,24 @@ class Nemesis:
     resumed: Launch | None = None
     undisturbed: Launch | None = None
     place: Place = HERE
-    tier: Tier = "minutes"
 
     def needs(self) -> str | None:
         """What this machine lacks for this nemesis, if anything."""
         checks = (self.place.needs, *(fault.needs for fault in self.faults))
         return next((reason for needs in checks if (reason := needs()) is not None), None)
 
-    def launch(self, *, guarded: bool) -> Launch:
-        """How the disturbed run is started, with its guard or without it."""
-        planted = self.launched.plus(plants=tuple(plant for fault in self.faults for plant in fault.plants))
-        return planted if guarded or self.guard is None else planted.plus(self.guard.settings, self.guard.plants)
+    def launch(self) -> Launch:
+        """How the disturbed run is started."""
+        return replace(self.launched, plants=(*(p for each in self.faults for p in each.plants), *self.launched.plants))
 
-    def heal(self, *, guarded: bool) -> Launch:
-        """How the run is resumed, with its guard or without it."""
-        launch = self.resumed or replace(self.launch(guarded=guarded), plants=())
-        if guarded or self.guard is None:
-            return launch
-        return launch.plus(self.guard.resume_settings, self.guard.resume_plants)
+    def heal(self) -> Launch:
+        """How the run is resumed."""
+        return self.resumed or replace(self.launched, plants=())
+
+    def unguarded(self, guard: Guard) -> Nemesis:
+        """The same nemesis with its guard switched off."""
+        off = replace(self, launched=self.launched.plus(guard.settings, guard.plants))
+        return replace(off, resumed=off.heal().plus(guard.resume_settings, guard.resume_plants))
 
     def calm(self) -> Launch:
         """How the control without faults is started."""
@@ -166,14 +163,13 @@ class Phase:
 class Row:
     """The measurement of one nemesis; a line of the table.
 
-    skipped: what this machine lacks. unplayed: why it was not played. failed: why it could not be measured. wrong: the
-    broken promises. calm, unguarded: what is wrong in the control without faults, and in the one without the guard;
-    None if it was not played. doubt: why the control without the guard proves nothing.
+    skipped: what this machine lacks. failed: why it could not be measured. wrong: the broken promises. calm, unguarded:
+    what is wrong in the control without faults, and in the one without the guard; None if it did not run. doubt: why
+    the control without the guard proves nothing.
     """
 
     nemesis: Nemesis
     skipped: str = ""
-    unplayed: str = ""
     failed: str = ""
     phase: Phase | None = None
     wrong: tuple[str, ...] = ()
@@ -186,6 +182,6 @@ class Row:
         """True if the promise holds and both controls are right, or if the nemesis was skipped."""
         if self.skipped:
             return True
-        if self.unplayed or self.doubt or self.failed or self.phase is None:
+        if self.doubt or self.failed or self.phase is None:
             return False
         return not self.wrong and self.calm == () and (bool(self.unguarded) or self.nemesis.guard is None)

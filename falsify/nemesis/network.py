@@ -235,7 +235,6 @@ _FIRST_REACHES = Cut(pair=(1, 2))
 
 def _between(
     name: str,
-    number: int,
     how: str,
     fault: Fault,
     promise: Promise,
@@ -245,45 +244,45 @@ def _between(
 ) -> Nemesis:
     """guard: a guard, or why there is none."""
     off, none = (None, guard) if isinstance(guard, str) else (guard, "")
-    return Nemesis(name, (number,), how, promise, (fault,), off, none, Launch("", settings), place=place)
+    return Nemesis(name, how, promise, (fault,), off, none, Launch("", settings), place=place)
 
 
 NEMESES = (
-    _between("link cut", 12, "the interface of one of two hosts goes down", _cut(Cut("link")), _named(2)),
-    _between("silent drop, both ways", 13, f"{_ADDRESSES}on both hosts", _cut(Cut()), _named(2)),
-    _between("silent drop, one way", 13, f"{_ADDRESSES}on the first host", _cut(Cut("to")), _named(2)),
-    _between("silent drop, the other way", 13, f"{_ADDRESSES}on the last host", _cut(Cut("from")), _named(2)),
-    _between("one of three hosts cut off", 13, f"{_ADDRESSES}both ways", _cut(Cut()), _named(3), _THREE),
+    _between("link cut", "the interface of one of two hosts goes down", _cut(Cut("link")), _named(2)),
+    _between("silent drop, both ways", f"{_ADDRESSES}on both hosts", _cut(Cut()), _named(2)),
+    _between("silent drop, one way", f"{_ADDRESSES}on the first host", _cut(Cut("to")), _named(2)),
+    _between("silent drop, the other way", f"{_ADDRESSES}on the last host", _cut(Cut("from")), _named(2)),
+    _between("one of three hosts cut off", f"{_ADDRESSES}both ways", _cut(Cut()), _named(3), _THREE),
     _between(
-        *("two of three hosts cut off each other", 13),
+        "two of three hosts cut off each other",
         f"{_ADDRESSES}on both; the first one, with the store, reaches both",
         _cut(_FIRST_REACHES),
         _ended(_BETWEEN),
         _THREE,
     ),
     _between(
-        *("two of three hosts cut off each other, one with the store", 13),
+        "two of three hosts cut off each other, one with the store",
         f"{_ADDRESSES}on both; the last one reaches both",
         _cut(Cut(pair=(0, 1))),
         _ended("rank 1 of 3 (on host1) gave no sign of life", "ranks 0, 2 of 3 (on host0, host2) gave no sign of life"),
         _THREE,
     ),
-    _between("short partition", 14, "silent drop for 3 s", cut_for(Cut(), 3.0), _goes_on(), _TWO, _SHORT),
+    _between("short partition", "silent drop for 3 s", cut_for(Cut(), 3.0), _goes_on(), _TWO, _SHORT),
     _between(
-        *("long partition, restarted", 15, "silent drop until all ranks have ended", cut_until_ended(Cut())),
+        *("long partition, restarted", "silent drop until all ranks have ended", cut_until_ended(Cut())),
         _goes_on("gave no sign of life for"),
         Hosts(2, restarts=True),
         _RESTARTED,
     ),
     _between(
-        *("short partition of two of three hosts", 14, "silent drop between two for 3 s; the first one reaches both"),
+        *("short partition of two of three hosts", "silent drop between two for 3 s; the first one reaches both"),
         cut_for(_FIRST_REACHES, 3.0),
         _goes_on(),
         _THREE,
         _SHORT,
     ),
     _between(
-        *("long partition of two of three hosts, restarted", 15),
+        "long partition of two of three hosts, restarted",
         "silent drop between two until all ranks have ended; the first one reaches both",
         cut_until_ended(_FIRST_REACHES),
         _goes_on(_BETWEEN),
@@ -291,23 +290,23 @@ NEMESES = (
         _RESTARTED,
     ),
     _between(
-        *("slow link", 10, "a token bucket of 24 kbit/s at one host", slowed("24kbit")),
+        *("slow link", "a token bucket of 24 kbit/s at one host", slowed("24kbit")),
         Promise((0,), ("exchange data in the update of step|slow: in the update of step",), heal_says=("is finished",)),
         guard="nothing ends the run",
     ),
     _between(
-        *("slow link, deadline of a step", 10, "the same, with run.step_deadline_s=1.5", slowed("24kbit", ends=True)),
+        *("slow link, deadline of a step", "the same, with run.step_deadline_s=1.5", slowed("24kbit", ends=True)),
         _ended("took longer than run.step_deadline_s, 1.5 s", within_s=5.0, at_once=False),
         _TWO,
         Guard("run.step_deadline_s", "not over", ("run.step_deadline_s=null",)),
         ("run.step_deadline_s=1.5",),
     ),
     _between(
-        *("rank missing at the start", 16, "SIGSTOP before it meets the others", Fault(_stop_one_at_the_start)),
+        *("rank missing at the start", "SIGSTOP before it meets the others", Fault(_stop_one_at_the_start)),
         Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
     ),
     Nemesis(
-        *("wrong interface", (17,), "GLOO_SOCKET_IFNAME names one that is not there"),
+        *("wrong interface", "GLOO_SOCKET_IFNAME names one that is not there"),
         Promise(
             (2, 71),
             ("GLOO_SOCKET_IFNAME: nowhere0: no such interface on host1, only lo, e0", "of 2 cannot join: GLOO_SOCKET"),

@@ -75,52 +75,50 @@ _DEAF = Guard("ranks that hear signals", "exit 71 instead of 75", plants=(Plant.
 _on_three = partial(Nemesis, launched=Launch("3"), resumed=_ON_TWO)
 
 
-def _killed(name: str, numbers: tuple[int, ...], how: str, victim: int | str, guard: Guard = _RESTORED) -> Nemesis:
+def _killed(name: str, how: str, victim: int | str, guard: Guard = _RESTORED) -> Nemesis:
     named = isinstance(victim, int)
     promise = Promise((71 if named else -9,), (f"rank {victim} of 3 was killed by SIGKILL",) * named, 2.0)
-    return _on_three(name, numbers, f"SIGKILL to {how}", promise, (sent(_KILL, victim),), guard)
+    return _on_three(name, f"SIGKILL to {how}", promise, (sent(_KILL, victim),), guard)
 
 
 def _asked(whom: str, victim: str | int, signum: signal.Signals, how: str) -> Nemesis:
     promise, name = Promise((75,), ("ended at a step boundary",), 5.0), f"{signum.name} to {whom}"
-    return _on_three(name, (3,), f"{signum.name} to {how}", promise, (sent(signum, victim),), _DEAF)
+    return _on_three(name, f"{signum.name} to {how}", promise, (sent(signum, victim),), _DEAF)
 
 
-def _timeout(name: str, numbers: tuple[int, ...], how: str, promise: Promise, fault: Fault, guard: Guard) -> Nemesis:
-    return _on_three(
-        name, numbers, f"SIGSTOP to rank 1 of 3{how}, run.timeout_s={TIMEOUT_S:g}", promise, (fault,), guard
-    )
+def _timeout(name: str, how: str, promise: Promise, fault: Fault, guard: Guard) -> Nemesis:
+    return _on_three(name, f"SIGSTOP to rank 1 of 3{how}, run.timeout_s={TIMEOUT_S:g}", promise, (fault,), guard)
 
 
 NEMESES = (
-    replace(_killed("rank killed", (1,), "rank 1 of 3", 1), tier="seconds"),
-    _killed("rank 0 killed", (2,), "rank 0 of 3, which holds the store and writes the files", 0),
+    _killed("rank killed", "rank 1 of 3", 1),
+    _killed("rank 0 killed", "rank 0 of 3, which holds the store and writes the files", 0),
     _killed(
-        *("launcher killed", (8,), "`andon train`", "launcher"),
+        *("launcher killed", "`andon train`", "launcher"),
         Guard("ranks that end with their launcher", "processes left", plants=_ORPHANS),
     ),
-    _killed("group killed", (1, 2), "the launcher's whole process group", "group"),
+    _killed("group killed", "the launcher's whole process group", "group"),
     _asked("a rank", 1, signal.SIGTERM, "rank 1 of 3"),
     _asked("the launcher", "launcher", signal.SIGTERM, "`andon train`"),
     _asked("the launcher", "launcher", signal.SIGUSR1, "`andon train`"),
     _timeout(
-        *("rank stopped", (5,), " for good"),
+        *("rank stopped", " for good"),
         Promise((72,), ("rank 1 of 3 gave no answer",), TIMEOUT_S + 3.0),
         sent(_STOP, 1),
         Guard("run.timeout_s", "not over", ("run.timeout_s=600",)),
     ),
     _timeout(
-        *("rank paused", (5, 10), ", SIGCONT 4 s later", Promise((0,)), sent(_STOP, 1, pause_s=4.0)),
+        *("rank paused", ", SIGCONT 4 s later", Promise((0,)), sent(_STOP, 1, pause_s=4.0)),
         Guard("a timeout above the pause", "exit 72 instead of 0", ("run.timeout_s=1.5",)),
     ),
     _on_three(
-        *("launcher paused", (9,), "SIGSTOP to `andon train`, SIGCONT 3 s later"),
+        *("launcher paused", "SIGSTOP to `andon train`, SIGCONT 3 s later"),
         Promise((0,)),
         (sent(_STOP, "launcher", pause_s=3.0),),
         no_guard="ranks do not wait for their launcher",
     ),
     Nemesis(
-        *("rank killed, restarted", (1,), "SIGKILL to rank 1 of 3, run.max_restarts=1"),
+        *("rank killed, restarted", "SIGKILL to rank 1 of 3, run.max_restarts=1"),
         Promise((0,), ("restart 1 of 1 from the last checkpoint",)),
         (sent(_KILL, 1),),
         Guard(_STATE, _OTHER, *_FORGETS),
@@ -128,7 +126,7 @@ NEMESES = (
         resumed=_ON_TWO,
     ),
     Nemesis(
-        *("agent of torchrun killed", (8,), "SIGKILL to torchrun with 2 ranks"),
+        *("agent of torchrun killed", "SIGKILL to torchrun with 2 ranks"),
         Promise((-9,), (), 2.0),
         (sent(_KILL, "launcher"),),
         Guard("ranks that end with their agent", "processes left|is being written by process", plants=_ORPHANS),
@@ -137,7 +135,7 @@ NEMESES = (
         place=Torchrun(),
     ),
     Nemesis(
-        *("world smaller than asked for", (16, 41), "torchrun --nproc-per-node 2 with --workers 3"),
+        *("world smaller than asked for", "torchrun --nproc-per-node 2 with --workers 3"),
         Promise((1,), ("3 were requested, torchrun started 2",), 30.0, at_once=True),
         (Fault(_smaller, before_start=True),),
         no_guard="one comparison before anything else; without --workers torchrun decides",

@@ -20,9 +20,9 @@ import torch
 from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint
 from falsify.nemesis import hosts, judging, processes, tracing
 from falsify.nemesis import run as runs
-from falsify.nemesis.__main__ import told, verdict
+from falsify.nemesis.__main__ import verdict
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
-from falsify.nemesis.bench import UNPLAYED, Bench, nemeses
+from falsify.nemesis.bench import NEMESES, Bench
 from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
 from falsify.nemesis.disk import DAMAGES
 from falsify.nemesis.disk_acts import ACTS, CONTROL
@@ -33,10 +33,11 @@ from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
 from falsify.nemesis.hosts import Lan
 from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, whole
-from falsify.nemesis.network import NEMESES, Cut
+from falsify.nemesis.network import NEMESES as NETWORK_NEMESES
+from falsify.nemesis.network import Cut
 from falsify.nemesis.planting import PROOFS, Plant, Planting, Struck, idle
-from falsify.nemesis.run import Ending, Launch, NotStruckError, Run
-from falsify.nemesis.table import document, line
+from falsify.nemesis.run import ClosingError, Ending, Launch, NotStruckError, Run
+from falsify.nemesis.table import document, line, summary
 
 PROMISE = Promise((71,), ("rank 1", "SIGKILL|SIGTERM"), 2.0, at_once=True, heal_says=("rejected",))
 KEPT = Phase(
@@ -64,7 +65,7 @@ BROKEN = {
 
 
 def named(name: str) -> Nemesis:
-    return next(each for each in nemeses() if each.name == name)
+    return next(each for each in NEMESES if each.name == name)
 
 
 @pytest.mark.parametrize("said", BROKEN)
@@ -78,7 +79,6 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
     [
         ({}, True),
         ({"skipped": "no namespaces", "phase": None, "calm": None, "unguarded": None}, True),
-        ({"unplayed": "not begun", "phase": None, "calm": None, "unguarded": None}, False),
         ({"wrong": ("exit 0 instead of 71",)}, False),
         ({"calm": ("exit 71",)}, False),
         ({"unguarded": ()}, False),
@@ -92,23 +92,18 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
 def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
     row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
     assert row.good is good
-    assert line(row).startswith("skip" if row.skipped or row.unplayed else "ok" if good else "BAD")
-    assert ("## Does not hold" in document([row], 1)) is not (good or bool(row.unplayed))
-    assert ("## Not played" in document([row], 1)) is bool(row.unplayed)
+    assert line(row).startswith("skip" if row.skipped else "ok" if good else "BAD")
+    assert ("## Does not hold" in document([row], 1)) is not good
     assert ("## Skipped" in document([row], 1)) is bool(row.skipped)
 
 
-def test_nemeses_have_names_a_guard_or_a_reason_and_play_every_row_of_the_catalogue() -> None:
-    found = nemeses()
-    assert len({each.name for each in found}) == len(found)
-    assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
-    assert [each.name for each in found if each.guard and not each.guard.finds] == []
+def test_nemeses_have_names_and_a_guard_or_a_reason() -> None:
+    assert len({each.name for each in NEMESES}) == len(NEMESES)
+    assert [each.name for each in NEMESES if bool(each.guard) == bool(each.no_guard)] == []
+    guards = {each.name: each.guard for each in NEMESES if each.guard}
+    assert [name for name, guard in guards.items() if not guard.finds] == []
     (unseen,) = judging.wrong(PROMISE, replace(KEPT, healing=None))  # so a control that was not healed is left
-    assert [each.name for each in found if each.guard and not judging.doubt(KEPT, (unseen,), each.guard.finds)] == []
-    left_out = {6, 11, 18, 21, 26, 33, 38, 47}  # numbers that the catalogue does not have
-    played = {number for each in nemeses() for number in each.numbers}
-    assert played | UNPLAYED.keys() == set(range(1, 50)) - left_out
-    assert played & UNPLAYED.keys() == set()
+    assert [name for name, guard in guards.items() if not judging.doubt(KEPT, (unseen,), guard.finds)] == []
 
 
 # By default tests/launch shows that a killed rank is named, and the claim resume-equal that a run resumes.
@@ -176,7 +171,7 @@ def bare_run(folder: Path) -> Run:
 
 def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(Nemesis("blunt", (), "", PROMISE, (Fault(asked_to_end, needs=lambda: {}["chattr"]),)))
+    row = shared.play(Nemesis("blunt", "", PROMISE, (Fault(asked_to_end, needs=lambda: {}["chattr"]),)))
     assert (row.failed, row.good) == ("the nemesis failed: KeyError: 'chattr'", False)
 
 
@@ -201,7 +196,7 @@ def noted(name: str, at: float, step: int, *, before: bool = False) -> Fault:
 def test_faults_compose_in_one_run(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     faults = (noted("signal", 0.0, 7), noted("rows", -1.0, 0, before=True), noted("cut", -2.0, 5))
-    (phase,) = shared.disturbed(Nemesis("many", (), "", Promise((0,)), faults, place=Sleeping()))
+    (phase,) = shared.disturbed(Nemesis("many", "", Promise((0,)), faults, place=Sleeping()))
     (done,) = (path.read_text().splitlines() for path in tmp_path.glob("guarded-*/done"))
     assert done == [
         "strike rows, 0 started",
@@ -216,12 +211,10 @@ def test_faults_compose_in_one_run(tmp_path: Path) -> None:
 def test_nothing_measured_is_no_success() -> None:
     chosen = named("rank killed")
     good = Row(chosen, phase=KEPT, calm=(), unguarded=("other bits",))
-    skipped, unbegun = Row(chosen, skipped="no namespaces"), Row(chosen, unplayed="not begun")
+    skipped, failed = Row(chosen, skipped="no namespaces"), Row(chosen, failed="it ended before")
     assert [verdict(rows) for rows in ([good], [good, skipped])] == [0, 0]
-    failed = Row(chosen, failed="it ended before")
-    assert [verdict(rows) for rows in ([skipped], [], [good, unbegun], [good, failed])] == [1] * 4
-    assert told([good, skipped, unbegun]).startswith("1 of 1 nemeses: ")
-    assert told([good, skipped, unbegun]).endswith("; 1 skipped, 1 not played")
+    assert [verdict(rows) for rows in ([skipped], [], [good, failed])] == [1] * 3
+    assert summary([good, skipped, failed]) == "1 of 2 are as promised, 1 were skipped"
 
 
 class Mounted(Place):
@@ -248,16 +241,14 @@ def heal(run: Run) -> None:
     (run.folder / "mounted").rename(run.folder / f"healed-{len(processes.marked(runs.OWNER, str(run.scratch)))}")
 
 
-HELD = Nemesis("held", (), "", PROMISE, (Fault(asked_to_end, heal),), place=Mounted())
+HELD = Nemesis("held", "", PROMISE, (Fault(asked_to_end, heal),), place=Mounted())
 
 
 def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(HELD)
-    assert (row.unplayed, row.failed, row.good) == ("not played to its end: this command was ended", "", False)
+    with pytest.raises(ClosingError, match="this command was ended"):
+        shared.play(HELD)
     assert [path.name for path in tmp_path.glob("guarded-*/run/*")] == ["released"]
-    assert shared.play(HELD).unplayed == "not begun"
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
@@ -429,7 +420,7 @@ def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) ->
 def test_a_machine_without_the_tools_is_said_to_lack_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert hosts.unavailable() == "this machine has no ip and no tc and no unshare (iproute2, util-linux)"
-    assert all(nemesis.needs() == hosts.unavailable() for nemesis in NEMESES)
+    assert all(nemesis.needs() == hosts.unavailable() for nemesis in NETWORK_NEMESES)
 
 
 # By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one;
