@@ -64,7 +64,8 @@ def train(folder: Path, seed: int | None, *, guesses: bool = False) -> Attacked:
     run, caller, losses = _opened(folder), Caller(seed or 0, guesses=guesses), [""]
 
     def call() -> None:
-        found, own = listeners(family(run.launcher.pid)), listeners([run.launcher.pid])
+        processes = family(run.launcher.pid)
+        found, own = listeners(processes), listeners(processes[:1])
         for host, port in found * _CALLS:
             caller.call(host, port)
         losses.extend(f"it listens at {host}" for host, _ in found if not host.is_loopback)
@@ -89,7 +90,7 @@ def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
     try:
         run.spawn([sys.executable, "-m", *torchrun, "-m", f"{__package__}.watched_loop", str(folder)], Launch())
         _until(run, lambda: _all(folder, "port"))
-        ports = listeners(pid for pid in family(run.launcher.pid) if pid != run.launcher.pid)
+        ports = listeners(family(run.launcher.pid)[1:])
         forger = None if seed is None else Forger(int((folder / "port-0").read_text()), seed)
         kinds = [] if forger is None else [kind for kind in forger.kinds for _ in range(_EACH)]
 

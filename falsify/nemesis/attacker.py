@@ -18,6 +18,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 import psutil
+from psutil import Process
 
 from andon_contracts.violation import Cause
 
@@ -41,12 +42,12 @@ _MAGIC = 0x3C85F7CE
 """The first message of a client of torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)."""
 
 
-def listeners(pids: Iterable[int]) -> list[Address]:
+def listeners(processes: Iterable[Process]) -> list[Address]:
     """The TCP addresses at which these processes listen."""
     found: set[Address] = set()
-    for pid in pids:
+    for process in processes:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            links = psutil.Process(pid).net_connections("tcp")
+            links = process.net_connections("tcp")
             found |= {(ip_address(each.laddr.ip), each.laddr.port) for each in links if each.status == "LISTEN"}
     return sorted(found, key=str)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .left_behind import MANIFEST, STATE, TENSORS
 from .planting import Plant, Struck, first_strike
+from .processes import ranks
 from .run import Launch, NotStruckError, Run
 from .tracing import CALLS, attached, missing, power_cut
 
@@ -129,11 +130,11 @@ def _dies_saving(run: Run) -> Struck:
 @contextmanager
 def _traced(run: Run, *options: str) -> Iterator[Path]:
     """Trace rank 0 with strace. Yields the log."""
-    found = run.ranks()
+    found = ranks(run.launcher.pid)
     if not found:
         raise NotStruckError("there is no rank 0")
     log = run.scratch / "strace"
-    with attached(found[0], "-f", "-o", str(log), *options):
+    with attached(found[0].pid, "-f", "-o", str(log), *options):
         yield log
 
 
@@ -154,7 +155,7 @@ def powerless(*, names: bool) -> Fault:
     """Kill all processes and take back what rank 0 wrote after the last fsync. names: new names too."""
 
     def strike(run: Run) -> Struck:
-        run.wait_for(lambda: bool(run.ranks()), "rank 0 is there")
+        run.wait_for(lambda: bool(ranks(run.launcher.pid)), "rank 0 is there")
         with _traced(run, "-s", "0", "-e", f"trace={','.join(CALLS)}") as log:
             at, step = run.reach(13, 22)
             run.kill()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from .processes import alive
+from .processes import alive, command_line
 
 _POLL_S = 0.01
 
@@ -29,20 +29,20 @@ def main() -> int:
         agent = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *sys.argv[5:]], stderr=file)
     if keep:
         return agent.wait()
-    pid, rank = 0, ""
-    while agent.poll() is None and not pid:
+    found: tuple[psutil.Process, str] | None = None
+    while agent.poll() is None and found is None:
         with suppress(psutil.Error):
             for child in psutil.Process(agent.pid).children():
-                if "train" in " ".join(child.cmdline()) and "RANK" in (variables := child.environ()):
-                    pid, rank = child.pid, variables["RANK"]
+                if "train" in command_line(child) and "RANK" in (variables := child.environ()):
+                    found = child, variables["RANK"]
         time.sleep(_POLL_S)
-    while agent.poll() is None:
-        if not alive(pid) and (code := _reported(folder, rank)) != 0:
+    while agent.poll() is None and found is not None:
+        if not alive(found[0]) and (code := _reported(folder, found[1])) != 0:
             agent.kill()
             agent.wait()
             return code
         time.sleep(_POLL_S)
-    return agent.returncode and _reported(folder, rank)
+    return agent.returncode and _reported(folder, found[1] if found else "")
 
 
 def _reported(folder: Path, rank: str) -> int:

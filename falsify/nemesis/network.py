@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations
 
+from psutil import Process
+
 from .hosts import Host, Lan, unavailable
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .planting import Struck
-from .processes import command_line, family, identified, send, still_runs
+from .processes import alive, command_line, family, send
 from .run import TIMEOUT_S, Launch, NotStruckError, Run
 
 _STRIKES = 6
@@ -62,15 +64,15 @@ class Hosts(Place):
             run.spawn(host.command([*agent, "--", *size, *meeting, *rank], variables), launch)
 
 
-def _ranks_of(run: Run) -> list[int]:
+def _ranks_of(run: Run) -> list[Process]:
     """The processes of the ranks, by host."""
 
     def is_rank(line: str) -> bool:
         above = "torch.distributed.run" in line or "host_agent" in line or line.startswith("sh ")
         return "-m andon train" in line and not above
 
-    members = [pid for command in run.commands for pid in family(command.pid)]
-    return [pid for pid in members if is_rank(command_line(pid))]
+    members = [process for command in run.commands for process in family(command.pid)]
+    return [process for process in members if is_rank(command_line(process))]
 
 
 @dataclass(frozen=True)
@@ -152,13 +154,13 @@ def cut_until_ended(cut: Cut) -> Fault:
 
     def strike(run: Run) -> Struck:
         run.reach(_STRIKES)
-        before = identified(_ranks_of(run))
+        before = _ranks_of(run)
         if len(before) != len(run.hosts):
             raise NotStruckError(f"{len(before)} ranks are there instead of {len(run.hosts)}")
         at, step = time.monotonic(), run.steps
         cut.make(run)
         proof = cut.proof(run)
-        while any(map(still_runs, before)):
+        while any(map(alive, before)):
             if time.monotonic() - at > _ANSWER_S:
                 raise NotStruckError(f"ranks live on {_ANSWER_S:g} s after the cut")
             time.sleep(0.01)
@@ -193,14 +195,14 @@ def _stop_one_at_the_start(run: Run) -> Struck:
     at, stopped = time.monotonic(), _ranks_of(run)[-1]
     seen = send(stopped, signal.SIGSTOP)
     if seen is None or not seen.startswith("stopped"):
-        raise NotStruckError(f"process {stopped} had ended: {seen}")
+        raise NotStruckError(f"process {stopped.pid} had ended: {seen}")
     began, waited = time.monotonic(), None
     while waited is None and time.monotonic() - began < _ANSWER_S:
         if any(command.poll() is not None for command in run.commands[:-1]):
             waited = round(time.monotonic() - began, 1)
             run.commands[-1].kill()
         time.sleep(0.01)
-    return Struck(at, 0, f"process {stopped} is {seen}; another rank ended after {waited} s")
+    return Struck(at, 0, f"process {stopped.pid} is {seen}; another rank ended after {waited} s")
 
 
 def _wrong_interface(run: Run) -> Struck:

@@ -116,9 +116,9 @@ def never_joins(plan: Planting) -> None:
 def shows_weights(plan: Planting, step: TrainingStep) -> None:
     """No fault: the rank writes its process id, and the address and size in bytes of its weights."""
     weights = step._replicas[0].parameters.weights
-    part = plan.proofs.with_name("weights.part")
+    part = plan.scratch / "weights.part"
     part.write_text(f"{os.getpid()} {weights.data_ptr()} {weights.numel() * 4}")
-    part.replace(where_weights_lie(plan.proofs.parent))
+    part.replace(where_weights_lie(plan.scratch))
 
 
 def where_weights_lie(scratch: Path) -> Path:
@@ -206,10 +206,11 @@ def other_base(plan: Planting, former: Any, *args: Any) -> Any:
     return model
 
 
-@replaces("andon.data.tokens:Tokenizer.encode", "here")
-def other_tokens(plan: Planting, former: Any, self: Any, texts: Any, max_length: int) -> list[list[int]]:
-    _strikes(plan, f" leaves out the last token of {len(texts)} texts")
-    return [ids[:-1] or ids for ids in former(self, texts, max_length)]
+@replaces("andon.training.material:encoded_texts", "here")
+def other_tokens(plan: Planting, former: Any, *args: Any) -> Any:
+    found = former(*args)
+    _strikes(plan, f" leaves out the last token of {len(found.tokens)} texts")
+    return replace(found, tokens=[ids[:-1] or ids for ids in map(list, found.tokens)])
 
 
 @replaces("andon.training.session:environment", "here")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from .hosts import Host
 from .left_behind import Undisturbed
 from .planting import VARIABLE, Plant, Struck, first_strike, written
-from .processes import marked, processes_of, session
+from .processes import marked
 
 SETTINGS = (
     "training.batch_size=8",
@@ -136,7 +137,6 @@ class Run:
     hosts: tuple[Host, ...] = ()
     commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _logs: list[Path] = field(default_factory=list)
-    _started: int = 0
 
     def arguments(self, launch: Launch) -> list[str]:
         """The arguments of `python`, or the last ones of torchrun. Resumes a run that exists."""
@@ -160,8 +160,7 @@ class Run:
         variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
         variables[OWNER] = str(self.scratch)
         variables[VARIABLE] = written(launch.plants, self.scratch)
-        self._started += 1
-        log = self.scratch / f"said-{self._started}"
+        log = self.scratch / f"said-{len(list(self.scratch.glob('said-*'))) + 1}"
         with log.open("wb") as file:
             started = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -193,7 +192,7 @@ class Run:
         deadline = time.monotonic() + limit_s
         while not seen():
             self._raise_if_closing()
-            if self.over():
+            if self.over() and not seen():  # what it waits for may itself have ended the run
                 raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
             if time.monotonic() > deadline:
                 raise NotStruckError(f"not {what} within {limit_s:g} s")
@@ -210,18 +209,10 @@ class Run:
 
     def planted_strike(self) -> Struck:
         """Wait until a plant of this run strikes. Raises `NotStruckError` if the run ends first."""
-        try:
-            self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
-        except NotStruckError:  # the strike itself may have ended the run
-            if first_strike(self.scratch) is None:
-                raise
+        self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
         found = first_strike(self.scratch)
         assert found is not None
         return found
-
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks that `andon train` has started, in order."""
-        return processes_of("rank", self.launcher.pid)
 
     def said(self) -> str:
         """The output of this launch so far, with paths relative to `scratch`."""
@@ -253,14 +244,12 @@ class Run:
         """Kill every process of this launch, those that start meanwhile too."""
         deadline = time.monotonic() + GONE_S
         while (members := self._members()) and time.monotonic() < deadline:
-            for pid in members:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for process in members:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.003)
         for command in self.commands:
             command.wait()
 
-    def _members(self) -> list[int]:
-        """Found by session and by environment: torchrun starts each rank in its own session."""
-        sessions = (pid for command in self.commands for pid in session(command.pid))
-        return sorted({*sessions, *marked(OWNER, str(self.scratch))})
+    def _members(self) -> list[psutil.Process]:
+        return marked(OWNER, str(self.scratch))

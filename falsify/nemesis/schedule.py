@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .processes import processes_of, send
+from .processes import family, ranks, send
 from .run import steps_of
 
 KILL, PAUSE, STOP, PREEMPT = "kill", "pause", "stop", "preempt"
@@ -62,11 +62,9 @@ def _fault(draw: random.Random, step: int, workers: int) -> Fault:
 
 def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[Any]) -> bool:
     """Wait for the step and cause the fault. Returns False if the run has ended, or has no such process."""
-    while steps_of(folder) < fault.step:
-        if launcher.poll() is not None:
-            return False
+    while steps_of(folder) < fault.step and launcher.poll() is None:
         time.sleep(0.003)
-    found = [] if launcher.poll() is not None else processes_of(fault.victim, launcher.pid)
-    if not found:
+    found = ranks(launcher.pid) if fault.victim == "rank" else family(launcher.pid)[:1]
+    if launcher.poll() is not None or not found:
         return False
     return send(found[fault.number % len(found)], _SIGNALS[fault.kind], pause_s=fault.seconds) is not None

@@ -10,7 +10,7 @@ from functools import partial
 
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .planting import Plant, Struck
-from .processes import processes_of, send
+from .processes import family, ranks, send
 from .run import TIMEOUT_S, Launch, NotStruckError, Run
 
 _WORLD = "ANDON_WORLD"
@@ -26,8 +26,8 @@ def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> 
 
     def strike(run: Run) -> Struck:
         run.reach(5, 20)
-        kind, number = ("rank", victim) if isinstance(victim, int) else ("launcher", 0)
-        found = processes_of(kind, run.launcher.pid)
+        launcher = run.launcher.pid
+        number, found = (victim, ranks(launcher)) if isinstance(victim, int) else (0, family(launcher))
         if len(found) <= number:
             raise NotStruckError(f"there is no {whom}: {len(found)} are there")
         at, step = time.monotonic(), run.steps

@@ -35,7 +35,7 @@ from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, whole
 from falsify.nemesis.network import NEMESES as NETWORK_NEMESES
 from falsify.nemesis.network import Cut
-from falsify.nemesis.planting import PROOFS, Plant, Planting, Struck, idle
+from falsify.nemesis.planting import Plant, Planting, Struck, idle
 from falsify.nemesis.run import ClosingError, Ending, Launch, NotStruckError, Run
 from falsify.nemesis.table import document, line, summary
 
@@ -157,12 +157,12 @@ def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
 def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "GONE_S", 0.5)
     run = bare_run(tmp_path)
-    away = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    away = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     run.spawn([sys.executable, "-c", away], Launch())
     ending = run.end(60.0, time.monotonic())
     assert (ending.codes, ending.left, ending.hung) == ((0,), 1, False)
     assert ending.seconds > runs.GONE_S
-    assert not processes.alive(int(ending.said))
+    assert processes.marked(runs.OWNER, str(run.scratch)) == []
 
 
 def bare_run(folder: Path) -> Run:
@@ -256,7 +256,7 @@ FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
 
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
     off = (Plant("guards:deaf"), Plant("guards:blind"))
-    Planting({}, tmp_path / PROOFS, "guards:deaf").acted()
+    Planting({}, tmp_path, "guards:deaf").acted()
     assert idle(off, tmp_path) == ("guards:blind",)
     assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path)), FOUND, DUE) == "never acted: guards:blind"
     broke = Ending((1,), "Traceback (most recent call last):\nAttributeError: _record")
