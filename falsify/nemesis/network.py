@@ -16,7 +16,7 @@ from itertools import permutations
 
 from psutil import Process
 
-from .hosts import Host, Lan, unavailable
+from .hosts import Host, lan, unavailable
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .planting import Struck
 from .processes import alive, command_line, family, send
@@ -44,8 +44,7 @@ class Hosts(Place):
 
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
-        with Lan.of(self.size) as lan:
-            run.hosts = lan.hosts
+        with lan(self.size) as run.hosts:
             yield
 
     def start(self, run: Run, launch: Launch) -> None:
@@ -200,7 +199,8 @@ def _stop_one_at_the_start(run: Run) -> Struck:
     while waited is None and time.monotonic() - began < _ANSWER_S:
         if any(command.poll() is not None for command in run.commands[:-1]):
             waited = round(time.monotonic() - began, 1)
-            run.commands[-1].kill()
+            for process in reversed(family(run.commands[-1].pid)):
+                process.kill()
         time.sleep(0.01)
     return Struck(at, 0, f"process {stopped.pid} is {seen}; another rank ended after {waited} s")
 
