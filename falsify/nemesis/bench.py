@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import disk, inside, judging, network, rows, signals
-from .language import Nemesis, Phase, Row
+from .language import Guard, Nemesis, Phase, Row
 from .left_behind import Undisturbed
-from .planting import Struck, idle
-from .run import LIMIT_S, SLACK_S, UPDATES, ClosingError, Launch, NotStruckError, Run, row_lines
+from .planting import ClosingError, NotStruckError, Struck, UnavailableError, idle
+from .run import LIMIT_S, SLACK_S, UPDATES, Launch, Run, row_lines
 
 NEMESES = (*signals.NEMESES, *inside.NEMESES, *rows.NEMESES, *disk.NEMESES, *network.NEMESES)
 
@@ -53,27 +53,26 @@ class Bench:
     def play(self, nemesis: Nemesis) -> Row:
         """Play a nemesis with both of its controls, and judge it. Raises `ClosingError` after `close`."""
         try:
-            if (reason := nemesis.needs()) is not None:
-                return Row(nemesis, skipped=reason)
             phase, *unguarded = self.disturbed(nemesis)
             row = Row(nemesis, phase=phase, wrong=judging.wrong(nemesis.promise, phase), calm=self._control(nemesis))
         except ClosingError:
             raise
+        except UnavailableError as error:
+            return Row(nemesis, skipped=str(error))
         except NotStruckError as error:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
         except Exception as error:  # noqa: BLE001 - a broken nemesis must not lose the rows of the others
             return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
         for phase in unguarded:
             found = judging.wrong(nemesis.promise, phase)
-            finds = nemesis.guard.finds if nemesis.guard else ""
-            row = replace(row, unguarded=found, doubt=judging.doubt(phase, found, finds))
+            row = replace(row, unguarded=found, doubt=judging.doubt(phase, found, nemesis.guard))
         return row
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
         """The disturbed run, and the one without the guard if there is a guard."""
         with self._opened("guarded", nemesis) as run:
             phases = [self._healed(nemesis, run, self._fault(nemesis, run))]
-        if (guard := nemesis.guard) is not None:
+        if isinstance(guard := nemesis.guard, Guard):
             off, plants = nemesis.unguarded(guard), guard.plants
             with self._opened("unguarded", nemesis) as run:
                 phase = self._fault(off, run)
@@ -103,10 +102,10 @@ class Bench:
 
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
         """The same run without faults, played once for all nemeses with the same place and launch."""
-        key = nemesis.place, nemesis.calm()
-        if key not in self._calm:
+        launch = nemesis.undisturbed or nemesis.launched
+        if (key := (nemesis.place, launch)) not in self._calm:
             with self._opened("calm", nemesis) as run:
-                nemesis.place.start(run, nemesis.calm())
+                nemesis.place.start(run, launch)
                 self._calm[key] = judging.not_calm(run.end(), run.whole.differs(run.folder))
         return self._calm[key]
 

@@ -6,19 +6,18 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from .language import Fault, Guard, Nemesis, Place, Promise
 from .left_behind import MANIFEST, STATE, TENSORS
-from .planting import Plant, Struck, first_strike
+from .planting import NotStruckError, Plant, Struck, UnavailableError, first_strike
 from .processes import ranks
-from .run import Launch, NotStruckError, Run
-from .tracing import CALLS, attached, missing, power_cut
+from .run import Launch, Run
+from .tracing import CALLS, attached, power_cut
 
 _PAGE = 4096
 _END_S = 60.0
@@ -32,30 +31,19 @@ class SmallDisk(Place):
 
     size: str
 
-    def needs(self) -> str | None:
-        with tempfile.TemporaryDirectory() as place:
-            done = self._mounted(Path(place))
-            if done.returncode == 0:
-                subprocess.run(["umount", place], check=True)
-                return None
-        return f"no tmpfs can be mounted: {done.stderr.strip()}"
-
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
         disk = run.scratch / "disk"
         disk.mkdir()
-        done = self._mounted(disk)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", str(disk)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise NotStruckError(f"no tmpfs: {done.stderr.strip()}")
+            raise UnavailableError(f"no tmpfs can be mounted: {done.stderr.strip()}")
         try:
             run.folder = disk / "run"
             yield
         finally:
             subprocess.run(["umount", "-l", str(disk)], check=True)
-
-    def _mounted(self, place: Path) -> subprocess.CompletedProcess[str]:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", str(place)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _fill(run: Run) -> Struck:
@@ -83,38 +71,31 @@ def gone(which: str) -> Fault:
     return Fault(strike)
 
 
-def _forbid_checkpoints(run: Run) -> Struck:
+def _forbid(run: Run) -> Struck:
     """Forbid writing to the folder of checkpoints."""
     at, step = run.reach(5, 12)
     folder = run.folder / "checkpoints"
-    _read_only(folder, True)
     try:
+        _read_only(folder, True)
         (folder / "file").touch()
     except PermissionError as error:
         return Struck(at, step, f"{folder.name}: {error.strerror}")
-    raise NotStruckError("the folder can still be written to")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UnavailableError(f"no folder can be made read-only: {error}") from error
+    raise UnavailableError("this user may write to a folder that is read-only")
 
 
-def not_forbidden() -> str | None:
-    """Why a folder cannot be made read-only."""
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            _read_only(Path(place), True)
-            (Path(place) / "file").touch()
-        except (OSError, subprocess.CalledProcessError) as error:
-            return None if isinstance(error, PermissionError) else f"chattr does not work here: {error}"
-        finally:
-            _read_only(Path(place), False)
-    return "this user may write to a folder that is read-only"
+def _allow(run: Run) -> None:
+    with suppress(OSError, subprocess.CalledProcessError):  # nothing was forbidden
+        _read_only(run.folder / "checkpoints", False)
 
 
 def _read_only(folder: Path, on: bool) -> None:
     """Permissions do not bind root, but the attribute `immutable` does."""
-    with nullcontext() if on else suppress(OSError):  # nothing was forbidden, or the folder is gone
-        if os.geteuid() == 0:
-            subprocess.run(["chattr", "+i" if on else "-i", str(folder)], check=on, capture_output=True)
-        else:
-            folder.chmod(0o555 if on else 0o755)
+    if os.geteuid() == 0:
+        subprocess.run(["chattr", "+i" if on else "-i", str(folder)], check=True, capture_output=True)
+    else:
+        folder.chmod(0o555 if on else 0o755)
 
 
 def _dies_saving(run: Run) -> Struck:
@@ -130,11 +111,9 @@ def _dies_saving(run: Run) -> Struck:
 @contextmanager
 def _traced(run: Run, *options: str) -> Iterator[Path]:
     """Trace rank 0 with strace. Yields the log."""
-    found = ranks(run.launcher.pid)
-    if not found:
-        raise NotStruckError("there is no rank 0")
+    run.wait_for(lambda: bool(ranks(run.launcher.pid)), "rank 0 is there")
     log = run.scratch / "strace"
-    with attached(found[0].pid, "-f", "-o", str(log), *options):
+    with attached(ranks(run.launcher.pid)[0].pid, "-f", "-o", str(log), *options):
         yield log
 
 
@@ -142,12 +121,10 @@ def _fail_syncs(run: Run) -> Struck:
     """Let every further fsync of rank 0 fail with an input/output error, and find one in strace's log."""
     _, step = run.reach(5, 12)
     with _traced(run, "-e", "trace=fsync", "-e", "inject=fsync:error=EIO") as log:
-        run.wait_for(lambda: "(INJECTED)" in log.read_text() or run.over(), "fsync failed", _END_S)
+        run.wait_for(lambda: "(INJECTED)" in log.read_text(), "fsync failed", _END_S)
         at = time.monotonic()
         run.launcher.wait(_END_S)
     failed = [line for line in log.read_text().splitlines() if "(INJECTED)" in line]
-    if not failed:
-        raise NotStruckError("no fsync was called")
     return Struck(at, step, f"{len(failed)} calls of fsync failed, first {failed[0].split('<')[-1][:80]}")
 
 
@@ -155,24 +132,20 @@ def powerless(*, names: bool) -> Fault:
     """Kill all processes and take back what rank 0 wrote after the last fsync. names: new names too."""
 
     def strike(run: Run) -> Struck:
-        run.wait_for(lambda: bool(ranks(run.launcher.pid)), "rank 0 is there")
         with _traced(run, "-s", "0", "-e", f"trace={','.join(CALLS)}") as log:
             at, step = run.reach(13, 22)
             run.kill()
         lines = log.read_text(errors="replace").splitlines()
         return Struck(at, step, f"{len(lines)} calls logged; {power_cut(lines, run.folder, names=names)}")
 
-    return Fault(strike, needs=missing)
+    return Fault(strike)
 
 
 def _end_at_boundary(run: Run, first: int, end: int) -> None:
-    """After a random number of updates end the run by SIGTERM. Raises `NotStruckError` if it does not end."""
+    """After a random number of updates end the run by SIGTERM."""
     run.reach(first, end)
     run.launcher.send_signal(signal.SIGTERM)
-    try:
-        run.launcher.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        raise NotStruckError("the run does not end at SIGTERM") from None
+    run.launcher.wait(_END_S)
 
 
 def damaged(damage: Callable[[Path, Path], object]) -> Fault:
@@ -281,7 +254,7 @@ NEMESES = (
         "checkpoints read-only",
         "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
         _unwritable("no permission to write", *_RESUMED),
-        (Fault(_forbid_checkpoints, lambda run: _read_only(run.folder / "checkpoints", False), needs=not_forbidden),),
+        (Fault(_forbid, _allow),),
         _FATAL,
     ),
     Nemesis(
@@ -310,7 +283,7 @@ NEMESES = (
     Nemesis(
         *("fsync fails", "strace lets every fsync of rank 0 fail with EIO"),
         _unwritable("the disk reports an input/output error"),
-        (Fault(_fail_syncs, needs=missing),),
+        (Fault(_fail_syncs),),
         Guard("an fsync that fails is fatal for what it was to save", "exit 0 instead of 2", plants=_FORGIVEN),
     ),
     _damaged("checkpoints cut short", f"100 bytes fewer of {_NEWEST}", cut_short),

@@ -1,7 +1,7 @@
 """Two or three hosts on this machine, so that a network between them can be broken.
 
     with lan(2) as hosts:
-        subprocess.Popen(hosts[0].command(["python", "job.py"], {}))
+        subprocess.Popen(hosts[0].command(["python", "job.py"]))
         hosts[0].drop(hosts[1])
 
 A host is a set of namespaces with one network interface. The first host's interface is a bridge, to which the others
@@ -22,7 +22,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+
+from .planting import UnavailableError
 
 T = TypeVar("T")
 
@@ -48,17 +50,17 @@ _CONNECTED_S = 10.0
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a `lan`. pid: of its first process."""
+    """A host of a `lan`. pid: of its first process. interface: the one that gloo is told to use."""
 
     pid: int
     hostname: str
     address: str
+    interface: str = INTERFACE
 
-    def command(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    def command(self, command: Sequence[str]) -> list[str]:
         """A command line that runs `command` on this host, in this process's working directory."""
-        own = {"TMPDIR": _SCRATCH, "GLOO_SOCKET_IFNAME": INTERFACE, **environment}
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--net", "--pid", f"--wd={Path.cwd()}"]
-        return [*enter, "env", *(f"{name}={value}" for name, value in own.items()), *command]
+        return [*enter, "env", f"TMPDIR={_SCRATCH}", f"GLOO_SOCKET_IFNAME={self.interface}", *command]
 
     def run(self, *command: str) -> str:
         """The output of a network tool on this host. Raises `OSError` with its error output if it fails."""
@@ -87,6 +89,8 @@ class Host:
 
     def throttle(self, rate: str) -> str:
         """Limit what this host sends to `rate` (as `tc` writes it: 10mbit). Returns the kernel's queue."""
+        if shutil.which("tc") is None:
+            raise UnavailableError("this machine has no tc (iproute2)")
         bucket = ("rate", rate, "burst", "32kbit", "latency", "400ms")
         self.run("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
         return self.run("tc", "qdisc", "show", "dev", INTERFACE).strip()
@@ -136,21 +140,31 @@ class Host:
 
 @contextmanager
 def lan(size: int) -> Iterator[tuple[Host, ...]]:
-    """`size` hosts that are connected with each other. Raises `OSError` if this machine allows none."""
+    """`size` hosts that are connected with each other. Raises `UnavailableError` if this machine allows none."""
+    with ExitStack() as stack:
+        try:
+            hosts = _connected(size, stack)
+        except OSError as error:
+            raise UnavailableError(f"no hosts in network namespaces: {error}") from error
+        if not hosts[0].reaches(hosts[-1], _CONNECTED_S):
+            raise UnavailableError("two network namespaces do not reach each other")
+        yield hosts
+
+
+def _connected(size: int, stack: ExitStack) -> tuple[Host, ...]:
     addresses = {f"host{number}": f"10.77.0.{number + 1}" for number in range(size)}
     known = "\n".join(["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())])
-    with ExitStack() as stack:
-        hosts = [stack.enter_context(_started(name, address, known)) for name, address in addresses.items()]
-        hosts[0].run("ip", "link", "add", INTERFACE, "type", "bridge")
-        for host in hosts[1:]:
-            port, peer = host.hostname, ("peer", "name", INTERFACE, "netns", str(host.pid))
-            hosts[0].run("ip", "link", "add", port, "type", "veth", *peer)
-            hosts[0].run("ip", "link", "set", port, "master", INTERFACE, "up")
-        for host in hosts:
-            host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
-            for interface in ("lo", INTERFACE):
-                host.run("ip", "link", "set", interface, "up")
-        yield tuple(hosts)
+    hosts = [stack.enter_context(_started(name, address, known)) for name, address in addresses.items()]
+    hosts[0].run("ip", "link", "add", INTERFACE, "type", "bridge")
+    for host in hosts[1:]:
+        port, peer = host.hostname, ("peer", "name", INTERFACE, "netns", str(host.pid))
+        hosts[0].run("ip", "link", "add", port, "type", "veth", *peer)
+        hosts[0].run("ip", "link", "set", port, "master", INTERFACE, "up")
+    for host in hosts:
+        host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+        for interface in ("lo", INTERFACE):
+            host.run("ip", "link", "set", interface, "up")
+    return tuple(hosts)
 
 
 @contextmanager
@@ -170,17 +184,3 @@ def _started(name: str, address: str, known: str) -> Iterator[Host]:
             raise OSError(said)
         (first,) = psutil.Process(process.pid).children()
         yield Host(first.pid, name, address)
-
-
-def unavailable() -> str:
-    """Why there can be no hosts here. Empty if two can be made and reach each other."""
-    missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if shutil.which(tool) is None]
-    if missing:
-        return f"this machine has no {' and no '.join(missing)} (iproute2, util-linux)"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        with lan(2) as (one, other):
-            return "" if one.reaches(other, _CONNECTED_S) else "two network namespaces do not reach each other"
-    except OSError as error:
-        return str(error)

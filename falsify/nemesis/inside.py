@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 from functools import partial
 from pathlib import Path
 
 from .language import INLINE, Fault, Guard, Nemesis, Promise, planted
-from .planting import Option, Plant, Struck
+from .planting import Option, Plant, Struck, UnavailableError
 from .plants import where_weights_lie
-from .run import TIMEOUT_S, Launch, NotStruckError, Run
+from .run import TIMEOUT_S, Launch, Run
 
 _AT = 7
 """The update in which most faults strike."""
@@ -53,15 +52,6 @@ def _flipped(name: str, how: str, what: str, clause: str) -> Nemesis:
     return _wrong(f"flipped {name}", how, fault, f"{clause} broken", "rank 1")
 
 
-def _untraceable() -> str | None:
-    """Why this process may not write another process's memory."""
-    if not Path("/proc/self/mem").exists():
-        return "there is no /proc/PID/mem"
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    strict = scope.exists() and scope.read_text().strip() != "0"
-    return "the kernel lets nobody trace (ptrace_scope)" if strict and os.geteuid() else None
-
-
 def _flip_from_outside(run: Run) -> Struck:
     """Change the sign of the first nonzero weight through `/proc/PID/mem`."""
     shown = where_weights_lie(run.scratch)
@@ -77,8 +67,8 @@ def _flip_from_outside(run: Run) -> Struck:
             memory.write(struct.pack("f", -values[place]))
             memory.seek(address + 4 * place)
             (after,) = struct.unpack("f", memory.read(4))
-    except OSError as error:
-        raise NotStruckError(f"/proc/{pid}/mem: {error.strerror}") from error
+    except (FileNotFoundError, PermissionError) as error:
+        raise UnavailableError(f"/proc/{pid}/mem: {error.strerror}") from error
     # The update under way may have compared its weights already.
     return Struck(at, step + 1, f"weight {place} of process {pid} was {values[place]:.3e}, is {after:.3e}")
 
@@ -119,7 +109,7 @@ NEMESES = (
     _inside(
         *("weight flipped from outside", "the sign of a weight of rank 1 of 3 flips, by /proc/PID/mem"),
         _broken("replicas-agree broken", "rank 1"),
-        Fault(_flip_from_outside, plants=_SHOWS, needs=_untraceable),
+        Fault(_flip_from_outside, plants=_SHOWS),
         _CHECKED,
     ),
     _flipped(

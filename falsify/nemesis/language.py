@@ -33,7 +33,7 @@ class Promise:
 
     codes: possible exit codes of each command. says: texts in their output. within_s: seconds from the fault to the end
     of the last process. at_once: no checkpoint and no ledger line after the step of the fault is accepted. heal_says:
-    texts in the output of the resumed run, which always ends with the undisturbed bits.
+    texts in the output of the resumed run.
     """
 
     codes: tuple[int, ...]
@@ -47,12 +47,8 @@ class Promise:
 class Place:
     """Where a run is started, and how: `andon train` on this machine. Equal places share a control without faults."""
 
-    def needs(self) -> str | None:
-        """What this machine lacks for this place (rights, tools), if anything."""
-        return None
-
     def taken(self, run: Run) -> AbstractContextManager[None]:
-        """Prepare the place for this run and release it afterwards. May change the run's folder."""
+        """Prepare the place for this run and release it afterwards. May raise `UnavailableError`."""
         return nullcontext()
 
     def start(self, run: Run, launch: Launch) -> None:
@@ -65,17 +61,17 @@ HERE, TWO_WORKERS = Place(), Launch()
 
 @dataclass(frozen=True)
 class Fault:
-    """strike: causes the fault, checks that it happened, and returns the proof; raises `NotStruckError` otherwise.
+    """strike: causes the fault and returns the proof that it happened.
 
-    heal: undoes it after every process has ended, even if it did not strike. plants: its parts inside the trainer's own
-    processes. before_start: strikes before the run is started. needs: what this machine lacks for it, if anything.
+    Otherwise it raises `NotStruckError`, or `UnavailableError`. heal: undoes it after every process has ended, even if
+    it did not strike. plants: its parts inside the trainer's own processes. before_start: strikes before the run is
+    started.
     """
 
     strike: Callable[[Run], Struck]
     heal: Callable[[Run], object] = lambda _: None  # a process that was killed cannot be healed
     plants: tuple[Plant, ...] = ()
     before_start: bool = False
-    needs: Callable[[], str | None] = lambda: None
 
 
 def planted(function: str, **options: Option) -> Fault:
@@ -85,10 +81,9 @@ def planted(function: str, **options: Option) -> Fault:
 
 @dataclass(frozen=True)
 class Guard:
-    """A protection that a control switches off.
+    """A protection of the trainer, and what switches it off in the disturbed run and in the resumed run.
 
-    what: its name. finds: what the judge must then find, as `one|other`. settings, plants: switch it off in the
-    disturbed run; resume_settings, resume_plants: in the resumed run.
+    finds: what the judge must then find, as `one|other`.
     """
 
     what: str
@@ -103,26 +98,19 @@ class Guard:
 class Nemesis:
     """Faults of one run, the promise, and the guard without which the judge must find something wrong.
 
-    how: how the faults are caused. guard: None if nothing can be switched off; then `no_guard` says why. launched,
-    resumed, undisturbed: how the run, the resumed run and the control without faults are started; the latter two
-    default to `launched`.
+    how: how the faults are caused. guard: or why nothing can be switched off. resumed, undisturbed: how the resumed run
+    and the control without faults are started; default: as the disturbed run.
     """
 
     name: str
     how: str
     promise: Promise
     faults: tuple[Fault, ...]
-    guard: Guard | None = None
-    no_guard: str = ""
+    guard: Guard | str
     launched: Launch = TWO_WORKERS
     resumed: Launch | None = None
     undisturbed: Launch | None = None
     place: Place = HERE
-
-    def needs(self) -> str | None:
-        """What this machine lacks for this nemesis, if anything."""
-        checks = (self.place.needs, *(fault.needs for fault in self.faults))
-        return next((reason for needs in checks if (reason := needs()) is not None), None)
 
     def launch(self) -> Launch:
         """How the disturbed run is started."""
@@ -137,17 +125,13 @@ class Nemesis:
         off = replace(self, launched=self.launched.plus(guard.settings, guard.plants))
         return replace(off, resumed=off.heal().plus(guard.resume_settings, guard.resume_plants))
 
-    def calm(self) -> Launch:
-        """How the control without faults is started."""
-        return self.undisturbed or self.launched
-
 
 @dataclass(frozen=True)
 class Phase:
     """One disturbed run, with its guard or without, and its resumed run (`healing`).
 
     newer: checkpoints and ledger lines accepted after the step of the fault. other: those that differ from the
-    undisturbed run's. result: how the final result differs; empty: it does not. idle: plants that never acted.
+    undisturbed run's. result: how the final result differs, if it does. idle: plants that never acted.
     """
 
     struck: Struck
@@ -161,7 +145,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Row:
-    """The measurement of one nemesis; a line of the table.
+    """The measurement of one nemesis.
 
     skipped: what this machine lacks. failed: why it could not be measured. wrong: the broken promises. calm, unguarded:
     what is wrong in the control without faults, and in the one without the guard; None if it did not run. doubt: why
@@ -184,4 +168,4 @@ class Row:
             return True
         if self.doubt or self.failed or self.phase is None:
             return False
-        return not self.wrong and self.calm == () and (bool(self.unguarded) or self.nemesis.guard is None)
+        return not self.wrong and self.calm == () and (bool(self.unguarded) or isinstance(self.nemesis.guard, str))

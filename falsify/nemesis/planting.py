@@ -23,6 +23,18 @@ ACTS = "acts.jsonl"
 """A file in a run's `scratch`: the plants that the trainer reached, and their strikes."""
 
 
+class NotStruckError(RuntimeError):
+    """The fault did not happen: the run ended first, or has no such process. Says nothing about the trainer."""
+
+
+class ClosingError(NotStruckError):
+    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
+
+
+class UnavailableError(RuntimeError):
+    """This machine lacks what a fault or a place needs: rights, a tool."""
+
+
 @dataclass(frozen=True)
 class Plant:
     """`function` ("module:name") is called with a `Planting` in the launcher and in every rank, before all else."""

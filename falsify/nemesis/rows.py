@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from .language import INLINE, Fault, Guard, Nemesis, Promise
 from .left_behind import Undisturbed
-from .planting import Plant, Struck
-from .run import Launch, NotStruckError, Run, row_lines
+from .planting import NotStruckError, Plant, Struck
+from .run import Launch, Run, row_lines
 
 Damage = Callable[[list[bytes]], list[bytes]]
 """Returns the lines of the damaged file."""
@@ -116,8 +116,7 @@ NEMESES = (
     ),
     replace(
         _refused("no rows", "an empty file", "is empty", lambda lines: [], None),
-        guard=None,
-        no_guard="without it there is still nothing to train on",
+        guard="without it there is still nothing to train on",
     ),
     _taken(
         *("byte order mark and CRLF", "both in the file"),
@@ -132,8 +131,7 @@ NEMESES = (
     ),
     replace(
         _taken("fewer rows than workers", "3 rows, one of them to validate, on 3 workers", lambda rows: rows[:3]),
-        guard=None,
-        no_guard="two rows have one sum, in whatever order it is taken",
+        guard="two rows have one sum, in whatever order it is taken",
     ),
     _taken("one row in the last batch", "81 training rows in batches of 8", lambda lines: lines[:90]),
     _taken("last batch one short", "87 training rows in batches of 8", lambda lines: [*lines, lines[0]]),

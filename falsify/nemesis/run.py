@@ -18,7 +18,7 @@ import psutil
 
 from .hosts import Host
 from .left_behind import Undisturbed
-from .planting import VARIABLE, Plant, Struck, first_strike, written
+from .planting import VARIABLE, ClosingError, NotStruckError, Plant, Struck, first_strike, written
 from .processes import marked
 
 SETTINGS = (
@@ -51,22 +51,14 @@ OWNER = "ANDON_NEMESIS_RUN"
 """Environment variable of every process of a run: the run's `scratch`, which identifies it."""
 
 
-class NotStruckError(RuntimeError):
-    """The fault did not happen: the run ended first, or has no such process. Says nothing about the trainer."""
-
-
-class ClosingError(NotStruckError):
-    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
-
-
 @dataclass(frozen=True)
 class Launch:
-    """`andon train --workers WORKERS --set SETTING ...`, with plants, and with further environment variables."""
+    """`andon train --workers WORKERS --set SETTING ...`, with plants. torchrun: its number of ranks; 0: not used."""
 
     workers: str = "2"
     settings: tuple[str, ...] = ()
     plants: tuple[Plant, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
+    torchrun: int = 0
 
     def plus(self, settings: tuple[str, ...] = (), plants: tuple[Plant, ...] = ()) -> Launch:
         """The same launch with more settings and plants. The last of several values of a setting counts."""
@@ -139,7 +131,7 @@ class Run:
     _logs: list[Path] = field(default_factory=list)
 
     def arguments(self, launch: Launch) -> list[str]:
-        """The arguments of `python`, or the last ones of torchrun. Resumes a run that exists."""
+        """The arguments of `python`. Resumes a run that exists."""
         module = f"{__package__}.planting" if launch.plants else "andon"
         settings = [part for value in (*SETTINGS, *launch.settings) for part in ("--set", value)]
         files = ["--data", str(self.rows), "--eval-data", str(self.held)]
@@ -148,8 +140,17 @@ class Run:
         return ["-m", module, "train", *place, *workers, *files, *settings]
 
     def start(self, launch: Launch) -> None:
-        """Start `andon train` on this machine."""
-        self.spawn([sys.executable, *self.arguments(launch)], launch)
+        """Start `andon train` on this machine. The output of torchrun itself is dropped: it does not concern ranks."""
+        command = [sys.executable, *self.arguments(launch)]
+        if launch.torchrun:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(launch.torchrun), *self.rank_command(launch)]
+            command = ["sh", "-c", 'exec "$@" 2>"$0"', str(self.scratch / "torchrun"), *torchrun]
+        self.spawn(command, launch)
+
+    def rank_command(self, launch: Launch) -> list[str]:
+        """The last arguments of torchrun. Ranks write to stdout only, torchrun to stderr."""
+        return ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *self.arguments(launch)]
 
     def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
         """Start a command of this run in a new session and record its output.
@@ -157,8 +158,7 @@ class Run:
         Raises `ClosingError` if this command is to end.
         """
         self._raise_if_closing()
-        variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
-        variables[OWNER] = str(self.scratch)
+        variables = {**environment(), "OMP_NUM_THREADS": "1", OWNER: str(self.scratch)}
         variables[VARIABLE] = written(launch.plants, self.scratch)
         log = self.scratch / f"said-{len(list(self.scratch.glob('said-*'))) + 1}"
         with log.open("wb") as file:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from .language import Fault, Guard, Nemesis, Place, Promise
-from .planting import Plant, Struck
+from .language import Fault, Guard, Nemesis, Promise
+from .planting import NotStruckError, Plant, Struck
 from .processes import family, ranks, send
-from .run import TIMEOUT_S, Launch, NotStruckError, Run
-
-_WORLD = "ANDON_WORLD"
-"""In a launch's environment: torchrun's number of ranks."""
+from .run import TIMEOUT_S, Launch, Run
 
 
 def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> Fault:
@@ -39,34 +35,13 @@ def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> 
     return Fault(strike)
 
 
-@dataclass(frozen=True)
-class Torchrun(Place):
-    """A user's own torchrun, if the launch's environment gives a number of ranks; else `andon train`.
-
-    apart: drop torchrun's own output, because its traceback does not concern the ranks.
-    """
-
-    apart: bool = False
-
-    def start(self, run: Run, launch: Launch) -> None:
-        ranks = dict(launch.environment).get(_WORLD)
-        if ranks is None:
-            super().start(run, launch)
-            return
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        if self.apart:
-            torchrun = ["sh", "-c", 'exec "$@" 2>"$0"', str(run.scratch / "torchrun"), *torchrun]
-            torchrun += ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable]
-        run.spawn([*torchrun, *run.arguments(launch)], launch)
-
-
 def _smaller(run: Run) -> Struck:
     return Struck(time.monotonic(), 0, "torchrun --nproc-per-node 2 with --workers 3")
 
 
 _KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
 _ON_TWO = Launch("2")
-_ASKED_FOR = Launch("3", environment=((_WORLD, "3"),))
+_REQUESTED = Launch("3", torchrun=3)
 _ORPHANS = (Plant.of("no_orphan_guard"), Plant.of("slow_steps"))
 _STATE, _OTHER = "the optimizer's state in a resume", "other bits|accepted, but the undisturbed run has no such"
 _FORGETS = (("contracts.enabled=false",), (Plant.of("moments_lost"),))
@@ -115,7 +90,7 @@ NEMESES = (
         *("launcher paused", "SIGSTOP to `andon train`, SIGCONT 3 s later"),
         Promise((0,)),
         (sent(_STOP, "launcher", pause_s=3.0),),
-        no_guard="ranks do not wait for their launcher",
+        guard="ranks do not wait for their launcher",
     ),
     Nemesis(
         *("rank killed, restarted", "SIGKILL to rank 1 of 3, run.max_restarts=1"),
@@ -130,18 +105,16 @@ NEMESES = (
         Promise((-9,), (), 2.0),
         (sent(_KILL, "launcher"),),
         Guard("ranks that end with their agent", "processes left|is being written by process", plants=_ORPHANS),
-        launched=Launch("", environment=((_WORLD, "2"),)),
+        launched=Launch("", torchrun=2),
         resumed=_ON_TWO,
-        place=Torchrun(),
     ),
     Nemesis(
         *("world smaller than asked for", "torchrun --nproc-per-node 2 with --workers 3"),
         Promise((1,), ("3 were requested, torchrun started 2",), 30.0, at_once=True),
         (Fault(_smaller, before_start=True),),
-        no_guard="one comparison before anything else; without --workers torchrun decides",
-        launched=replace(_ASKED_FOR, environment=((_WORLD, "2"),)),
-        resumed=_ASKED_FOR,
-        undisturbed=_ASKED_FOR,
-        place=Torchrun(apart=True),
+        guard="one comparison before anything else; without --workers torchrun decides",
+        launched=replace(_REQUESTED, torchrun=2),
+        resumed=_REQUESTED,
+        undisturbed=_REQUESTED,
     ),
 )

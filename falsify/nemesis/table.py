@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .judging import codes_of, last_line, line_with
-from .language import Phase, Row
+from .judging import codes_of, line_with
+from .language import Guard, Phase, Row
 
 _WHAT = (
     "Each fault was caused in a run of `andon train` and proved to have happened. The promise was checked: how the "
@@ -66,22 +66,20 @@ def _told(row: Row) -> str:
     phase = row.phase
     if row.failed or phase is None:
         return row.failed or "nothing was seen"
-    guard = row.nemesis.guard and row.nemesis.guard.what
+    guard = row.nemesis.guard
     parts = [phase.struck.proof, f"exit {codes_of(phase.ending)} after {phase.ending.seconds:.2f} s", _healed(phase)]
     parts += [f"WRONG: {each}" for each in row.wrong]
     parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
-    if row.doubt:
-        parts.append(f"CONTROL without {guard} shows nothing: {row.doubt}")
-    elif guard and not row.unguarded:
-        parts.append(f"CONTROL: nothing is found wrong without {guard}")
+    if isinstance(guard, Guard) and (row.doubt or not row.unguarded):
+        parts.append(f"CONTROL without {guard.what} shows nothing: {row.doubt or 'nothing is found wrong'}")
     return "; ".join(parts)
 
 
 def _cells(row: Row, phase: Phase) -> list[str]:
     nemesis = row.nemesis
-    said = line_with(phase.ending.said, nemesis.promise.says) if nemesis.promise.says else last_line(phase.ending.said)
+    said = line_with(phase.ending.said, nemesis.promise.says)
     found = f"SHOWS NOTHING: {row.doubt}" if row.doubt else (row.unguarded or ("NOTHING FOUND",))[0]
-    off = f"{nemesis.guard.what}: {found}" if nemesis.guard else nemesis.no_guard
+    off = nemesis.guard if isinstance(nemesis.guard, str) else f"{nemesis.guard.what}: {found}"
     within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
     return [nemesis.name, nemesis.how, codes_of(phase.ending), within, said, _healed(phase), off]
 
