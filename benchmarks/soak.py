@@ -37,10 +37,10 @@ from psutil import NoSuchProcess, Process
 
 from andon.run.atomic import is_leftover
 from benchmarks.runs import command, environment, table
+from benchmarks.schedules import KILL, PAUSE, PREEMPT, Fault, strike
 from benchmarks.soak_ranks import ALLOWED, ENVIRONMENT, Look, looks
 from falsify.nemesis.planting import VARIABLE, Plant, written
 from falsify.nemesis.processes import command_line, marked, ranks
-from falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, Fault, strike
 
 WORKERS = (2, 3)
 LEAKING = "ranks: memory in use once settled, KiB"

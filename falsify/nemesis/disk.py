@@ -12,11 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from .language import Fault, Guard, Nemesis, Place, Promise
+from .language import Fault, Guard, Nemesis, Place, Promise, planted
 from .left_behind import MANIFEST, STATE, TENSORS
-from .planting import NotStruckError, Plant, Struck, UnavailableError, first_strike
+from .planting import NotStruckError, Plant, Struck, UnavailableError
 from .processes import ranks
 from .run import Launch, Run
+from .signals import sent
 from .tracing import CALLS, attached, power_cut
 
 _PAGE = 4096
@@ -98,16 +99,6 @@ def _read_only(folder: Path, on: bool) -> None:
         folder.chmod(0o555 if on else 0o755)
 
 
-def _dies_saving(run: Run) -> Struck:
-    """Wait until rank 0 is killed while it saves. Its files remain under a temporary name."""
-    run.launcher.wait(_END_S)
-    struck = first_strike(run.scratch)
-    if struck is None or not list(run.folder.glob("checkpoints/*")):
-        raise NotStruckError(f"no rank died while it saved: {run.said()[-300:]}")
-    left = [path.name for path in run.folder.glob("checkpoints/*.andon-tmp-*")]
-    return Struck(struck.at, struck.step, f"{struck.proof}; left over: {', '.join(left) or 'nothing'}")
-
-
 @contextmanager
 def _traced(run: Run, *options: str) -> Iterator[Path]:
     """Trace rank 0 with strace. Yields the log."""
@@ -141,13 +132,6 @@ def powerless(*, names: bool) -> Fault:
     return Fault(strike)
 
 
-def _end_at_boundary(run: Run, first: int, end: int) -> None:
-    """After a random number of updates end the run by SIGTERM."""
-    run.reach(first, end)
-    run.launcher.send_signal(signal.SIGTERM)
-    run.launcher.wait(_END_S)
-
-
 def damaged(damage: Callable[[Path, Path], object]) -> Fault:
     """End the run, then damage one file of each of its three newest checkpoints: the tensors of the newest.
 
@@ -155,7 +139,9 @@ def damaged(damage: Callable[[Path, Path], object]) -> Fault:
     """
 
     def strike(run: Run) -> Struck:
-        _end_at_boundary(run, 17, 24)
+        run.reach(17, 24)
+        run.launcher.send_signal(signal.SIGTERM)
+        run.launcher.wait(_END_S)
         step, changed = run.steps, []
         newest = sorted(run.folder.glob("checkpoints/step-????????"), reverse=True)
         for folder, before, name in zip(newest, newest[1:], _DAMAGED, strict=False):
@@ -197,11 +183,6 @@ def mix(path: Path, before: Path) -> None:
 DAMAGES = (cut_short, flip, zero, mix)
 
 
-def _go_elsewhere(run: Run) -> Struck:
-    _end_at_boundary(run, 5, 20)
-    return Struck(time.monotonic(), run.steps, "ended on 2 workers, resumed on 3")
-
-
 _FORGIVEN, _BELIEVED = (Plant.of("forgiven"),), (Plant.of("unverified"),)
 _REFUSED = Guard(
     "an error of the disk ends the run", "exit 0 instead of 2|not said: 'cannot be written", plants=_FORGIVEN
@@ -214,7 +195,7 @@ _VERIFIED = Guard(
 _SYNCED = Guard(
     "fsync of files and folders",
     "healing: exit|healing: other bits|healing: not said: 'resume: from step-",
-    plants=(Plant.of("no_fsync"),),
+    plants=(Plant.of("silent", target="os:fsync"),),
 )
 _RESUMED = ("resume: from step-",)
 _REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", *_RESUMED)
@@ -235,7 +216,7 @@ NEMESES = (
     Nemesis(
         *("rank killed while saving", "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
         Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
-        (Fault(_dies_saving, plants=(Plant.of("dies_while_saving", step=14),)),),
+        (planted("dies_while_saving", step=14),),
         Guard(
             "a temporary name, and a manifest that is written last",
             _VERIFIED.finds,
@@ -296,7 +277,7 @@ NEMESES = (
     Nemesis(
         *("another number of workers on resume", "2 workers, ended by SIGTERM, resumed on 3"),
         Promise((75,), heal_says=_RESUMED),
-        (Fault(_go_elsewhere),),
+        (sent(signal.SIGTERM, "launcher"),),
         Guard(
             *("moments that are lost, with contracts off", "healing: other bits", (), ()),
             *(("contracts.enabled=false",), (Plant.of("moments_lost"),)),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .language import INLINE, Fault, Guard, Nemesis, Promise, planted
 from .planting import Option, Plant, Struck, UnavailableError
-from .plants import where_weights_lie
+from .plants import WEIGHTS
 from .run import TIMEOUT_S, Launch, Run
 
 _AT = 7
@@ -54,7 +54,7 @@ def _flipped(name: str, how: str, what: str, clause: str) -> Nemesis:
 
 def _flip_from_outside(run: Run) -> Struck:
     """Change the sign of the first nonzero weight through `/proc/PID/mem`."""
-    shown = where_weights_lie(run.scratch)
+    shown = run.scratch / WEIGHTS
     run.wait_for(shown.exists, "the rank had shown where its weights lie")
     pid, address, size = map(int, shown.read_text().split())
     try:
@@ -81,7 +81,11 @@ NEMESES = (
         *("rank raises", f"RuntimeError on rank 1 of 3 in update {_AT}"),
         Promise((1,), ("rank 1 of 3: RuntimeError: planted",), 2.0),
         _at_step("raises"),
-        Guard("reports of ranks", "not said: 'rank 1 of 3: RuntimeError: planted'", plants=(Plant.of("no_reports"),)),
+        Guard(
+            "reports of ranks",
+            "not said: 'rank 1 of 3: RuntimeError: planted'",
+            plants=(Plant.of("silent", target="andon.launch.rank:_record"),),
+        ),
     ),
     _inside(
         *("slow rank", f"rank 1 sleeps 3 s in update {_AT}, run.timeout_s={TIMEOUT_S:g}", Promise((0,))),

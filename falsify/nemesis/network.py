@@ -56,13 +56,8 @@ class Hosts(Place):
 
 def _ranks_of(run: Run) -> list[Process]:
     """The processes of the ranks, by host."""
-
-    def is_rank(line: str) -> bool:
-        above = "torch.distributed.run" in line or "host_agent" in line or line.startswith("sh ")
-        return "-m andon train" in line and not above
-
     members = [process for command in run.commands for process in family(command.pid)]
-    return [process for process in members if is_rank(command_line(process))]
+    return [each for each in members if command_line(each).startswith(f"{sys.executable} -m andon train")]
 
 
 @dataclass(frozen=True)

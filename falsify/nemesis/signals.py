@@ -35,10 +35,6 @@ def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> 
     return Fault(strike)
 
 
-def _smaller(run: Run) -> Struck:
-    return Struck(time.monotonic(), 0, "torchrun --nproc-per-node 2 with --workers 3")
-
-
 _KILL, _STOP = signal.SIGKILL, signal.SIGSTOP
 _ON_TWO = Launch("2")
 _REQUESTED = Launch("3", torchrun=3)
@@ -111,7 +107,7 @@ NEMESES = (
     Nemesis(
         *("world smaller than asked for", "torchrun --nproc-per-node 2 with --workers 3"),
         Promise((1,), ("3 were requested, torchrun started 2",), 30.0, at_once=True),
-        (Fault(_smaller, before_start=True),),
+        (Fault(lambda _: Struck(time.monotonic(), 0, "torchrun starts 2 of 3 ranks"), before_start=True),),
         guard="one comparison before anything else; without --workers torchrun decides",
         launched=replace(_REQUESTED, torchrun=2),
         resumed=_REQUESTED,
