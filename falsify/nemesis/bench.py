@@ -13,7 +13,7 @@ from pathlib import Path
 from . import disk, inside, judging, network, rows, signals
 from .language import Guard, Nemesis, Phase, Row
 from .left_behind import Undisturbed
-from .planting import ClosingError, NotStruckError, Struck, UnavailableError, idle
+from .planting import ClosingError, NotStruckError, UnavailableError, idle
 from .run import LIMIT_S, SLACK_S, UPDATES, Launch, Run, row_lines
 
 NEMESES = (*signals.NEMESES, *inside.NEMESES, *rows.NEMESES, *disk.NEMESES, *network.NEMESES)
@@ -82,18 +82,15 @@ class Bench:
         return phases
 
     def _fault(self, nemesis: Nemesis, run: Run) -> Phase:
+        fault = nemesis.fault
         try:
-            strikes = [fault.strike(run) for fault in nemesis.faults if fault.before_start]
+            struck = fault.strike(run) if fault.before_start else None
             nemesis.place.start(run, nemesis.launch())
-            strikes += [fault.strike(run) for fault in nemesis.faults if not fault.before_start]
-            # Time bounds count from the last fault, acceptance from the first.
-            at, step = max(each.at for each in strikes), min(each.step for each in strikes)
-            struck = Struck(at, step, "; ".join(each.proof for each in strikes))
+            struck = struck or fault.strike(run)
             ending = run.end(min(nemesis.promise.within_s + SLACK_S, LIMIT_S), struck.at)
         finally:
             run.kill()
-            for fault in reversed(nemesis.faults):
-                fault.heal(run)
+            fault.heal(run)
         return Phase(struck, ending, *run.whole.accepted(run.folder, struck.step))
 
     def _healed(self, nemesis: Nemesis, run: Run, phase: Phase) -> Phase:

@@ -209,14 +209,14 @@ def _unwritable(why: str, *heal_says: str) -> Promise:
 
 
 def _damaged(name: str, how: str, damage: Callable[[Path, Path], object], says: tuple[str, ...] = _REJECTED) -> Nemesis:
-    return Nemesis(name, how, Promise((75,), heal_says=says), (damaged(damage),), _VERIFIED)
+    return Nemesis(name, how, Promise((75,), heal_says=says), damaged(damage), _VERIFIED)
 
 
 NEMESES = (
     Nemesis(
         *("rank killed while saving", "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
         Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
-        (planted("dies_while_saving", step=14),),
+        planted("dies_while_saving", step=14),
         Guard(
             "a temporary name, and a manifest that is written last",
             _VERIFIED.finds,
@@ -227,7 +227,7 @@ NEMESES = (
     Nemesis(
         *("disk full", "a tmpfs of 8 MB, filled while the run trains"),
         _unwritable("the disk is full", *_RESUMED),
-        (Fault(_fill, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True)),),
+        Fault(_fill, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True)),
         _REFUSED,
         place=SmallDisk("8m"),
     ),
@@ -235,15 +235,15 @@ NEMESES = (
         "checkpoints read-only",
         "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
         _unwritable("no permission to write", *_RESUMED),
-        (Fault(_forbid, _allow),),
+        Fault(_forbid, _allow),
         _FATAL,
     ),
     Nemesis(
-        *("checkpoints removed", "the folder of checkpoints removed while the run trains", _GONE),
-        *((gone("checkpoints"),), _FATAL),
+        *("checkpoints removed", "the folder of checkpoints removed while the run trains", _GONE, gone("checkpoints")),
+        _FATAL,
     ),
     Nemesis(
-        *("run folder removed", "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
+        *("run folder removed", "the whole folder of the run removed while it trains", _GONE, gone("")),
         # Without a folder there is no summary either, by which the launcher knows that a run is finished.
         Guard("what cannot be written ends the run", "exit 71 instead of 2", _LAST, _FORGIVEN),
     ),
@@ -251,20 +251,20 @@ NEMESES = (
         "power cut, names kept",
         "SIGKILL to all; what strace saw rank 0 write after the last fsync is cut off its files",
         _POWER,
-        (powerless(names=False),),
+        powerless(names=False),
         _SYNCED,
     ),
     Nemesis(
         "power cut, names lost",
         "the same, and names given after the last fsync of their folder are taken back",
         _POWER,
-        (powerless(names=True),),
+        powerless(names=True),
         _SYNCED,
     ),
     Nemesis(
         *("fsync fails", "strace lets every fsync of rank 0 fail with EIO"),
         _unwritable("the disk reports an input/output error"),
-        (Fault(_fail_syncs),),
+        Fault(_fail_syncs),
         Guard("an fsync that fails is fatal for what it was to save", "exit 0 instead of 2", plants=_FORGIVEN),
     ),
     _damaged("checkpoints cut short", f"100 bytes fewer of {_NEWEST}", cut_short),
@@ -277,7 +277,7 @@ NEMESES = (
     Nemesis(
         *("another number of workers on resume", "2 workers, ended by SIGTERM, resumed on 3"),
         Promise((75,), heal_says=_RESUMED),
-        (sent(signal.SIGTERM, "launcher"),),
+        sent(signal.SIGTERM, "launcher"),
         Guard(
             *("moments that are lost, with contracts off", "healing: other bits", (), ()),
             *(("contracts.enabled=false",), (Plant.of("moments_lost"),)),

@@ -24,7 +24,7 @@ _COMPARED = Guard("contracts.enabled", "exit 0 instead of 70|exit 71 instead of 
 def _inside(name: str, how: str, promise: Promise, fault: Fault, guard: Guard, workers: str = "3") -> Nemesis:
     """Resumed with all ranks in one process: this is faster and has the same bits."""
     launched, resumed = Launch(workers), Launch(workers, INLINE)
-    return Nemesis(name, how, promise, (fault,), guard, launched=launched, resumed=resumed)
+    return Nemesis(name, how, promise, fault, guard, launched=launched, resumed=resumed)
 
 
 def _other(name: str, how: str, function: str, said: str, **options: Option) -> Nemesis:
@@ -123,7 +123,7 @@ NEMESES = (
         "flipped local gradient",
         f"the sign of an element flips on rank 1 of 3 before the reduction, in update {_AT}; all is audited",
         _broken("audit broken", "rank", f"step {_AT}"),
-        (_at_step("flips", what="own"),),
+        _at_step("flips", what="own"),
         Guard("contracts.audit_every=1", _CHECKED.finds, ("contracts.audit_every=0",)),
         launched=Launch("3", ("contracts.audit_every=1", "contracts.audit_coverage=all")),
         resumed=Launch("3", INLINE),

@@ -1,16 +1,16 @@
-"""The language of nemeses: a place where a run is started, faults that strike it and heal, a promise, a guard.
+"""The language of nemeses: a place where a run is started, a fault that strikes it and heals, a promise, a guard.
 
 `bench.Bench.play` plays a nemesis in this order, in a new folder:
 
     with place.taken(run):                   # hosts, a small disk; always released at the end
         place.start(run, launch)             # a fault with `before_start` has struck by now
-        struck = [fault.strike(run), ...]    # each returns its proof
+        struck = fault.strike(run)           # returns its proof
         ... every process of the run ends, and the bench checks `promise` ...
-        fault.heal(run)                      # the last fault first
+        fault.heal(run)
         place.start(run, resumed)            # must end with the bits of the undisturbed run
 
-All faults of a nemesis strike one run, in their order. Two controls follow: the same launch without faults must end
-well, with the undisturbed bits; and with the guard switched off the same judge must find something wrong.
+Two controls follow: the same launch without the fault must end well, with the undisturbed bits; and with the guard
+switched off the same judge must find something wrong.
 """
 
 from __future__ import annotations
@@ -96,16 +96,16 @@ class Guard:
 
 @dataclass(frozen=True)
 class Nemesis:
-    """Faults of one run, the promise, and the guard without which the judge must find something wrong.
+    """A fault, the promise, and the guard without which the judge must find something wrong.
 
-    how: how the faults are caused. guard: or why nothing can be switched off. resumed, undisturbed: how the resumed run
-    and the control without faults are started; default: as the disturbed run.
+    how: how the fault is caused. guard: or why nothing can be switched off. resumed, undisturbed: how the resumed run
+    and the control without the fault are started; default: as the disturbed run.
     """
 
     name: str
     how: str
     promise: Promise
-    faults: tuple[Fault, ...]
+    fault: Fault
     guard: Guard | str
     launched: Launch = TWO_WORKERS
     resumed: Launch | None = None
@@ -114,7 +114,7 @@ class Nemesis:
 
     def launch(self) -> Launch:
         """How the disturbed run is started."""
-        return replace(self.launched, plants=(*(p for each in self.faults for p in each.plants), *self.launched.plants))
+        return replace(self.launched, plants=(*self.fault.plants, *self.launched.plants))
 
     def heal(self) -> Launch:
         """How the run is resumed."""

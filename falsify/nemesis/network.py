@@ -210,7 +210,7 @@ def _between(
     guard: Guard | str = _TIMEOUT,
     settings: tuple[str, ...] = (),
 ) -> Nemesis:
-    return Nemesis(name, how, promise, (fault,), guard, Launch("", settings), place=place)
+    return Nemesis(name, how, promise, fault, guard, Launch("", settings), place=place)
 
 
 NEMESES = (

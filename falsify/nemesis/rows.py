@@ -85,11 +85,11 @@ _EXACT = Guard(
 def _refused(name: str, how: str, said: str, damage: Damage, line: int | None = _LINE) -> Nemesis:
     where = "rows.jsonl" if line is None else f"rows.jsonl:{line}:"
     promise = Promise((2,), (where, said), 15.0, at_once=True)
-    return Nemesis(name, how, promise, (replaced(damage),), _HEARD, resumed=Launch("2", INLINE))
+    return Nemesis(name, how, promise, replaced(damage), _HEARD, resumed=Launch("2", INLINE))
 
 
 def _taken(name: str, how: str, change: Damage, *says: str) -> Nemesis:
-    return Nemesis(name, how, Promise((0,), says), (accepted(change),), _EXACT, launched=Launch("3"))
+    return Nemesis(name, how, Promise((0,), says), accepted(change), _EXACT, launched=Launch("3"))
 
 
 NEMESES = (

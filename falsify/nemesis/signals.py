@@ -49,16 +49,16 @@ _on_three = partial(Nemesis, launched=Launch("3"), resumed=_ON_TWO)
 def _killed(name: str, how: str, victim: int | str, guard: Guard = _RESTORED) -> Nemesis:
     named = isinstance(victim, int)
     promise = Promise((71 if named else -9,), (f"rank {victim} of 3 was killed by SIGKILL",) * named, 2.0)
-    return _on_three(name, f"SIGKILL to {how}", promise, (sent(_KILL, victim),), guard)
+    return _on_three(name, f"SIGKILL to {how}", promise, sent(_KILL, victim), guard)
 
 
 def _asked(whom: str, victim: str | int, signum: signal.Signals, how: str) -> Nemesis:
     promise, name = Promise((75,), ("ended at a step boundary",), 5.0), f"{signum.name} to {whom}"
-    return _on_three(name, f"{signum.name} to {how}", promise, (sent(signum, victim),), _DEAF)
+    return _on_three(name, f"{signum.name} to {how}", promise, sent(signum, victim), _DEAF)
 
 
 def _timeout(name: str, how: str, promise: Promise, fault: Fault, guard: Guard) -> Nemesis:
-    return _on_three(name, f"SIGSTOP to rank 1 of 3{how}, run.timeout_s={TIMEOUT_S:g}", promise, (fault,), guard)
+    return _on_three(name, f"SIGSTOP to rank 1 of 3{how}, run.timeout_s={TIMEOUT_S:g}", promise, fault, guard)
 
 
 NEMESES = (
@@ -85,13 +85,13 @@ NEMESES = (
     _on_three(
         *("launcher paused", "SIGSTOP to `andon train`, SIGCONT 3 s later"),
         Promise((0,)),
-        (sent(_STOP, "launcher", pause_s=3.0),),
+        sent(_STOP, "launcher", pause_s=3.0),
         guard="ranks do not wait for their launcher",
     ),
     Nemesis(
         *("rank killed, restarted", "SIGKILL to rank 1 of 3, run.max_restarts=1"),
         Promise((0,), ("restart 1 of 1 from the last checkpoint",)),
-        (sent(_KILL, 1),),
+        sent(_KILL, 1),
         Guard(_STATE, _OTHER, *_FORGETS),
         launched=Launch("3", ("run.max_restarts=1",)),
         resumed=_ON_TWO,
@@ -99,7 +99,7 @@ NEMESES = (
     Nemesis(
         *("agent of torchrun killed", "SIGKILL to torchrun with 2 ranks"),
         Promise((-9,), (), 2.0),
-        (sent(_KILL, "launcher"),),
+        sent(_KILL, "launcher"),
         Guard("ranks that end with their agent", "processes left|is being written by process", plants=_ORPHANS),
         launched=Launch("", torchrun=2),
         resumed=_ON_TWO,
@@ -107,7 +107,7 @@ NEMESES = (
     Nemesis(
         *("world smaller than asked for", "torchrun --nproc-per-node 2 with --workers 3"),
         Promise((1,), ("3 were requested, torchrun started 2",), 30.0, at_once=True),
-        (Fault(lambda _: Struck(time.monotonic(), 0, "torchrun starts 2 of 3 ranks"), before_start=True),),
+        Fault(lambda _: Struck(time.monotonic(), 0, "torchrun starts 2 of 3 ranks"), before_start=True),
         guard="one comparison before anything else; without --workers torchrun decides",
         launched=replace(_REQUESTED, torchrun=2),
         resumed=_REQUESTED,
