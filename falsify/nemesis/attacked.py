@@ -134,7 +134,6 @@ def _judged(folder: Path, bits: str, counts: Counter[str], text: str) -> Attacke
 
 
 def bits_of(folder: Path) -> str:
-    """The bits of a loop that has ended."""
     return (folder / "weights-0").read_text()
 
 

@@ -45,7 +45,6 @@ _MAGIC = 0x3C85F7CE
 
 
 def listeners(processes: Iterable[Process]) -> list[Address]:
-    """The TCP addresses at which these processes listen."""
     found: set[Address] = set()
     for process in processes:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
@@ -74,7 +73,6 @@ class Caller:
             self._kinds["a number"] = lambda: struct.pack("<Q", self._random.randrange(1 << 8))
 
     def call(self, host: IPv4Address | IPv6Address, port: int) -> None:
-        """Connect once and send a random kind of message."""
         kind = self._random.choice(list(self._kinds))
         with suppress(OSError):  # the listener is gone, refuses, or hangs up
             loopback = "::1" if host.version == 6 else "127.0.0.1"
@@ -93,7 +91,6 @@ class Caller:
             self._held.pop().close()
 
     def _store_requests(self) -> bytes:
-        """The requests of a hostile client of a TCPStore."""
         magic = _MAGIC if self._random.random() < 0.8 else self._random.getrandbits(32)
         key = self._random.choice(["/andon/world/x/verdict", "/andon/call 1", "/0//cpu//0/rank_1", "/beat 1"]).encode()
         named = struct.pack("<Q", len(key)) + key

@@ -21,8 +21,6 @@ NEMESES = (*signals.NEMESES, *inside.NEMESES, *rows.NEMESES, *disk.NEMESES, *net
 
 @dataclass
 class Bench:
-    """The rows and the undisturbed run, which all nemeses share."""
-
     base: Path
     whole: Undisturbed
     rows: Path
@@ -69,7 +67,6 @@ class Bench:
         return row
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
-        """The disturbed run, and the one without the guard if there is a guard."""
         with self._opened("guarded", nemesis) as run:
             phases = [self._healed(nemesis, run, self._fault(nemesis, run))]
         if isinstance(guard := nemesis.guard, Guard):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -201,11 +202,11 @@ def play(name: str, folder: str, answers: Connection) -> None:
     """Prepare the folder and report it. Act when asked to, and report the code and the error."""
     torch.set_num_threads(1)
     act, place = ACTS_AND_CONTROL[name], Path(folder)
-    rehearsal = place.with_name(place.name + "-rehearsal")  # loads everything before the trace begins
-    for each in (place, rehearsal):
-        each.mkdir()
-        act.prepare(each)
-    act.act(rehearsal)
+    place.mkdir()
+    act.prepare(place)
+    with tempfile.TemporaryDirectory() as rehearsal:  # loads everything before the trace begins
+        act.prepare(Path(rehearsal))
+        act.act(Path(rehearsal))
     answers.send_bytes(b"ready")
     answers.recv_bytes()
     code, error = DONE, ""
@@ -221,7 +222,6 @@ def play(name: str, folder: str, answers: Connection) -> None:
 
 
 def look(name: str, folder: str, code: int | None, answers: Connection) -> None:
-    """Report what is wrong in the folder after the act ended with `code`."""
     try:
         answers.send(list(ACTS_AND_CONTROL[name].check(Path(folder), code)))
     except Exception:  # noqa: BLE001

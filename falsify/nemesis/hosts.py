@@ -71,7 +71,6 @@ class Host:
         return done.stdout
 
     def unplug(self) -> None:
-        """Cut the link: the interface goes down."""
         self.run("ip", "link", "set", INTERFACE, "down")
 
     def plug(self) -> None:

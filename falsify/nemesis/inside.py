@@ -43,7 +43,6 @@ def _broken(*says: str) -> Promise:
 
 
 def _wrong(name: str, how: str, fault: Fault, *says: str) -> Nemesis:
-    """A wrong number in one update."""
     return _inside(name, f"{how} in update {_AT}", _broken(*says, f"step {_AT}"), fault, _CHECKED)
 
 

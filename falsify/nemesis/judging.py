@@ -9,7 +9,6 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 def wrong(promise: Promise, phase: Phase) -> tuple[str, ...]:
-    """Every broken part of a promise."""
     found = list(wrong_before_healing(promise, phase))
     if phase.healing is not None:
         found += [f"healing: {each}" for each in not_calm(phase.healing, phase.result)]

@@ -52,7 +52,6 @@ class Place:
         return nullcontext()
 
     def start(self, run: Run, launch: Launch) -> None:
-        """Start the run, or resume it."""
         run.start(launch)
 
 
@@ -113,15 +112,12 @@ class Nemesis:
     place: Place = HERE
 
     def launch(self) -> Launch:
-        """How the disturbed run is started."""
         return replace(self.launched, plants=(*self.fault.plants, *self.launched.plants))
 
     def heal(self) -> Launch:
-        """How the run is resumed."""
         return self.resumed or replace(self.launched, plants=())
 
     def unguarded(self, guard: Guard) -> Nemesis:
-        """The same nemesis with its guard switched off."""
         off = replace(self, launched=self.launched.plus(guard.settings, guard.plants))
         return replace(off, resumed=off.heal().plus(guard.resume_settings, guard.resume_plants))
 

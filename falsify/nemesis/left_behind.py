@@ -25,7 +25,6 @@ class Undisturbed:
 
     @cached_property
     def lines(self) -> dict[int, list[object]]:
-        """The content of the ledger line of each update."""
         return dict(_lines(self.folder))
 
     def lacking(self, updates: int) -> str:

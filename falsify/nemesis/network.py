@@ -55,7 +55,6 @@ class Hosts(Place):
 
 
 def _ranks_of(run: Run) -> list[Process]:
-    """The processes of the ranks, by host."""
     members = [process for command in run.commands for process in family(command.pid)]
     return [each for each in members if command_line(each).startswith(f"{sys.executable} -m andon train")]
 

@@ -107,13 +107,11 @@ def raises(plan: Planting, _step: TrainingStep) -> None:
 
 @before_step
 def sleeps(plan: Planting, _step: TrainingStep) -> None:
-    """The rank takes `seconds` longer for one update."""
     _strikes(plan, f" sleeps {plan.options['seconds']} s")
     time.sleep(plan.options["seconds"])
 
 
 def never_joins(plan: Planting) -> None:
-    """The rank is started and never connects to the others."""
     if plan.here:
         _strikes(plan, " does not connect")
         time.sleep(3600.0)

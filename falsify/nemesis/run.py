@@ -91,11 +91,6 @@ def row_lines(name: str, count: int) -> list[bytes]:
     return [json.dumps(row).encode() + b"\n" for row in rows]
 
 
-def command(folder: Path, *arguments: str) -> list[str]:
-    """The command line of a training run in `folder`."""
-    return [sys.executable, "-m", "andon", "train", "--run-dir", str(folder), *arguments]
-
-
 def environment() -> dict[str, str]:
     """This process's environment, offline, with the checkout on the path: this package is not installed."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -140,9 +135,8 @@ class Run:
         return ["-m", module, "train", *place, *workers, *files, *settings]
 
     def start(self, launch: Launch) -> None:
-        """Start `andon train` on this machine. The output of torchrun itself is dropped: it does not concern ranks."""
         command = [sys.executable, *self.arguments(launch)]
-        if launch.torchrun:
+        if launch.torchrun:  # torchrun's own output does not concern the ranks
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             torchrun += ["--nproc-per-node", str(launch.torchrun), *self.rank_command(launch)]
             command = ["sh", "-c", 'exec "$@" 2>"$0"', str(self.scratch / "torchrun"), *torchrun]
@@ -176,7 +170,6 @@ class Run:
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
-        """The first command of this launch."""
         return self.commands[0]
 
     @property
@@ -184,7 +177,6 @@ class Run:
         return steps_of(self.folder)
 
     def over(self) -> bool:
-        """True once every command of this launch has ended."""
         return all(command.poll() is not None for command in self.commands)
 
     def wait_for(self, seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:

@@ -27,19 +27,16 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def line(row: Row) -> str:
-    """One line for the terminal."""
     verdict = "skip" if row.skipped else "ok  " if row.good else "BAD "
     return f"{verdict} {row.nemesis.name}: {_told(row)}"
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Counts of the nemeses that were measured, are as promised, and were skipped."""
     skipped = sum(bool(row.skipped) for row in rows)
     return f"{sum(row.good for row in rows) - skipped} of {len(rows) - skipped} are as promised, {skipped} were skipped"
 
 
 def document(rows: Sequence[Row], seed: int) -> str:
-    """The whole document: the table, then what was skipped and what does not hold."""
     sections = {
         "Skipped on this machine": [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped],
         "Does not hold": [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good],

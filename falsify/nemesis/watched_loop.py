@@ -32,7 +32,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     ddp, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.01)
-    found: list[dict[str, object]] = []
+    found: list[object] = []
     with andon.watch(ddp, optimizer, action="warn", log=found.append) as watch:
         for step in range(STEPS):
             if step == STEPS // 2:
@@ -47,11 +47,7 @@ def main() -> None:
             with torch.no_grad():
                 model.bias.add_(1.0)
         _update(ddp, optimizer, 0)
-        said = {
-            "before": [str(each) for each in found[:before]],
-            "found": [str(each) for each in found[before:]],
-            "woken": "",
-        }
+        said = {"before": found[:before], "found": found[before:], "woken": ""}
         try:
             if rank == 1:
                 watch.pull(REASON)
@@ -60,7 +56,7 @@ def main() -> None:
             said["woken"] = str(error)
             raise
         finally:
-            (folder / f"rank-{rank}.json").write_text(json.dumps(said))
+            (folder / f"rank-{rank}.json").write_text(json.dumps(said, default=str))
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer, fill: int) -> None:

@@ -43,7 +43,7 @@ from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 
 from . import folders, samples
-from .folders import attacked, guarded
+from .folders import under_attack
 from .mutations import damaged
 
 _LONGEST = 400
@@ -51,8 +51,6 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class Surface:
-    """One kind of input."""
-
     name: str
     attempt: Callable[[random.Random, Path], str]
 
@@ -245,51 +243,53 @@ def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) 
 def model_folder(draw: random.Random, folder: Path) -> str:
     """A model's folder: a model with tokenizer and labels, or `InputError`; no access outside, no code executed."""
     inside = folder / "model"
-    with guarded(inside) as wrong:
-        attacked(draw, inside, folders.model_folder())
+
+    def read() -> None:
         with contextlib.suppress(InputError):
             labels = read_labels(inside)
             tokenizer = pretrained_tokenizer(str(inside), local_only=True)
             interface = ModelInterface("classification", labels, tokenizer.vocab_size, tokenizer.pad_id)
             build_base(Model(base=str(inside)), interface, seed=0)
-        return wrong()
+
+    return under_attack(draw, inside, folders.model_folder(), read)
 
 
 def bundle(draw: random.Random, folder: Path) -> str:
     """A bundle for `andon explain`: lines, or `InputError`."""
-    inside = folder / "bundle"
-    with guarded(inside) as wrong:
-        attacked(draw, inside, folders.bundle_folder())
+
+    def read() -> None:
         with contextlib.suppress(InputError):
-            for line in explain(inside):
+            for line in explain(folder / "bundle"):
                 legible_line(line)
-        return wrong()
+
+    return under_attack(draw, folder / "bundle", folders.bundle_folder(), read)
 
 
 def run_folder(draw: random.Random, folder: Path) -> str:
     """A run folder for `show`, `verify`, `eval` and a resume: a result, or an error with a message."""
-    inside = folder / "run"
-    with guarded(inside) as wrong:
-        attacked(draw, inside, folders.run_folder())
-        run = RunFolder(inside)
-        readers: tuple[Callable[[], object], ...] = (
-            run.state,
-            lambda: list(overview(open_recorded(inside))),
-            lambda: read_summary(run.summary),
-            lambda: read_provenance(run.provenance),
-            lambda: checkpoints.newest_valid(run.checkpoints),
-            lambda: config_at_hand(run),
-            lambda: progress_text(run),
-        )
+    run = RunFolder(folder / "run")
+    readers: tuple[Callable[[], object], ...] = (
+        run.state,
+        lambda: list(overview(open_recorded(run.path))),
+        lambda: read_summary(run.summary),
+        lambda: read_provenance(run.provenance),
+        lambda: checkpoints.newest_valid(run.checkpoints),
+        lambda: config_at_hand(run),
+        lambda: progress_text(run),
+    )
+
+    def read() -> str:
         for reader in readers:
             with contextlib.suppress(InputError, ValueError):
                 reader()
         with contextlib.suppress(InputError, OSError):
-            failed = [verdict.why for verdict in verify([read_run(inside)]) if "the checker failed" in verdict.why]
+            failed = [verdict.why for verdict in verify([read_run(run.path)]) if "the checker failed" in verdict.why]
             unread = ("manifest.json", "summary.json", "config.yaml")  # a claim that needs a missing file says so
             if any(not any(name in why for name in unread) for why in failed):
                 return failed[0]
-        return wrong()
+        return ""
+
+    return under_attack(draw, run.path, folders.run_folder(), read)
 
 
 SURFACES: tuple[Surface, ...] = (
