@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 
@@ -70,11 +70,8 @@ class Host:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit {done.returncode}'}")
         return done.stdout
 
-    def unplug(self) -> None:
-        self.run("ip", "link", "set", INTERFACE, "down")
-
-    def plug(self) -> None:
-        self.run("ip", "link", "set", INTERFACE, "up")
+    def set_link(self, state: Literal["up", "down"]) -> None:
+        self.run("ip", "link", "set", INTERFACE, state)
 
     def drop(self, other: Host) -> None:
         """Lose silently everything that this host sends to `other`."""

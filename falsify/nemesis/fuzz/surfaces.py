@@ -10,7 +10,6 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -46,13 +45,8 @@ from . import folders, samples
 from .folders import under_attack
 from .mutations import damaged
 
+Attempt = Callable[[random.Random, Path], str]
 _LONGEST = 400
-
-
-@dataclass(frozen=True)
-class Surface:
-    name: str
-    attempt: Callable[[random.Random, Path], str]
 
 
 def _written(draw: random.Random, path: Path, content: bytes) -> Path:
@@ -292,19 +286,19 @@ def run_folder(draw: random.Random, folder: Path) -> str:
     return under_attack(draw, run.path, folders.run_folder(), read)
 
 
-SURFACES: tuple[Surface, ...] = (
-    Surface("config", config),
-    Surface("--set", override),
-    Surface("data file", data),
-    Surface("conversations", conversations),
-    Surface("chat template", template),
-    Surface("checkpoint", checkpoint),
-    Surface("ledger", ledger),
-    Surface("history", history),
-    Surface("summary", summary),
-    Surface("model folder", model_folder),
-    Surface("bundle", bundle),
-    Surface("run folder", run_folder),
-    Surface("report", report),
-    Surface("message", message),
-)
+SURFACES: dict[str, Attempt] = {
+    "config": config,
+    "--set": override,
+    "data file": data,
+    "conversations": conversations,
+    "chat template": template,
+    "checkpoint": checkpoint,
+    "ledger": ledger,
+    "history": history,
+    "summary": summary,
+    "model folder": model_folder,
+    "bundle": bundle,
+    "run folder": run_folder,
+    "report": report,
+    "message": message,
+}
