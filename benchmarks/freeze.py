@@ -1,7 +1,7 @@
 """The gate of every refactoring: what Andon does today, as JSON.
 
 `python -m benchmarks.freeze --write` runs every planted fault and a fixed set of commands, and writes
-`tests/golden/{trainer,loops,causal,watch,nemeses,runs,refusals}.json`, and the tables of `docs` (`benchmarks.power`).
+`tests/golden/{trainer,loops,watch,nemeses,runs,refusals}.json`, and the tables of `docs` (`benchmarks.power`).
 Without `--write` it runs them again and prints each row that differs. `--only trainer --only watch` chooses parts. The
 exit code is 1 if a row differs, or if a fault has problems: its check missed it, failed for another reason, or failed
 without the fault. `--backend nccl` runs the trainer's faults on GPUs and compares nothing.
@@ -33,15 +33,14 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering
-from andon_falsify.verdict import Counterexample, Outcome
+from andon_falsify.verdict import Counterexample
 from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
 from falsify.nemesis.bench import NEMESES, Bench
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
-from falsify.power import causal, looped
-from falsify.power.laboratory import Laboratory, Observation, untried
-from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power import looped
+from falsify.power.laboratory import Laboratory, LoopLaboratory, untried
 from falsify.power.looped.fault import Inside
 from falsify.power.registry import FAULTS
 
@@ -105,32 +104,6 @@ def loops() -> Iterator[Row]:
                 "problems": [_reason(each) for each in trial.problems],
                 **_found(trial.shown),
             }
-
-
-def _seen(observation: Observation) -> dict[str, str]:
-    """What each check says, in words; "" if it holds."""
-    said = {}
-    for check, verdict in observation.verdicts.items():
-        text = "; ".join(map(str, verdict.counterexamples)) or verdict.why
-        said[check] = "" if verdict.outcome is Outcome.HOLDS else _reason(text)
-    return said
-
-
-def instructions() -> Iterator[Row]:
-    """Faults of instruction tuning, and controls: the checks that see each."""
-    for fault in causal.FAULTS:
-        trial = causal.attempt(fault)
-        yield {
-            "fault": fault.name,
-            "check": fault.check,
-            "problems": [_reason(each) for each in trial.problems],
-            "step": _step(str(trial.shown)),
-            "seen": _seen(trial.planted),
-        }
-    for case in causal.CONTROLS:
-        name = f"none: {case.family}, {'packed' if case.packed else 'rows'}"
-        seen = _seen(causal.observe(case))
-        yield {"fault": name, "check": "", "problems": [text for text in seen.values() if text], "seen": seen}
 
 
 def watch() -> Iterator[Row]:
@@ -275,7 +248,6 @@ def _inputs(folder: Path) -> None:
 PARTS: Mapping[str, Callable[[], Iterator[Row]]] = {
     "trainer": trainer,
     "loops": loops,
-    "causal": instructions,
     "watch": watch,
     "nemeses": disturbed,
     "runs": runs,

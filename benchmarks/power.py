@@ -9,7 +9,6 @@ from typing import Any
 
 from benchmarks.runs import table
 from falsify.power import looped
-from falsify.power.causal import CHECKS
 from falsify.power.looped.fault import Inside, LoopFault
 
 Row = Mapping[str, Any]
@@ -56,19 +55,6 @@ def loops(rows: Sequence[Row]) -> Iterator[str]:
     yield "\n".join(f"- {row['fault']}: {row['not shown']}." for row in rows if "claim" not in row)
 
 
-def causal(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each fault and each control."""
-
-    def cell(row: Row, check: str) -> str:
-        if check not in row["seen"]:
-            return "-"
-        return ("**KILLED**" if check == row["check"] else "seen") if row["seen"][check] else ""
-
-    yield table(("fault", *CHECKS), [[row["fault"], *(cell(row, check) for check in CHECKS)] for row in rows])
-    faults, controls = ([row for row in rows if bool(row["check"]) is planted] for planted in (True, False))
-    yield f"{_killed(faults)} faults killed; {_killed(controls)} controls clean."
-
-
 def watch(rows: Sequence[Row]) -> Iterator[str]:
     """A row for each fault that a watch detects, those found by `andon.watch` alone, and the reasons for the others."""
     faults = {row["fault"]: (looped.named(row["fault"]), row) for row in rows}
@@ -96,7 +82,6 @@ def _watched(fault: LoopFault, inside: Inside, row: Row) -> list[object]:
 PAGES: Mapping[str, tuple[str, Callable[[Sequence[Row]], Iterator[str]]]] = {
     "trainer": ("mutants.md", trainer),
     "loops": ("loop-faults.md", loops),
-    "causal": ("causal-mutants.md", causal),
     "watch": ("watch-faults.md", watch),
 }
 """For each JSON file of `tests/golden`: its page in docs, and the function that writes its tables."""

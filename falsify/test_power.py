@@ -8,11 +8,11 @@ from andon_falsify.subjects.trace import Remembering
 from falsify.power.laboratory import Laboratory, untried
 from falsify.power.registry import FAULTS, named
 
-OF_THE_SEED = [fault.name for fault in FAULTS if fault.kind in ("coordinator", "functions")]
+OF_THE_SEED = [fault.name for fault in FAULTS if fault.kind == "coordinator"]
 BY_BACKEND = [fault.name for fault in FAULTS if fault.name not in OF_THE_SEED]
 
 
-pytestmark = pytest.mark.usefixtures("court")  # it counts the runs, and has `backend` be each backend in turn
+pytestmark = pytest.mark.usefixtures("runner")  # it counts the runs, and has `backend` be each backend in turn
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +31,5 @@ def test_a_planted_fault_is_killed(laboratory: Laboratory, backend: str, name: s
 
 @pytest.mark.parametrize("name", OF_THE_SEED)
 def test_a_fault_of_the_seed_is_killed(laboratory: Laboratory, name: str) -> None:
-    """The same for what only the seed's coordinator and free functions can get wrong."""
+    """The same for what only the seed's coordinator can get wrong."""
     assert laboratory.attempt(named(name), "inline").problems == []

@@ -6,12 +6,25 @@ unknown, and one that inferred nothing may not say holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import ParamSpec
+from typing import Any, Literal, ParamSpec
 
 Parameters = ParamSpec("Parameters")
+Kind = Literal["trainer", "loop", "script", "ledger"]
+"""What can be judged: our own trainer, anyone's training loop, a user's command, a recorded ledger."""
+ExtraRun = Literal["alone", "again", "elsewhere", "cut", "resumed", "poisoned", "random"]
+"""A further run that a claim compares with: on one rank, on one rank once more, on other layouts, killed, resumed after
+the kill, with a NaN planted, with dropout."""
+TrialKind = Literal["law", "halt", "resume", "memory"]
+"""How a case is run: as it is, with a NaN planted, interrupted and resumed, with its bytes counted."""
+Relation = Literal["same", "part", "other"]
+"""same: one law. part: the claim judges more than the clause. other: one name for two laws."""
+Quantity = Literal[
+    "gradient", "loss", "norm", "learning rate", "weights", "optimizer", "rows", "memory", "layout", "record", "other"
+]
+"""The number, or the thing, that a counterexample is about."""
 
 
 class Outcome(StrEnum):
@@ -27,24 +40,50 @@ _GRAVITY = {Outcome.NOT_APPLICABLE: 0, Outcome.HOLDS: 1, Outcome.UNKNOWN: 2, Out
 
 
 @dataclass(frozen=True)
-class Claim:
-    """A promise that can be falsified: its name in words, its version (raised when its meaning changes), its text.
+class Clause:
+    """A clause of the contracts, and how it is related to a claim. note: what is not obvious about it."""
 
-    source: where else it is promised, or seen broken, by the names that are used there; of no use to a reader.
+    name: str
+    relation: Relation = "part"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A promise that can be falsified. The module of `andon_falsify.claims` that declares it has its `check` as well.
+
+    version: raised when the meaning changes. order: the place in reports. subjects: the kinds of subject that it is
+    judged of; statements: the statement for such a kind, where it differs. trial: the kind of trial that judges it.
+    runs: the further runs that the check compares with. needs: functions of `Evidence` that give the reason why the
+    claim does not apply, or "". clauses: those of the contracts that are the same law, or a part of it; unwatched: why
+    there are none.
     """
 
     name: str
     version: int
     statement: str
-    source: str = ""
+    order: int = 100
+    subjects: tuple[Kind, ...] = ()
+    trial: TrialKind = "law"
+    runs: tuple[ExtraRun, ...] = ()
+    needs: tuple[Callable[[Any], str], ...] = ()
+    clauses: tuple[Clause, ...] = ()
+    unwatched: str = ""
+    statements: Mapping[Kind, str] = field(default_factory=dict, hash=False)
+
+    def statement_for(self, kind: Kind) -> str:
+        """What is promised of a subject of this kind."""
+        return self.statements.get(kind, self.statement)
 
 
 @dataclass(frozen=True)
 class Counterexample:
     """One observation that contradicts a claim.
 
-    `where` is a place in the history ("step 3, rank 1"); `ratio` is seen / expected where that is one number, and
-    `equals` says what it is ("4.000 = accumulation 2 x world 2"); `repro` is a command that shows exactly this again.
+    where: a position in the run ("step 3, rank 1"). ratio: seen / expected, if that is one number. equals: the ratio in
+    words ("4.000 = accumulation 2 x world 2: the loss was not divided"). quantity: what the numbers are of. cause: the
+    mistake, if the check that saw the whole run knows it; a smaller counterexample must have the same. repro: a command
+    that shows exactly this again.
     """
 
     what: str
@@ -55,6 +94,8 @@ class Counterexample:
     equals: str = ""
     seed: int | None = None
     repro: str = ""
+    quantity: Quantity = "other"
+    cause: str = ""
 
     def __str__(self) -> str:
         parts = [f"{self.where}: {self.what}" if self.where else self.what]
@@ -71,13 +112,23 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one claim. `checked` counts the comparisons made; `why` explains all but a plain holds."""
+    """The outcome of one claim.
+
+    reasons: explain every outcome but a plain holds. checked: comparisons made. worst: the largest relative error.
+    """
 
     claim: str
     outcome: Outcome
-    why: str = ""
+    reasons: tuple[str, ...] = ()
     checked: int = 0
     counterexamples: tuple[Counterexample, ...] = ()
+    worst: float | None = None
+
+    @property
+    def why(self) -> str:
+        """The reasons as one text; of a claim that holds, the largest relative error first."""
+        error = () if self.worst is None or self.outcome is not Outcome.HOLDS else (self.worst,)
+        return "; ".join([*(f"largest relative error {each:.2e}" for each in error), *self.reasons])
 
     def __post_init__(self) -> None:
         if (self.outcome is Outcome.FALSIFIED) != bool(self.counterexamples):
@@ -98,27 +149,36 @@ def first_of_many(names: Sequence[object], shown: int) -> str:
     return f"{', '.join(map(str, names[:shown]))}{more}"
 
 
-def conclude(claim: Claim, checked: int, found: Sequence[Counterexample], missing: str = "", note: str = "") -> Verdict:
-    """The verdict of a checker that made `checked` comparisons and found `found`.
+def conclude(
+    claim: Claim,
+    checked: int,
+    found: Sequence[Counterexample],
+    missing: str = "",
+    note: str = "",
+    worst: float | None = None,
+) -> Verdict:
+    """The verdict of a check that made `checked` comparisons and found `found`.
 
     A counterexample falsifies, whatever else is missing. Without one, `missing` (what could not be observed) or no
-    comparison at all is unknown. `note` is said with holds.
+    comparison at all is unknown. `note` is a reason of holds and falsified. worst: the largest relative error.
     """
+    noted = (note,) if note else ()
     if found:
-        return Verdict(claim.name, Outcome.FALSIFIED, note, checked, tuple(found))
+        return Verdict(claim.name, Outcome.FALSIFIED, noted, checked, tuple(found), worst)
     if missing or not checked:
-        return Verdict(claim.name, Outcome.UNKNOWN, missing or "nothing to compare was recorded", checked)
-    return Verdict(claim.name, Outcome.HOLDS, note, checked)
+        missing = missing or "nothing to compare was recorded"
+        return Verdict(claim.name, Outcome.UNKNOWN, (missing,), checked, worst=worst)
+    return Verdict(claim.name, Outcome.HOLDS, noted, checked, worst=worst)
 
 
 def not_applicable(claim: Claim, why: str) -> Verdict:
-    """The claim says nothing about this subject, for the reason `why`."""
-    return Verdict(claim.name, Outcome.NOT_APPLICABLE, why)
+    """The claim does not apply to this subject, for the reason `why`."""
+    return Verdict(claim.name, Outcome.NOT_APPLICABLE, (why,))
 
 
-def unknown(claim: Claim, why: str) -> Verdict:
-    """Nothing could be inferred, for the reason `why`."""
-    return Verdict(claim.name, Outcome.UNKNOWN, why)
+def unknown(claim: Claim, why: str, checked: int = 0) -> Verdict:
+    """Nothing could be inferred, for the reason `why`, after `checked` comparisons."""
+    return Verdict(claim.name, Outcome.UNKNOWN, (why,), checked)
 
 
 def judge(
@@ -141,13 +201,14 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
         msg = "merge needs at least one verdict, all of one claim"
         raise ValueError(msg)
     gravest = max(held, key=lambda verdict: _GRAVITY[verdict.outcome])
-    reasons = dict.fromkeys(verdict.why for verdict in held if verdict.outcome is gravest.outcome and verdict.why)
+    alike = [verdict for verdict in held if verdict.outcome is gravest.outcome]
     return Verdict(
         gravest.claim,
         gravest.outcome,
-        "; ".join(reasons),
+        tuple(dict.fromkeys(reason for verdict in alike for reason in verdict.reasons)),
         sum(verdict.checked for verdict in held),
         tuple(found for verdict in held for found in verdict.counterexamples),
+        max((verdict.worst for verdict in held if verdict.worst is not None), default=None),
     )
 
 

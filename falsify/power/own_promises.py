@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.backend import devices
 from andon.model.adapter import trainable_parameters
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
@@ -18,7 +17,7 @@ from andon.step.step import TrainingStep
 from andon.step.task import LeafLoss
 from andon_contracts.record import LedgerFile, Record, Step, chain, encode
 from andon_falsify.compliance.cases import BIG, MOMENTUM, PLAIN, SGD
-from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.assembly import TrainerUnderTest
 
 from .planting import (
     Fault,
@@ -26,7 +25,6 @@ from .planting import (
     after_updates,
     around,
     around_each,
-    of_function,
     on_replicas,
     patched,
     with_rate,
@@ -34,12 +32,12 @@ from .planting import (
 )
 
 
-def _masks_by_rank(parts: Parts, _: ExitStack) -> None:
+def _masks_by_rank(parts: TrainerUnderTest, _: ExitStack) -> None:
     for rank, replica in parts.by_rank.items():
         replica.seed += rank
 
 
-def _sum_by_rank(parts: Parts, _: ExitStack) -> None:
+def _sum_by_rank(parts: TrainerUnderTest, _: ExitStack) -> None:
     def finish(inner: Any, received: Any) -> torch.Tensor:
         rows = [row for part in received for row in part]
         total: torch.Tensor = sum(rows[1:], rows[0])
@@ -48,20 +46,20 @@ def _sum_by_rank(parts: Parts, _: ExitStack) -> None:
     around(parts.step._reduce, "_finish", finish)
 
 
-def _order_by_world(parts: Parts, _: ExitStack) -> None:
+def _order_by_world(parts: TrainerUnderTest, _: ExitStack) -> None:
     parts.plan = replace(parts.plan, seed=parts.plan.seed + parts.backend.world_size)
 
 
-def _last_batch_dropped(parts: Parts, _: ExitStack) -> None:
+def _last_batch_dropped(parts: TrainerUnderTest, _: ExitStack) -> None:
     plan = parts.plan
     parts.plan = BatchPlan(plan.ids, plan.batch_size, plan.micro_batches, plan.seed, 1, plan.total_steps - 1)
 
 
-def _rate_by_micro_batch(parts: Parts, step: int) -> int:
+def _rate_by_micro_batch(parts: TrainerUnderTest, step: int) -> int:
     return min(parts.plan.total_steps, (step - 1) * parts.case.micro_batches + 1)
 
 
-def _layout_reversed(parts: Parts, _: ExitStack) -> None:
+def _layout_reversed(parts: TrainerUnderTest, _: ExitStack) -> None:
     case = parts.case
     for place, rank in enumerate(parts.backend.ranks):
         if rank:
@@ -78,7 +76,7 @@ def _base_touched(replica: Replica) -> None:
     next(iter(replica.frozen().values())).view(-1)[0] += 1e-3
 
 
-def _line_lost(parts: Parts, stack: ExitStack) -> None:
+def _line_lost(parts: TrainerUnderTest, stack: ExitStack) -> None:
     """The writer loses a line by itself: one that another program took away would be seen by the file's size."""
     append = LedgerFile.append
 
@@ -93,10 +91,6 @@ def _line_lost(parts: Parts, stack: ExitStack) -> None:
 
 def _moments_lost(inner: Any, weights: Any, state: Any, updates: int) -> None:
     inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
-
-
-def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False) -> Any:
-    raise RuntimeError("no CUDA-capable device is detected")
 
 
 # what is kept that need not be
@@ -122,7 +116,7 @@ def _cleared_by_updates(replica: Replica, kept: list[torch.Tensor]) -> None:
     around(replica, "gradients", gradients)
 
 
-def _graph_kept(parts: Parts, stack: ExitStack) -> None:
+def _graph_kept(parts: TrainerUnderTest, stack: ExitStack) -> None:
     backward = torch.Tensor.backward
 
     def keeping(self: torch.Tensor, *args: Any, **named: Any) -> None:
@@ -144,7 +138,7 @@ def _graph_kept(parts: Parts, stack: ExitStack) -> None:
 def _kept_after_updates(make: Callable[[Replica], list[torch.Tensor]], *, once: bool = True) -> Plant:
     """After the update every replica holds what `make` makes of it: anew each time, or more and more."""
 
-    def plant(parts: Parts, stack: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, stack: ExitStack) -> None:
         kept: dict[int, list[torch.Tensor]] = {}
 
         def keep(own: Replica) -> None:
@@ -163,7 +157,7 @@ _second_base = _kept_after_updates(lambda own: [tensor.clone() for tensor in own
 _growth = _kept_after_updates(lambda own: [own.parameters.gradient[:64].clone()], once=False)
 
 
-def _norms_decay(parts: Parts, _: ExitStack) -> None:
+def _norms_decay(parts: TrainerUnderTest, _: ExitStack) -> None:
     for replica in parts.replicas:
         for group in replica.optimizer.param_groups:
             group["weight_decay"] = parts.case.weight_decay
@@ -192,8 +186,6 @@ FAULTS = (
     Fault("schedule started over in a resume", "resume-equal",
           "step 3 of resumed: the learning rate done again",
           with_rate(lambda parts, step: max(1, step - parts.seen.resumed_from)), MOMENTUM, "resume"),
-    of_function("no fallback to the CPU", "cpu-fallback",
-                "nccl without a GPU: .*seen RuntimeError: no CUDA", devices.placement, _no_fallback),
 )  # fmt: skip
 MEMORY = (
     Fault("every leaf's gradient kept", "memory-budget", r"the peak is 1\.4", on_replicas(_every_leaf_kept), BIG),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,12 +13,13 @@ import torch
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
 from andon.step.step import StepResult
-from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.assembly import TrainerUnderTest
 from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.watching import Proxy
 
 Plant = Callable[[Any, ExitStack], None]
-"""Changes what the subject was assembled to (for `functions` nothing); the stack is for what has to be undone."""
-Kind = Literal["trainer", "resume", "coordinator", "functions"]
+"""Changes a subject that was put together; the stack is for what has to be undone."""
+Kind = Literal["trainer", "resume", "coordinator"]
 
 
 @dataclass(frozen=True)
@@ -49,34 +49,8 @@ def patched(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     setattr(owner, name, value)
 
 
-def of_function(name: str, claim: str, reason: str, function: Callable[..., Any], mutant: Callable[..., Any]) -> Fault:
-    """A fault of a free function: under all of its contracts it has the body of `mutant`.
-
-    The mutant may use its own arguments, builtins, and what the function's module has.
-    """
-    inner: Any = inspect.unwrap(function)
-    code = mutant.__code__
-    assert not code.co_freevars, f"{mutant.__name__} closes over {code.co_freevars}"
-    return Fault(name, claim, reason, lambda _, stack: patched(stack, inner, "__code__", code), kind="functions")
-
-
-class Changed:
-    """A thing of which some attributes are others; calls and all else go to the original."""
-
-    def __init__(self, inner: Any, **attributes: Any) -> None:
-        self._inner = inner
-        self.__dict__.update(attributes)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The attribute `call` where there is one."""
-        return self.__dict__.get("call", self._inner)(*args, **kwargs)
-
-
 def around_updates(
-    parts: Parts,
+    parts: TrainerUnderTest,
     begins: Callable[[GlobalBatch], object],
     change: Callable[[GlobalBatch, StepResult], StepResult],
 ) -> None:
@@ -87,12 +61,12 @@ def around_updates(
         begins(batch)
         return change(batch, inner(batch, *args, **kwargs))
 
-    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> Changed:
+    def launch(batch: GlobalBatch, *args: Any, **kwargs: Any) -> Proxy:
         begins(batch)
         pending = inner.launch(batch, *args, **kwargs)
-        return Changed(pending, result=lambda: change(batch, pending.result()))
+        return Proxy(pending, result=lambda: change(batch, pending.result()))
 
-    parts.step = Changed(inner, call=call, launch=launch)  # type: ignore[assignment]
+    parts.step = Proxy(inner, call=call, launch=launch)  # type: ignore[assignment]
 
 
 def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
@@ -100,7 +74,7 @@ def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
     return lambda parts, _: around_updates(parts, lambda batch: None, lambda batch, result: change(result))
 
 
-def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
+def current_batch(parts: TrainerUnderTest) -> Callable[[], GlobalBatch]:
     """A function that says which batch is being trained on."""
     held: dict[str, GlobalBatch] = {}
     around_updates(parts, partial(held.__setitem__, "now"), lambda batch, result: result)
@@ -110,7 +84,7 @@ def current_batch(parts: Parts) -> Callable[[], GlobalBatch]:
 def on_replicas(change: Callable[[Replica], object], first: int = 0) -> Plant:
     """change(replica) for the replica of each rank from `first` on."""
 
-    def plant(parts: Parts, _: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         for rank, replica in parts.by_rank.items():
             if rank >= first:
                 change(replica)
@@ -136,12 +110,12 @@ def after_updates(change: Callable[[Replica], object], first: int = 0) -> Plant:
     return on_replicas(hook, first)
 
 
-def with_rate(step_of: Callable[[Parts, int], int]) -> Plant:
+def with_rate(step_of: Callable[[TrainerUnderTest, int], int]) -> Plant:
     """Each update has the rate of the update step_of(parts, its number)."""
 
-    def plant(parts: Parts, _: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         rate = parts.schedule.rate
-        parts.schedule = Changed(parts.schedule, rate=lambda step: rate(step_of(parts, step)))  # type: ignore[assignment]
+        parts.schedule = Proxy(parts.schedule, rate=lambda step: rate(step_of(parts, step)))  # type: ignore[assignment]
 
     return plant
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import own_promises, seed_mutants
+from . import instructions, own_promises, seed_mutants
 from .planting import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -11,6 +11,7 @@ FAULTS: tuple[Fault, ...] = (
     *seed_mutants.ADDED,
     *own_promises.MEMORY,
     *own_promises.FAULTS,
+    *instructions.FAULTS,
 )
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}

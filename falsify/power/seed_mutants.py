@@ -13,19 +13,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from andon.coordinator import DataParallelCoordinator, resolve_devices
-from andon.gradients import average_gradients, has_non_finite, shard_samples
-from andon.pipeline import BatchResult, ClassifyPipeline
+from andon.coordinator import DataParallelCoordinator
+from andon.pipeline import BatchResult
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
 from andon.step.step import StepResult
 from andon.step.task import LeafLoss
 from andon_falsify.compliance.cases import ADAMW, PLAIN, SGD
-from andon_falsify.subjects.assembly import Parts
+from andon_falsify.subjects.assembly import TrainerUnderTest
 from andon_falsify.subjects.case import Poison
+from andon_falsify.subjects.watching import Proxy
 
 from .planting import (
-    Changed,
     Fault,
     Plant,
     after_updates,
@@ -34,9 +33,7 @@ from .planting import (
     around_updates,
     current_batch,
     local_sum,
-    of_function,
     on_replicas,
-    patched,
     rows_of,
     scaled_partials,
     unsynced,
@@ -75,20 +72,20 @@ class _Overlapping(GlobalBatch):
         return tuple(part + following[:1] for part, following in zip(parts, (*parts[1:], ()), strict=True))
 
 
-def _overlapping(parts: Parts, _: ExitStack) -> None:
+def _overlapping(parts: TrainerUnderTest, _: ExitStack) -> None:
     inner = parts.plan.batch
 
     def batch(step: int) -> GlobalBatch:
         right = inner(step)
         return _Overlapping(right.step, right.epoch, right.position, right.ids)
 
-    parts.plan = Changed(parts.plan, batch=batch)  # type: ignore[assignment]
+    parts.plan = Proxy(parts.plan, batch=batch)  # type: ignore[assignment]
 
 
 def _idle(first: int, falls_back: Callable[[int, int], bool] = lambda rows, world: rows < world) -> Plant:
     """On the batches where falls_back(rows, world), the ranks from `first` on take no update."""
 
-    def plant(parts: Parts, stack: ExitStack) -> None:
+    def plant(parts: TrainerUnderTest, stack: ExitStack) -> None:
         batch = current_batch(parts)
 
         def apply(inner: Callable[[], None]) -> None:
@@ -98,13 +95,6 @@ def _idle(first: int, falls_back: Callable[[int, int], bool] = lambda rows, worl
         around_each("apply", apply, first)(parts, stack)
 
     return plant
-
-
-def _primary_is_last(_: None, stack: ExitStack) -> None:
-    def last(self: DataParallelCoordinator) -> ClassifyPipeline:
-        return self.pipelines[-1]
-
-    patched(stack, DataParallelCoordinator, "primary_pipeline", property(last))
 
 
 MISSED = (
@@ -127,8 +117,6 @@ MISSED = (
           _idle(1, lambda rows, world: rows <= world), SGD.but(batch_size=3)),
     Fault("fallback trains nothing", "update-law", r"step 3: .* of length (\S+), seen a step that ends \1 away",
           _idle(0), SGD),
-    Fault("primary is the last replica", "coordinator-face", "primary of 3 replicas: .*expected 0, seen 2",
-          _primary_is_last, kind="functions"),
     Fault("replicas with tenfold rate", "replicas-agree", "step 1, rank 1: the weights differ",
           around_each("set_rate", lambda inner, rate: inner(10 * rate), first=1), SGD),
     Fault("grad_norm is always 0", "norm-law", r"step 1: the reported norm .*seen 0; ratio 0\.000",
@@ -136,47 +124,7 @@ MISSED = (
 )  # fmt: skip
 
 
-# what they caught: bodies run in the place, and with the globals, of the function that they replace
-
-
-def _sum(grads: Any) -> Any:
-    return [sum(values) for values in zip(*grads, strict=True)]
-
-
-def _nan_to_zero(grads: Any) -> Any:
-    return [sum(0.0 if v != v else v for v in values) / len(grads) for values in zip(*grads, strict=True)]
-
-
-def _inf_skipped(grads: Any) -> Any:
-    finite = [[v for v in values if abs(v) != float("inf")] for values in zip(*grads, strict=True)]
-    return [sum(values) / max(1, len(values)) for values in finite]
-
-
-def _first_worker_only(grads: Any) -> Any:
-    return [values[0] / len(grads) for values in zip(*grads, strict=True)]
-
-
-def _sees_no_inf(values: Any) -> bool:
-    return any(float(value) != float(value) for value in values)
-
-
-def _sees_only_the_first(values: Any) -> bool:
-    return any(not abs(float(value)) < float("inf") for value in values[:1])
-
-
-def _remainder_dropped(samples: Any, num_workers: int) -> Any:
-    size = len(samples) // num_workers
-    return [list(samples[at * size : (at + 1) * size]) for at in range(num_workers)]
-
-
-def _reversed(samples: Any, num_workers: int) -> Any:
-    size = len(samples) // num_workers
-    shards = [list(samples[at * size : (at + 1) * size]) for at in range(num_workers - 1)]
-    return [*shards, list(samples[(num_workers - 1) * size :])][::-1]
-
-
-def _accepts_no_devices(devices: Any, *, cpu_fallback: bool = False) -> Any:
-    return tuple(torch.device("cpu") for _ in devices or ["cpu"])
+# what they caught
 
 
 def _an_ulp_off(replica: Replica) -> None:
@@ -188,35 +136,17 @@ def _an_ulp_off(replica: Replica) -> None:
 
 
 CAUGHT = (
-    of_function("average without division", "average-law", r"\[\[1\.0, 2\.0\], \[3\.0, 6\.0\]\]: .*seen \[4\.0, 8\.0\]",
-                average_gradients, _sum),
-    of_function("NaN averaged as 0", "average-law", r"\[\[nan, 2\.0, 3\.0\], .*seen \[0\.666\d+, 2\.0, 3\.0\]",
-                average_gradients, _nan_to_zero),
-    of_function("Inf skipped in the average", "average-law", r"\[\[inf, 2\.0, 3\.0\], .*seen \[1\.0, 2\.0, 3\.0\]",
-                average_gradients, _inf_skipped),
-    of_function("only worker 0 averaged", "average-law", r"\[\[1\.0, 2\.0\], \[3\.0, 6\.0\]\]: .*seen \[0\.5, 1\.0\]",
-                average_gradients, _first_worker_only),
-    of_function("has_non_finite ignores Inf", "non-finite-seen",
-                r"search \[inf\]: .*seen False", has_non_finite, _sees_no_inf),
-    of_function("only the first element", "non-finite-seen", r"search \[1\.0, nan, 1\.0, 1\.0, 1\.0\]: .*seen False",
-                has_non_finite, _sees_only_the_first),
-    of_function("remainder dropped", "shards-law",
-                r"10 samples for 3: .*seen .*\[6, 7, 8\]\]", shard_samples, _remainder_dropped),
-    of_function("shard order reversed", "shards-law",
-                r"10 samples for 3: .*seen \[\[6, 7, 8, 9\]", shard_samples, _reversed),
     Fault("LoRA B not synced", "replicas-agree", _UNSYNCED, unsynced(lambda name: "lora_B" in name), SGD),
     Fault("head weight not synced", "replicas-agree",
           _UNSYNCED, unsynced(lambda name: "modules_to_save" in name), SGD),
     Fault("sync off by an ulp", "replicas-agree", _UNSYNCED, on_replicas(_an_ulp_off, first=1), SGD),
-    of_function("empty list of devices accepted", "coordinator-face", r"no devices: .*seen \(device\(type='cpu'\),\)",
-                resolve_devices, _accepts_no_devices),
 )  # fmt: skip
 
 
 # what a suite of data parallelism must add
 
 
-def _unweighted(parts: Parts, _: ExitStack) -> None:
+def _unweighted(parts: TrainerUnderTest, _: ExitStack) -> None:
     batch, world = current_batch(parts), parts.backend.world_size
     for replica in parts.replicas:
         scaled_partials(replica, lambda partial: len(batch().ids) / (world * max(rows_of(partial), 1)))
@@ -230,7 +160,7 @@ def _clipped_by_shard(replica: Replica) -> None:
     scaled_partials(replica, factor)
 
 
-def _nan_masked(parts: Parts, _: ExitStack) -> None:
+def _nan_masked(parts: TrainerUnderTest, _: ExitStack) -> None:
     def loss_sum(inner: Callable[..., LeafLoss], model: nn.Module, batch: Any) -> LeafLoss:
         loss = inner(model, batch)
         if torch.isfinite(loss.loss_sum):
@@ -241,7 +171,7 @@ def _nan_masked(parts: Parts, _: ExitStack) -> None:
     around(parts.task, "loss_sum", loss_sum)
 
 
-def _shard_ignored(parts: Parts, stack: ExitStack) -> None:
+def _shard_ignored(parts: TrainerUnderTest, stack: ExitStack) -> None:
     batch = current_batch(parts)
 
     def gradients(inner: Callable[..., PartialGradient], step: int, leaves: Any, *args: Any, **named: Any) -> Any:
@@ -258,7 +188,7 @@ def _detached(replica: Replica) -> None:
             module.register_forward_hook(lambda module, given, output: output.detach())
 
 
-def _loss_after_step(parts: Parts, _: ExitStack) -> None:
+def _loss_after_step(parts: TrainerUnderTest, _: ExitStack) -> None:
     def change(batch: GlobalBatch, result: StepResult) -> StepResult:
         task, model = parts.task.inner, parts.replicas[0].model
         with torch.no_grad():
@@ -266,13 +196,6 @@ def _loss_after_step(parts: Parts, _: ExitStack) -> None:
         return replace(result, loss=float(loss) / len(batch.ids))
 
     around_updates(parts, lambda batch: None, change)
-
-
-def _sum_in_fp32(grads: Any) -> Any:
-    total = torch.tensor(grads[0], dtype=torch.float32)
-    for gradient in grads[1:]:
-        total = total + torch.tensor(gradient, dtype=torch.float32)
-    return (total / len(grads)).tolist()
 
 
 _LIMIT = 0.2
@@ -297,6 +220,4 @@ ADDED = (
           on_replicas(_detached), SGD),
     Fault("loss computed after the step", "losses-close",
           r"step 1: .* at 3 of 3 updates; .*seen 0\.97", _loss_after_step, PLAIN),
-    of_function("fp32 overflow in the average", "average-law", r"\[\[3e\+38\], \[3e\+38\]\]: .*seen \[inf\]",
-                average_gradients, _sum_in_fp32),
 )  # fmt: skip

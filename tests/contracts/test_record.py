@@ -34,8 +34,7 @@ from andon_contracts.record import (
     decode_line,
     encode,
 )
-from andon_falsify.history.events import StepEvent
-from andon_falsify.history.parse import parse_line
+from andon_falsify.history.events import StepEvent, parse_line
 
 H = ["0123456789abcdef", "f" * 16, "00000000000000a1", "1" * 16]
 STEP = Step(

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from andon_falsify import Case, Told
 from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop, cut
-from falsify.power.looped.right import Grouped, Tracking
+from falsify.power.looped.right import Grouped, Loaded, Tracking
 
 
 class Undivided(PlainLoop):
@@ -294,3 +295,11 @@ class Garbling(PlainLoop):
         os.write(2, b'{"outcome": "holds"')
         super().train(told)
         os.close(2)
+
+
+class WithWorker(Loaded):
+    """A process of its own loads the rows."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.loader = DataLoader(self.rows, case.local_batch, sampler=self.sampler, collate_fn=collate, num_workers=1)

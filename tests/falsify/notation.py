@@ -21,9 +21,8 @@ import math
 import re
 from typing import Any
 
-from andon_falsify.history import History, chain_digest, read_lines
-from andon_falsify.history.events import RowId
-from andon_falsify.history.parse import VERSION
+from andon_falsify.history import History, RowId, chain_digest, read_lines
+from andon_falsify.history.events import VERSION
 from andon_falsify.verdict import Outcome, Verdict
 
 HOLDS, FALSIFIED, UNKNOWN, INAPPLICABLE = Outcome.HOLDS, Outcome.FALSIFIED, Outcome.UNKNOWN, Outcome.NOT_APPLICABLE
@@ -56,7 +55,7 @@ def ledger_lines(text: str, world: int | None = None, backend: str = "inline") -
 
 
 def told(checker: Any, read: str | History, outcome: Outcome, *words: str, **given: Any) -> None:
-    says(checker.check(history(read) if isinstance(read, str) else read, **given), outcome, *words)
+    says(checker.check_history(history(read) if isinstance(read, str) else read, **given), outcome, *words)
 
 
 def says(verdict: Verdict, outcome: Outcome, *words: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, Trial
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY, Trial
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 
@@ -23,7 +23,7 @@ class Oracle:
     kinds: Mapping[str, frozenset[str]] = {
         LAW: frozenset({"sum"}),
         HALT: frozenset({"halts"}),
-        FUNCTIONS: frozenset({"table"}),
+        MEMORY: frozenset({"table"}),
     }
 
     def __init__(self, says: Says) -> None:
@@ -37,7 +37,7 @@ class Oracle:
     def suited(self, case: Case) -> Case:
         return case
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         self.asked.append(trial)
         (name,) = self.kinds[trial.kind]
         return {name: replace(self._says(trial), claim=name)}

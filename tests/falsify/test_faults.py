@@ -8,101 +8,71 @@ from pathlib import Path
 
 import pytest
 
-from andon_contracts.policy import enforced
-from andon_falsify.claims import of_loop
-from andon_falsify.claims.evidence import Evidence
-from andon_falsify.claims.functions import TABLES, Tabulated
-from andon_falsify.claims.of_trainer import CLAIMS
-from andon_falsify.claims.table import CHECKERS
+from andon_falsify.claims import CHECKS, CLAIMS, claims_of, replicas_agree
+from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
-from falsify.power import causal, looped, registry
-from falsify.power.laboratory import Laboratory
-from falsify.power.loop_laboratory import LoopLaboratory
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
+from falsify.power import looped, registry
+from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, Observation
 from falsify.power.looped import make, named
 from falsify.power.looped.fault import SGD, LoopFault, Outside
-from falsify.power.own_promises import MEMORY
-from falsify.power.planting import Fault
-from falsify.power.seed_mutants import ADDED, CAUGHT, MISSED
 
 ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
-UNDIVIDED = registry.named("average without division")
 
 
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
-    assert [len(faults) for faults in (MISSED, CAUGHT, ADDED, MEMORY)] == [12, 12, 11, 5]
-    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in CLAIMS}
+    assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in claims_of("trainer")}
+
+
+def named_claim(name: str) -> Claim:
+    return next(claim for claim in CLAIMS if claim.name == name)
+
+
+def observed(claim: str, signature: str, *found: Counterexample) -> Observation:
+    return Observation({claim: conclude(named_claim(claim), 1, found)}, signature)
+
+
+FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
+KILL = Attempt("norm-law", "step 1: the reported norm", {"without it": observed("norm-law", "right")}, FALLEN)
 
 
 @pytest.mark.parametrize(
-    ("fault", "problem"),
+    ("attempt", "problem"),
     [
-        (UNDIVIDED, None),
-        (Fault("idle", "average-law", "", lambda *_: None, kind="functions"), "the fault changed nothing"),
-        (replace(UNDIVIDED, claim="shards-law"), "not seen by shards-law; fallen: none"),
-        (replace(UNDIVIDED, reason="of another"), "seen for another reason than 'of another'"),
+        (KILL, None),
+        (replace(KILL, planted=replace(FALLEN, signature="right")), "the fault changed nothing"),
+        (replace(KILL, claim="schedule"), "not seen by schedule; fallen: ('norm-law',)"),
+        (replace(KILL, reason="of another"), "seen for another reason than 'of another'"),
+        (replace(KILL, controls={"without it": FALLEN}), "without it: norm-law: falsified"),
     ],
 )
-def test_a_kill_needs_the_claim_the_reason_and_a_change(fault: Fault, problem: str | None) -> None:
-    found = LABORATORY.attempt(fault, "inline").problems
-    assert found == [] if problem is None else any(each.startswith(problem) for each in found)
+def test_a_kill_needs_the_claim_the_reason_a_change_and_a_control(attempt: Attempt, problem: str | None) -> None:
+    assert attempt.problems == [] if problem is None else any(each.startswith(problem) for each in attempt.problems)
 
 
-def test_a_check_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    claim = next(claim for claim in CLAIMS if claim.name == UNDIVIDED.claim)
-
-    def falls() -> Tabulated:
-        wrong = [] if enforced() else [Counterexample("[[1.0, 2.0], [3.0, 6.0]]: seen [4.0, 8.0]")]
-        return Tabulated(conclude(claim, 1, wrong), "")
-
-    monkeypatch.setitem(TABLES, claim.name, falls)
-    problems = Laboratory(AndonTrainer(RankPools())).attempt(UNDIVIDED, "inline").problems
-    assert any(each.startswith("without the fault and contracts: average-law: falsified") for each in problems)
-
-
-@pytest.mark.deep  # it trains; the test above plants such a check where nothing is trained
+@pytest.mark.deep  # it trains
 def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     summed = registry.named("sum instead of mean")
-    short, checker = replace(summed, case=summed.case.but(rows=make_rows(5))), CHECKERS[summed.claim]
+    short = replace(summed, case=summed.case.but(rows=make_rows(5)))
     assert LABORATORY.attempt(short, "inline").problems == []
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
-        return conclude(checker.claim, 1, [] if evidence.sightings.case.contracts else [wrong])
+        return conclude(named_claim(summed.claim), 1, [] if evidence.sightings.case.contracts else [wrong])
 
-    monkeypatch.setitem(CHECKERS, summed.claim, replace(checker, check=falls))  # type: ignore[arg-type]
+    monkeypatch.setitem(CHECKS, summed.claim, falls)
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems
     assert any(each.startswith("without the fault and contracts: gradient-law: falsified") for each in problems)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        # Deep: each check has a fault that the default run plants.
-        pytest.param(fault, id=fault.name, marks=() if place in (0, 4, 6) else pytest.mark.deep)
-        for place, fault in enumerate(causal.FAULTS)
-    ],
-)
-def test_a_fault_of_instruction_tuning_is_seen_by_its_check_for_its_reason(fault: causal.CausalFault) -> None:
-    found = causal.attempt(fault)
-    assert found.problems == []
-    assert replace(found, controls={"without": found.planted}).problems[0].startswith("without: ")
-
-
-def test_no_check_sees_anything_in_rows_that_are_not_packed() -> None:
-    verdicts = causal.observe(causal.CausalCase(packed=False)).verdicts
-    assert {name: verdict.outcome for name, verdict in verdicts.items()} == dict.fromkeys(causal.CHECKS, Outcome.HOLDS)
 
 
 PAGES = {
     "trainer": ("mutants.md", {fault.name: fault.claim for fault in registry.FAULTS}),
     "loops": ("loop-faults.md", {fault.name: getattr(fault.outside, "claim", None) for fault in looped.FAULTS}),
-    "causal": ("causal-mutants.md", {fault.name: fault.check for fault in causal.FAULTS}),
 }
 
 
@@ -111,13 +81,12 @@ def test_the_frozen_rows_and_the_docs_name_every_fault_with_its_claim(part: str)
     """`benchmarks.freeze --write` writes both; here nothing is run."""
     page, claims = PAGES[part]
     rows = json.loads((ROOT / "tests" / "golden" / f"{part}.json").read_text(encoding="utf-8"))
-    frozen = {row["fault"]: row.get("claim", row.get("check")) for row in rows if not row["fault"].startswith("none: ")}
-    assert frozen == claims
+    assert {row["fault"]: row.get("claim") for row in rows} == claims
     assert [row for row in rows if row.get("problems")] == []
     lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
     for name, claim in claims.items():
         begins = f"| {name.replace(' ', ' | ', 1) if part == 'loops' else name} | " if claim else f"- {name}: "
-        mark = "**KILLED**" if part == "causal" else f"| {claim} | " if claim else ""
+        mark = f"| {claim} | " if claim else ""
         assert any(line.startswith(begins) and mark in line for line in lines), name
 
 
@@ -146,14 +115,14 @@ def test_a_planted_fault_falls_by_its_claim_for_its_reason(laboratory: LoopLabor
 
 def test_the_default_run_plants_a_fault_for_every_claim_that_one_names() -> None:
     claims = {outside.claim for outside in SHOWN.values()}
-    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in of_loop.CLAIMS}
+    assert {SHOWN[name].claim for name in DEFAULT} == claims <= {claim.name for claim in claims_of("loop")}
     assert len({fault.name for fault in looped.FAULTS}) == len(looped.FAULTS)
 
 
 def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> None:
     changed, seen = laboratory.attempt(Idle("F00", "idle", PlainLoop, "", Outside("gradient-law", ""))).problems
     assert (changed, seen[:46]) == ("the fault changed nothing", "not seen by gradient-law; fallen: none; gradie")
-    with pytest.raises(ValueError, match="no claim sees F71 tied weights untied: whether"):
+    with pytest.raises(ValueError, match="no claim sees F71 tied weights untied: the loop brings"):
         laboratory.attempt(named("F71 tied weights untied"))
     with pytest.raises(KeyError, match="F16 sum"):
         make(SGD.but(fault="F16 sum"))
@@ -161,8 +130,8 @@ def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> 
 
 def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
     """The seed's workers differ in gradients and optimizer moments, and continue with equal weights."""
-    trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
-    verdict = of_loop.verdicts(trace)["replicas-agree"]
+    trace = LoopSubject("andon_falsify.peers.seed:SeedLoop", pools=pools).run(SGD.but(momentum=0.9))
+    verdict = replicas_agree.check(of_trace(trace))
     assert verdict.outcome is Outcome.FALSIFIED
     digests = {step.number: {entry.weights for entry in step.ranks} for step in trace.seen.steps}
     assert {number: len(held) for number, held in digests.items()} == dict.fromkeys(digests, 1)

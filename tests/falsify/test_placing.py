@@ -8,21 +8,25 @@ import pytest
 import torch
 
 from andon.console.problems import InputError
-from andon_falsify.campaign.further import Resumed, cut_and_resume
-from andon_falsify.checkers import resume_equal
-from andon_falsify.claims.between import same_bits
+from andon_falsify.campaign.trainer_bench import alone, cut_and_resume
+from andon_falsify.campaign.trial import LAW
+from andon_falsify.claims import (
+    claims_of,
+    judged,
+    judged_by,
+    losses_close,
+    memory_budget,
+    resume_equal,
+    same_everywhere,
+)
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.gradient import UNMIXED_TOLERANCE, unmixed
-from andon_falsify.claims.of_trainer import alone, verdicts
-from andon_falsify.claims.one_run import memory
-from andon_falsify.claims.table import judged_by
 from andon_falsify.compliance.cases import BIG, PLAIN, SGD
 from andon_falsify.ranks.pool import RankPool, RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, why_not
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Outcome
+from andon_falsify.verdict import Outcome, Verdict
 from falsify.power.laboratory import untried
 from falsify.power.registry import named
 
@@ -96,9 +100,10 @@ def test_a_rank_whose_gpu_is_not_there_says_so() -> None:
 
 def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:
     case = Case(backend="mixed", world=2)
-    trace, base = trainer.run(case), trainer.run(alone(case))
+    trace = trainer.run(case)
     assert (trace.errors, trace.violation) == ({}, None)
-    found = verdicts(trace, base)
+    evidence = of_trace(trace, alone=trainer.run(alone(case)))
+    found = judged(evidence, [claim for claim in claims_of("trainer") if claim.trial == LAW])
     assert {verdict.outcome for verdict in found.values()} <= {Outcome.HOLDS, Outcome.NOT_APPLICABLE}, found
     assert trace.place == place_of_bits(devices_of("mixed", 2))
     assert trace.place != "cpu" or found["same-everywhere"].outcome is Outcome.HOLDS
@@ -106,29 +111,29 @@ def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:
 
 def test_a_mixed_group_resumes(trainer: AndonTrainer) -> None:
     case = Case(backend="mixed", world=2, epochs=2)
-    found = cut_and_resume(trainer, case, after=3, every=2, world=2, fault=None)
-    assert found.taken_up.first.resumed_from == 2
-    verdict = judged_by(resume_equal.CLAIM, found.evidence)
+    cut, resumed = cut_and_resume(trainer, case, after=3, every=2)
+    assert resumed.first.resumed_from == 2
+    verdict = resume_equal.check(of_trace(trainer.run(case), cut=cut, resumed=resumed))
     assert verdict.outcome is Outcome.HOLDS, verdict
 
 
 def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> None:
     one, two = trainer.run(PLAIN.but(world=1)), trainer.run(PLAIN)
-    assert same_bits(one, two).outcome is Outcome.HOLDS
-    verdict = same_bits(one, placed(two, "cpu cuda"))
+    assert same_everywhere.check_traces(one, two).outcome is Outcome.HOLDS
+    verdict = same_everywhere.check_traces(one, placed(two, "cpu cuda"))
     assert (verdict.outcome, verdict.why) == (
         Outcome.NOT_APPLICABLE,
         "other kinds of device round otherwise: cpu cuda against cpu",
     )
-    assert same_bits(placed(one, "cuda"), placed(two, "cuda")).outcome is Outcome.HOLDS
+    assert same_everywhere.check_traces(placed(one, "cuda"), placed(two, "cuda")).outcome is Outcome.HOLDS
     backends = ("gloo", "mixed", "nccl")
     assert [alone(Case(backend=name)).backend for name in backends] == ["inline", "inline", "nccl"]
 
 
 def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTrainer) -> None:
     whole, cut = trainer.run(PLAIN), trainer.run(PLAIN.but(stop_after=1))
-    resumed = Resumed(placed(whole, "cpu cuda"), placed(cut, "cpu cuda"), placed(whole, "cpu cuda cpu"))
-    verdict = judged_by(resume_equal.CLAIM, resumed.evidence)
+    others = {"cut": placed(cut, "cpu cuda"), "resumed": placed(whole, "cpu cuda cpu")}
+    verdict = resume_equal.check(of_trace(placed(whole, "cpu cuda"), **others))
     assert verdict.outcome is Outcome.NOT_APPLICABLE
     assert "cpu cuda cpu after cpu cuda" in verdict.why
 
@@ -136,20 +141,23 @@ def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTraine
 @pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])
 def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: float, outcome: Outcome) -> None:
     case = SGD.but(dropout=0.0)
-    base, trace = trainer.run(case.but(world=1)), trainer.run(case)
-    mixed = placed(replace(trace, case=trace.case.but(backend="mixed")), "cpu cuda")
-    told = [replace(each, loss=each.loss * (1 + off * UNMIXED_TOLERANCE)) for each in mixed.first.reported]
-    (verdict,) = unmixed(of_trace(base), of_trace(replace(mixed, parts=(replace(mixed.first, reported=told),))))
-    assert verdict.outcome is outcome
-    assert unmixed(of_trace(base), of_trace(trace)) == []
-    dropping = replace(mixed, case=mixed.case.but(dropout=0.1))
-    assert unmixed(of_trace(base), of_trace(dropping)) == []
+    base, trace, dropping = trainer.run(case.but(world=1)), trainer.run(case), trainer.run(SGD)
+    told = [replace(each, loss=each.loss * (1 + off * losses_close.MIXED_TOLERANCE)) for each in base.first.reported]
+    alone = of_trace(replace(base, parts=(replace(base.first, reported=told),)))
+
+    def verdict(trace: Trace, backend: str = "mixed") -> Verdict:
+        there = placed(replace(trace, case=trace.case.but(backend=backend)), "cpu cuda")
+        return losses_close.check(replace(of_trace(there), others={"alone": (alone,)}))
+
+    assert verdict(trace).outcome is outcome
+    assert verdict(trace).checked == 2 * len(told)
+    assert verdict(trace, "gloo").checked == verdict(dropping).checked == len(told)
 
 
 def test_bytes_on_gpus_are_not_counted(trainer: AndonTrainer) -> None:
     trace = trainer.run(BIG.but(max_steps=1))
-    assert memory(of_trace(placed(trace, "cuda"))).outcome is Outcome.NOT_APPLICABLE
-    assert memory(of_trace(trace)).checked > 0
+    assert judged_by(memory_budget.CLAIM, of_trace(placed(trace, "cuda"))).outcome is Outcome.NOT_APPLICABLE
+    assert judged_by(memory_budget.CLAIM, of_trace(trace)).checked > 0
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ import pytest
 from andon.console.problems import InputError
 from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
-from andon_falsify.checkers.samples_once import check_visits as samples
 from andon_falsify.claims.evidence import SCRIPT
-from andon_falsify.claims.layouts import gone_on_by_command as resumed
-from andon_falsify.claims.layouts import same_layouts, unlike
+from andon_falsify.claims.resume_equal import check_script as resumed
+from andon_falsify.claims.same_everywhere import COMPARED, check_layouts
+from andon_falsify.claims.samples_once import check_visits as samples
+from andon_falsify.claims.updates import first_difference
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import run
+from andon_falsify.scripts import Command, run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.written_runs import PLAIN, copying, lines
@@ -79,7 +79,7 @@ def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) 
 
 
 def same(base: History, other: History, accumulation: int = 1) -> Verdict:
-    return same_layouts(base, other, {"world": 2, "accumulation": accumulation})
+    return check_layouts(base, other, {"world": 2, "accumulation": accumulation})
 
 
 Fields = dict[str, Any]
@@ -152,6 +152,20 @@ def test_another_number_of_updates_falls_where_the_rows_are_known() -> None:
 
 
 @pytest.mark.parametrize(
+    ("field", "outcome"), [("lr", Outcome.FALSIFIED), ("grad_norm", Outcome.HOLDS), ("weights_norm", Outcome.HOLDS)]
+)
+def test_later_updates_are_compared_by_rows_and_rates_alone_and_the_verdict_says_so(
+    field: str, outcome: Outcome
+) -> None:
+    long = [KNOWN] * COMPARED
+    verdict = same(ledger(*long, KNOWN, KNOWN), ledger(*long, KNOWN, {**KNOWN, field: 2.0}))
+    said = f"losses and norms are compared in the first {COMPARED} of {COMPARED + 2} updates"
+    assert (verdict.outcome, verdict.why) == (outcome, said if outcome is Outcome.HOLDS else "")
+    other = same(ledger(*long, KNOWN), ledger(*long, {**KNOWN, "ids": [7, 8]}))
+    assert f"step {COMPARED + 1}, ledger: other rows are trained on" in other.why
+
+
+@pytest.mark.parametrize(
     ("again", "apart"),
     [
         ({}, ""),
@@ -162,7 +176,7 @@ def test_another_number_of_updates_falls_where_the_rows_are_known() -> None:
 )
 def test_two_runs_of_one_layout_are_told_apart_by_what_they_drew(again: dict[str, Any], apart: str) -> None:
     step = {**PLAIN, "ids": [1, 2]}
-    assert unlike(ledger(step, step), ledger(step, {**step, **again})) == apart
+    assert first_difference(ledger(step, step), ledger(step, {**step, **again})) == apart
 
 
 @pytest.mark.parametrize(
@@ -212,11 +226,11 @@ def steps(*weights: int) -> History:
     ],
 )
 def test_a_run_that_is_taken_up_ends_as_the_whole_one(again: History, outcome: Outcome) -> None:
-    assert resumed(steps(1, 2, 3, 4), steps(1, 2), again, 2).outcome is outcome
+    assert resumed(steps(1, 2, 3, 4), steps(1, 2), again).outcome is outcome
 
 
 def test_a_script_that_is_not_seeded_is_not_judged_on_being_taken_up() -> None:
-    verdict = resumed(steps(1, 2, 3, 4), steps(1, 7), steps(8, 9), 2)
+    verdict = resumed(steps(1, 2, 3, 4), steps(1, 7), steps(8, 9))
     assert verdict.outcome is Outcome.UNKNOWN
     assert "not seeded: two runs on 2 ranks differ, first in the weights at step 2" in verdict.why
 
@@ -231,8 +245,8 @@ def test_a_script_that_is_not_seeded_is_not_judged_on_being_taken_up() -> None:
 )
 def test_sums_of_three_ranks_may_be_rounded_otherwise_after_a_start(world: int, norm: float, outcome: Outcome) -> None:
     """DDP lays its buckets out anew in its second update: another order of a ring's sums, which two ranks have not."""
-    before, after = ({"grad_norm": size, "digests": {"gradient": str(size)}} for size in (1.0, norm))
-    assert resumed(ledger(before, before), ledger(before), ledger(after), world).outcome is outcome
+    before, after = ({"world": world, "grad_norm": size, "digests": {"gradient": str(size)}} for size in (1.0, norm))
+    assert resumed(ledger(before, before), ledger(before), ledger(after)).outcome is outcome
 
 
 @pytest.mark.parametrize(
@@ -396,6 +410,6 @@ def test_a_command_is_told_what_it_is_held_to() -> None:
     told = {claim.name: claim.statement for claim in bench.claims}
     near = [name for name, text in told.items() if f"to {SCRIPT.norm:g} of them" in text]
     assert near == ["same-everywhere", "resume-equal"]
-    assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree"]
+    assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree", "resume-equal"]
     (unsaid,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()
     assert (unsaid.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)

@@ -15,15 +15,20 @@ from torch import Tensor, library, nn
 
 from andon_contracts.record import End, Record, Resume, Start, Step, decode_line
 from andon_contracts.record import chain as chained
-from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.checkers import gradient_law, losses_close, resume_equal
-from andon_falsify.claims.between import same_bits
+from andon_falsify.campaign.trainer_bench import cut_and_resume
+from andon_falsify.claims import (
+    gradient_law,
+    halt_together,
+    judged,
+    loss_finite,
+    losses_close,
+    norm_law,
+    resume_equal,
+    same_everywhere,
+)
 from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.one_run import finite, halted
-from andon_falsify.claims.statements import NORM
-from andon_falsify.claims.table import judged, judged_by
 from andon_falsify.history import read_lines
-from andon_falsify.loops import record as of_loops
+from andon_falsify.loops import subject as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
@@ -33,7 +38,7 @@ from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Remembering, Reported, Sightings, Values, assemble_trace
 from andon_falsify.verdict import Outcome
-from falsify.power.laboratory import Laboratory
+from falsify.power.laboratory import Laboratory, signature
 from falsify.power.registry import named
 
 PLACES = ((1,), (2,), (3,))
@@ -58,23 +63,23 @@ def test_every_update_is_noted_as_it_was(late: AndonTrainer, prompt: AndonTraine
     assert [each.step for each in ahead.first.reported] == [1, 2, 3, 4, 5, 6]
     assert len({ahead.first.steps[0, step].weights for step in range(1, 7)}) == 6
     assert ahead.first.steps == at_once.first.steps
-    assert ahead.signature() == at_once.signature()
+    assert signature(ahead) == signature(at_once)
 
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_poisoned_update_stops_before_the_next(late: AndonTrainer, step: int) -> None:
     trace = late.run(CASE.but(poison=Poison(step, 3, "gradient")))
-    verdict = halted(of_trace(trace))
+    verdict = halt_together.check(of_trace(trace))
     assert verdict.outcome is Outcome.HOLDS, verdict
     assert [each.step for each in trace.first.reported] == list(range(1, step))
 
 
 def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
-    found = cut_and_resume(late, CASE, after=5, every=2, world=2, fault=None)
-    assert found.cut.first.at == 6
-    assert [each.step for each in found.cut.first.reported] == [1, 2, 3, 4, 5]
-    assert found.taken_up.first.resumed_from == 4
-    verdict = judged_by(resume_equal.CLAIM, found.evidence)
+    cut, resumed = cut_and_resume(late, CASE, after=5, every=2)
+    assert cut.first.at == 6
+    assert [each.step for each in cut.first.reported] == [1, 2, 3, 4, 5]
+    assert resumed.first.resumed_from == 4
+    verdict = resume_equal.check(of_trace(late.run(CASE), cut=cut, resumed=resumed))
     assert verdict.outcome is Outcome.HOLDS, verdict
 
 
@@ -124,7 +129,7 @@ def test_what_drops_in_secret_leaves_no_law(prompt: AndonTrainer) -> None:
     trace = prompt.run(Case(world=1))
     hidden = {key: replace(leaf, hidden="aten.flash") for key, leaf in trace.first.masks.items()}
     unseen = of_trace(replace(trace, parts=(replace(trace.first, masks=hidden),)))
-    found = list(judged(unseen, (gradient_law.CLAIM, losses_close.CLAIM, NORM)).values())
+    found = list(judged(unseen, (gradient_law.CLAIM, losses_close.CLAIM, norm_law.CLAIM)).values())
     assert {(verdict.outcome, verdict.why) for verdict in found} == {
         (Outcome.NOT_APPLICABLE, "the dropout inside aten.flash cannot be seen from outside")
     }
@@ -213,7 +218,9 @@ def test_a_run_of_which_nothing_was_seen_is_not_one_of_another_machine() -> None
     part.reported.append(Reported(1, 0, 0, (0, 1, 2, 3), 4, 0, 0.1, 0.5, 1.0))
     whole = assemble_trace(case, [part], {}, "whole")
     dead = assemble_trace(case, [], {0: "died"}, "dead")
-    assert [same_bits(*pair).outcome for pair in ((dead, whole), (whole, dead))] == [Outcome.UNKNOWN] * 2
+    assert [same_everywhere.check_traces(*pair).outcome for pair in ((dead, whole), (whole, dead))] == [
+        Outcome.UNKNOWN
+    ] * 2
 
 
 def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:
@@ -223,4 +230,4 @@ def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:
     part.made[1] = Made("SGD", (Group(("w",), {"lr": 0.1}),), math.nan, clipped=True)
     part.told_losses[2] = 0.5
     trace = of_loops.trace_of(case, [part], {}, "loop")
-    assert finite(of_trace(trace)).outcome is Outcome.UNKNOWN
+    assert loss_finite.check(of_trace(trace)).outcome is Outcome.UNKNOWN

@@ -37,7 +37,7 @@ from andon_contracts.digest import tree_digest
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Step, StepDigests
 from andon_contracts.violation import Violation
-from andon_falsify.checkers.resume_equal import disowned
+from andon_falsify.claims.resume_equal import disowned
 from andon_falsify.history import read_history as ledger_of
 from tests.inspection.ledgers import write
 from tests.model import tiny

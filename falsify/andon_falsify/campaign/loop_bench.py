@@ -1,155 +1,151 @@
-"""A training loop of anyone's on the bench: what is claimed of it, trial by trial or all at once on one case."""
+"""Anyone's training loop on the bench, with the further runs that its claims ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-from andon_falsify.campaign import further
-from andon_falsify.campaign.reasons import blame
-from andon_falsify.campaign.trial import HALT, LAW, RESUME, Trial
-from andon_falsify.checkers import halts, resume_equal, same_everywhere
-from andon_falsify.claims import of_loop
-from andon_falsify.claims.evidence import Evidence, of_trace
-from andon_falsify.claims.of_loop import failed, outside, shortened
-from andon_falsify.claims.statements import EVALUATION, RANDOMNESS
-from andon_falsify.claims.table import judged_by, unmet
-from andon_falsify.subjects.case import Case, Poison
+from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.trainer_bench import cut_and_resume
+from andon_falsify.campaign.trial import HALT, RESUME, Trial
+from andon_falsify.claims import unmet
+from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
+from andon_falsify.loops.sightings import LoopSightings, first_of
+from andon_falsify.ranks.errors import root_cause
+from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
-from andon_falsify.verdict import Claim, Outcome, Verdict, judge, merge, unknown
-
-_BACKEND = "gloo"
-FURTHER: Mapping[str, Callable[..., Evidence]] = {
-    resume_equal.CLAIM.name: further.resuming,
-    halts.CLAIM.name: further.halting,
-    RANDOMNESS.name: further.drawing,
-}
-"""What makes the runs that a claim asks for instead of the run itself, by the claim's name."""
+from andon_falsify.verdict import ExtraRun
 
 
-def judge_loop(subject: Subject, case: Case, variants: Sequence[Case] = ()) -> dict[str, Verdict]:
-    """Every claim on `case`: its own run, the same global batches as `variants` have them, a resume, a planted NaN."""
-    trace = subject.run(case)
-    found = of_loop.verdicts(trace)
-    why = failed(trace)
-    if not why:
-        elsewhere = judge_elsewhere(trace, [subject.run(variant) for variant in variants])
-        found[same_everywhere.CLAIM.name] = shortened(elsewhere)
-        for claim in of_loop.MORE_RUNS:
-            if claim.name in FURTHER:
-                found[claim.name] = judge_further(claim, subject, trace)
-        found[EVALUATION.name] = judge_evaluation(subject, trace)
-    return found | {claim.name: unknown(claim, why) for claim in of_loop.CLAIMS if claim.name not in found}
+class LoopBench(Bench):
+    """Runs trials on `subject`, a `LoopSubject`. version: of the library that it trains with, "" if unknown."""
 
-
-def judge_further(claim: Claim, subject: Subject, trace: Trace, **asked: Any) -> Verdict:
-    """What is said of `claim` by runs that `FURTHER` makes as `asked`; none where it does not apply to `trace`."""
-
-    def check() -> Verdict:
-        if unmet(claim, of_trace(trace)):
-            return judged_by(claim, of_trace(trace))
-        try:
-            return judged_by(claim, FURTHER[claim.name](subject, trace, **asked))
-        except further.Unmade as error:
-            return unknown(claim, str(error))
-
-    return judge(claim, check)
-
-
-def judge_elsewhere(trace: Trace, others: Sequence[Trace]) -> Verdict:
-    """The loop's run against the same global batches on other numbers of ranks and micro-batches."""
-    try:
-        return judged_by(same_everywhere.CLAIM, further.elsewhere(trace, others))
-    except further.Unmade as error:
-        return unknown(same_everywhere.CLAIM, str(error))
-
-
-def judge_evaluation(subject: Subject, trace: Trace) -> Verdict:
-    """The evaluation of `trace`, and that of a model with dropout: an evaluation has it switched off."""
-    plain = judged_by(EVALUATION, of_trace(trace))
-    if plain.outcome is Outcome.NOT_APPLICABLE:
-        return plain
-    try:
-        found = judged_by(EVALUATION, further.with_dropout(subject, trace))
-    except further.Unmade as error:
-        found = unknown(EVALUATION, f"with dropout: {error}")
-    named = tuple(replace(each, where=f"{each.where}, with dropout in the model") for each in found.counterexamples)
-    return merge([plain, replace(found, counterexamples=named)])
-
-
-class LoopBench:
-    """Runs trials on `subject`, a `LoopSubject`. See `Bench`.
-
-    name: how `--subject` names it, and findings. version: of what it trains with, "" where that is not known.
-    """
+    kind = "loop"
+    every_backend: tuple[str, ...] = ("gloo",)
 
     def __init__(self, subject: Subject, name: str, version: str = "") -> None:
-        self.subject = name
-        self.version = version
-        self.words: tuple[str, ...] = ("--subject", name)
-        self.backends: tuple[str, ...] = (_BACKEND,)
-        self.every_backend: tuple[str, ...] = (_BACKEND,)
-        self.claims: tuple[Claim, ...] = of_loop.CLAIMS
-        one_run = frozenset(claim.name for claim in of_loop.ONE_RUN)
-        self.kinds: Mapping[str, frozenset[str]] = {
-            LAW: one_run | {same_everywhere.CLAIM.name, RANDOMNESS.name},
-            HALT: frozenset({halts.CLAIM.name}),
-            RESUME: frozenset({resume_equal.CLAIM.name}),
-        }
+        super().__init__(name, version, ("--subject", name))
         self._loop = Remembering(subject)
-        self._undeclared: dict[str, Verdict] = {}
+        self._undeclared: dict[str, str] = {}
 
     @property
     def runs(self) -> int:
-        """How often the loop has been run."""
         return self._loop.runs
 
     def suited(self, case: Case) -> Case:
-        """See `Bench.suited`: a foreign loop's dropout masks are not known, and it is not told to weigh classes.
+        """See `Bench.suited`: the dropout masks of a foreign loop are unknown, and it cannot be told to weigh classes.
 
-        A NaN is planted in the second update of the last rank; when a run saves is the loop's judge to say.
+        A NaN is planted in the second update of the last rank; `resuming` chooses when a run saves.
         """
         poison = None if case.poison is None else Poison(2, case.world - 1, "nan")
         return case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
 
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
-        """See `Bench.attempt`.
+    def inapplicable(self, trial: Trial) -> str:
+        """See `Bench.inapplicable`: what a loop declares of halting and resuming is the same in every case."""
+        return self._undeclared.get(trial.kind, "")
 
-        Halting and resuming apply by what the loop declares of itself, the same in every case: where it has once been
-        seen not to, it is not run for them again.
-        """
-        if trial.kind in self._undeclared:
-            return {self._undeclared[trial.kind].claim: self._undeclared[trial.kind]}
-        plain = trial.case.but(poison=None, stop_after=None, checkpoint_every=None)
+    def evidence(self, trial: Trial) -> Evidence:
+        """See `Bench.evidence`: the plain run, without what the trial does with it."""
         try:
-            trace = self._loop.run(plain)
+            trace = self._loop.run(trial.case.but(poison=None, stop_after=None, checkpoint_every=None))
         except ValueError as error:  # a case that no loop can be judged on
-            return self._unknown(trial.kind, str(error))
-        why = blame(trace.errors) if trace.errors else outside(trace)
-        if why:
-            return self._unknown(trial.kind, why)
+            raise RunUnavailable(str(error)) from error
+        found = _sound(trace)
         if trial.kind in (HALT, RESUME):
-            asked = {"after": trial.case.stop_after or 0} if trial.kind == RESUME else {}
-            claim = resume_equal.CLAIM if trial.kind == RESUME else halts.CLAIM
-            if unmet(claim, of_trace(trace)):
-                self._undeclared[trial.kind] = judged_by(claim, of_trace(trace))
-            return {claim.name: judge_further(claim, self._loop, trace, **asked)}
-        return of_loop.verdicts(trace) | {
-            same_everywhere.CLAIM.name: self._elsewhere(trace),
-            RANDOMNESS.name: judge_further(RANDOMNESS, self._loop, trace),
-            EVALUATION.name: judge_evaluation(self._loop, trace),
-        }
+            self._undeclared[trial.kind] = next(
+                unmet(claim, found) for claim in self.claims if claim.trial == trial.kind
+            )
+        return replace(found, others=FurtherRuns(partial(self._further, trace, trial)))
 
-    def _elsewhere(self, trace: Trace) -> Verdict:
-        """The same global batches on one rank: at once, or row by row where the trace is of just that."""
+    def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         case = trace.case
-        alone = case.but(world=1, micro_batches=1 if case.micro_batches > 1 else case.batch_size)
-        other = self._loop.run(alone)
-        if other.errors:
-            why = f"the run on one rank to compare with failed: {blame(other.errors)}"
-            return unknown(same_everywhere.CLAIM, why)
-        return judge_elsewhere(trace, [other])
+        if name == "alone":  # at once, or row by row if the trace is of just that
+            other = case.but(world=1, micro_batches=1 if case.micro_batches > 1 else case.batch_size)
+            return {name: _sound(self._loop.run(other), "the run on one rank to compare with failed: ")}
+        if name == "poisoned":
+            return {name: of_trace(self._loop.run(poisoned(case)))}
+        if name == "random":
+            return {name: _sound(self._loop.run(with_dropout(case)), "with dropout: ")}
+        if name not in ("cut", "resumed"):
+            return {}
+        every, after = saved_and_cut(trace, trial.case.stop_after or 2 * len(first_of(trace).made) // 3)
+        cut, resumed = cut_and_resume(self._loop, case, after=after, every=every, fault=case.fault)
+        if not (resumed.errors or resumed.first.resumed_from):
+            raise RunUnavailable(f"nothing had been saved when the run was cut off after update {after}")
+        return {"cut": _sound(cut), "resumed": _sound(resumed)}
 
-    def _unknown(self, kind: str, why: str) -> Mapping[str, Verdict]:
-        return {claim.name: unknown(claim, why) for claim in self.claims if claim.name in self.kinds[kind]}
+
+def saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
+    """The interval of saves in updates, and the update to interrupt after: `after`, or later if nothing was saved yet.
+
+    The update after a save gives every rank rows, so that all ranks save at one step. Raises `RunUnavailable`.
+    """
+    last = len(first_of(trace).made)
+    safe = {
+        step
+        for step in range(1, last)
+        if all(any(part.of(rank, step + 1).leaves) for part in trace.parts for rank in part.ranks)
+    }
+    late = [(every, max(after, every)) for every in sorted(safe, key=lambda step: (step > after, abs(step - after)))]
+    for every, cut in [pair for pair in late if pair[1] > pair[0]] + late:
+        if cut < last and all(step in safe for step in range(every, cut + 1, every)):
+            return every, cut
+    raise RunUnavailable(f"no place to save and cut off {last} updates: too few, or too few rows")
+
+
+def poisoned(case: Case) -> Case:
+    """`case` with a NaN in the gradient of the last rank, in an update with all its rows, if possible not the first."""
+    size = case.global_batch
+    later = 2 if len(case.rows) >= 2 * size else case.updates_of_epoch(size) + 1
+    return case.but(poison=Poison(later if later <= case.updates(size) else 1, case.world - 1, "nan"))
+
+
+def with_dropout(case: Case) -> Case:
+    """Two epochs of two updates of a model with dropout, on as many ranks as `case` has, with two rows on each.
+
+    A loop that evaluates after an update or an epoch trains on after it.
+    """
+    world = case.world
+    return Case(
+        rows=make_rows(4 * world),
+        batch_size=2 * world,
+        micro_batches=world,
+        epochs=2,
+        optimizer="sgd",
+        clip_norm=None,
+        weight_decay=0.0,
+        dropout=0.1,
+        fault=case.fault,
+        world=world,
+        backend="gloo",
+    )
+
+
+def _sound(trace: Trace, what: str = "") -> Evidence:
+    """The evidence of a run that can be judged. Raises `RunUnavailable` if a rank failed, or no verdict would be fair.
+
+    An update must be one step of one optimizer over everything that trains, on every rank. Two designs that may be
+    right are not: optimizers that share the parameters and step in turn, and ranks that each update a part of the
+    parameters and broadcast it afterwards. (torch's `ZeroRedundancyOptimizer` does the latter within its step.)
+    """
+    if trace.errors:
+        raise RunUnavailable(f"{what}{root_cause(trace.errors)}")
+    first = first_of(trace)
+    if not first.made and not first.resumed_from:
+        raise RunUnavailable(f"{what}no step of an optimizer over parameters of the loop's `model` was seen")
+    parts = [part for part in trace.parts if isinstance(part, LoopSightings)]
+    held = [_names(part, min(part.made)) for part in parts if part.made]
+    if len(held) > 1 and sum(map(len, held)) == len(frozenset().union(*held)):
+        why = "the ranks' optimizers share out the parameters; an update must be a step over all of them on every rank"
+        raise RunUnavailable(f"{what}{why}")
+    for step in sorted(first.made.keys() - {min(first.made, default=0)}):
+        idle = not any(part.of(rank, step).leaves or step in part.rowless for part in parts for rank in part.ranks)
+        if step - 1 in first.made and idle and not _names(first, step) & _names(first, step - 1):
+            why = "several optimizers share the parameters and step in turn; an update must be one optimizer's step"
+            raise RunUnavailable(f"{what}{why}")
+    return of_trace(trace)
+
+
+def _names(part: LoopSightings, step: int) -> frozenset[str]:
+    return frozenset(name for group in part.made[step].groups for name in group.names)

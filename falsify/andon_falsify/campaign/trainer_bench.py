@@ -1,112 +1,85 @@
-"""Our own trainer on the bench: every claim of the compliance tests, from the same checkers and reference."""
+"""Our own trainer on the bench, or another subject that is observed as it is."""
 
 from __future__ import annotations
 
-import contextlib
-import io
+import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
-from andon_falsify.campaign.further import cut_and_resume
-from andon_falsify.campaign.reasons import blame
-from andon_falsify.campaign.trial import FUNCTIONS, HALT, LAW, MEMORY, RESUME, Trial
-from andon_falsify.checkers import halts, memory_within, resume_equal, same_everywhere
-from andon_falsify.claims.evidence import of_trace
-from andon_falsify.claims.functions import TABLES
-from andon_falsify.claims.of_trainer import CLAIMS, alone, verdicts
-from andon_falsify.claims.statements import AVERAGE, FACE, FALLBACK, NON_FINITE, SHARDS
-from andon_falsify.claims.table import judged, judged_by
+from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.trial import RESUME, Trial
+from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
+from andon_falsify.ranks.errors import root_cause
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
-from andon_falsify.verdict import Claim, Verdict, not_applicable, unknown
+from andon_falsify.verdict import ExtraRun
 
-_TABLES = frozenset(claim.name for claim in (AVERAGE, NON_FINITE, SHARDS, FACE, FALLBACK))
-_ALONE = {
-    HALT: frozenset({halts.CLAIM.name}),
-    RESUME: frozenset({resume_equal.CLAIM.name}),
-    MEMORY: frozenset({memory_within.CLAIM.name}),
-    FUNCTIONS: _TABLES,
-}
-_ALONE_IS_THE_MEASURE = "one rank is what the others are compared with"
-RESUME_EVERY = 2
-"""A trial of resuming that says nothing else has a checkpoint at every second update."""
+_EVERY = 2
+"""Updates between checkpoints, if a trial of resuming does not say."""
 
 
-class AndonBench:
-    """Runs trials on `subject`, which is our trainer or has its sightings. See `Bench`."""
+class AndonBench(Bench):
+    """Runs trials on `subject`: our trainer, or one with the same observations."""
+
+    kind = "trainer"
+    every_backend: tuple[str, ...] = (*CPU_BACKENDS, *GPU_BACKENDS)
 
     def __init__(self, subject: Subject, name: str = "andon", version: str = "") -> None:
-        self.subject = name
-        self.version = version or installed("andon")
-        self.words: tuple[str, ...] = ()
-        self.every_backend: tuple[str, ...] = (*CPU_BACKENDS, *GPU_BACKENDS)
-        self.backends = tuple(name for name in self.every_backend if not why_not(name))
-        self.claims: tuple[Claim, ...] = CLAIMS
-        law = frozenset(claim.name for claim in CLAIMS) - frozenset().union(*_ALONE.values())
-        self.kinds: Mapping[str, frozenset[str]] = {LAW: law, **_ALONE}
+        super().__init__(name, version or installed("andon"))
         self._trainer = Remembering(subject)
 
     @property
     def runs(self) -> int:
-        """How often the trainer has been run."""
         return self._trainer.runs
 
-    def suited(self, case: Case) -> Case:
-        """See `Bench.suited`: our trainer understands every case."""
-        return case
-
-    def attempt(self, trial: Trial) -> Mapping[str, Verdict]:
-        """See `Bench.attempt`."""
-        if trial.lacking:
-            return {name: not_applicable(self._claim(name), trial.lacking) for name in self.kinds[trial.kind]}
-        if trial.kind == FUNCTIONS:
-            return _tabulated()
-        if trial.kind == RESUME:
-            return self._resumed(trial)
-        trace = self._trainer.run(trial.case)
-        if trace.errors:
-            return self._unknown(trial.kind, trace)
-        if trial.kind in (HALT, MEMORY):
-            return judged(of_trace(trace), (claim for claim in self.claims if claim.name in self.kinds[trial.kind]))
-        return self._law(trace)
-
-    def _law(self, trace: Trace) -> Mapping[str, Verdict]:
-        measure = alone(trace.case).but(contracts=True, fault=None)
-        itself = (trace.case.world, trace.case.backend) == (1, measure.backend)
-        base = None if itself else self._trainer.run(measure)
-        found = dict(verdicts(trace, None if base is None or base.errors else base))
-        if base is None:
-            found[same_everywhere.CLAIM.name] = not_applicable(same_everywhere.CLAIM, _ALONE_IS_THE_MEASURE)
-        elif base.errors:
-            why = f"the run on one rank to compare with failed: {blame(base.errors)}"
-            found[same_everywhere.CLAIM.name] = unknown(same_everywhere.CLAIM, why)
-        return found
-
-    def _resumed(self, trial: Trial) -> Mapping[str, Verdict]:
+    def evidence(self, trial: Trial) -> Evidence:
+        """See `Bench.evidence`. A trial of resuming plants its fault in the run that resumes."""
         case = trial.case
-        after, every = case.stop_after or RESUME_EVERY + 1, case.checkpoint_every or RESUME_EVERY
-        plain = case.but(stop_after=None, checkpoint_every=None, fault=None)
-        found = cut_and_resume(
-            self._trainer, plain, after=after, every=every, world=trial.then_world or case.world, fault=case.fault
+        if trial.kind == RESUME:
+            case = case.but(stop_after=None, checkpoint_every=None, fault=None)
+        trace = self._trainer.run(case)
+        return replace(_sound(trace), others=FurtherRuns(partial(self._further, trace, trial)))
+
+    def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
+        case = trial.case
+        if name == "alone":
+            measure = alone(case).but(contracts=True, fault=None)
+            if (case.world, case.backend) == (1, measure.backend):
+                return {}
+            return {name: _sound(self._trainer.run(measure), "the run on one rank to compare with failed: ")}
+        if name not in ("cut", "resumed"):
+            return {}
+        after, every = case.stop_after or _EVERY + 1, case.checkpoint_every or _EVERY
+        world = trial.then_world or case.world
+        cut, resumed = cut_and_resume(
+            self._trainer, trace.case, after=after, every=every, world=world, fault=case.fault
         )
-        for part in (found.whole, found.cut, found.taken_up):
-            if part.errors:
-                return self._unknown(RESUME, part)
-        return {resume_equal.CLAIM.name: judged_by(resume_equal.CLAIM, found.evidence)}
-
-    def _unknown(self, kind: str, trace: Trace) -> Mapping[str, Verdict]:
-        why = blame(trace.errors)
-        return {name: unknown(self._claim(name), why) for name in self.kinds[kind]}
-
-    def _claim(self, name: str) -> Claim:
-        return next(claim for claim in self.claims if claim.name == name)
+        return {"cut": _sound(cut), "resumed": _sound(resumed)}
 
 
-def _tabulated() -> Mapping[str, Verdict]:
-    found = {}
-    # What a table of wrong input makes the trainer say is not the user's.
-    with contextlib.redirect_stderr(io.StringIO()):
-        for name in sorted(_TABLES):
-            found[name] = TABLES[name]().verdict
-    return found
+def _sound(trace: Trace, what: str = "") -> Evidence:
+    if trace.errors:
+        raise RunUnavailable(f"{what}{root_cause(trace.errors)}")
+    return of_trace(trace)
+
+
+def alone(case: Case) -> Case:
+    """`case` on one rank, on the same kind of device, or on a CPU if it has both kinds."""
+    return case.but(world=1, backend="nccl" if case.backend == "nccl" else "inline")
+
+
+def cut_and_resume(
+    subject: Subject, case: Case, *, after: int, every: int, world: int | None = None, fault: str | None = None
+) -> tuple[Trace, Trace]:
+    """Interrupt a run of `case` after update `after`, with checkpoints every `every` updates, and resume it.
+
+    world, fault: of the run that resumes; by default the world of `case`. No checkpoint is written at the interruption,
+    as by a kill, so updates after the last one are done again.
+    """
+    with tempfile.TemporaryDirectory(prefix="andon-resume-") as folder:
+        saving = case.but(folder=folder, checkpoint_every=every)
+        cut = subject.run(saving.but(stop_after=after))
+        return cut, subject.run(saving.but(world=world or case.world, fault=fault))

@@ -1,5 +1,59 @@
-"""Claims: one for each law, from the evidence of a run to a verdict, whoever made the run.
+"""Claims: one module for each, from the evidence of a run to a verdict, for every kind of subject.
 
-`table` has them all, `of_trainer` and `of_loop` say which are judged of what one run leaves, `ledgers` of a ledger, and
-`clauses` which of them is the law of which clause of the contracts.
+A claim's module has, from top to bottom, `CLAIM` (a `Claim`, with the further runs and the needs of its check),
+`check(evidence: Evidence) -> Verdict`, and the helpers of that check. It imports torch, and modules that import torch,
+inside functions, since `andon verify` judges ledgers without torch. Every module here that is not in `_SHARED` is a
+claim. A check is called only if no need of the claim gives a reason not to.
 """
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from importlib import import_module
+
+from andon_falsify.claims.evidence import Evidence, RunUnavailable
+from andon_falsify.verdict import Claim, Kind, Verdict, judge, not_applicable, unknown
+
+_SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "updates"}
+"""Modules that several claims use, or that use the claims. `alike` and `laws` import torch."""
+_MODULES = [
+    import_module(f"{__name__}.{module.name}")
+    for module in pkgutil.iter_modules(__path__)
+    if module.name not in _SHARED
+]
+CLAIMS: tuple[Claim, ...] = tuple(
+    sorted((module.CLAIM for module in _MODULES), key=lambda claim: (claim.order, claim.name))
+)
+"""Every claim, in the order of reports."""
+CHECKS: dict[str, Callable[[Evidence], Verdict]] = {module.CLAIM.name: module.check for module in _MODULES}
+"""The check of each claim, by its name."""
+
+
+def claims_of(kind: Kind) -> tuple[Claim, ...]:
+    """The claims that are judged of a kind of subject."""
+    return tuple(claim for claim in CLAIMS if kind in claim.subjects)
+
+
+def unmet(claim: Claim, evidence: Evidence) -> str:
+    """Why `claim` does not apply to `evidence`: the first need that is not met; "" if it applies."""
+    return next(filter(None, (need(evidence) for need in claim.needs)), "")
+
+
+def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
+    """The verdict of the check of `claim`: not applicable if a need is unmet, unknown if the check raises."""
+
+    def check() -> Verdict:
+        why = unmet(claim, evidence)
+        try:
+            return not_applicable(claim, why) if why else CHECKS[claim.name](evidence)
+        except RunUnavailable as error:
+            return unknown(claim, str(error))
+
+    return judge(claim, check)
+
+
+def judged(evidence: Evidence, claims: Iterable[Claim] | None = None) -> dict[str, Verdict]:
+    """The verdicts on `evidence` by claim: of `claims`, by default all that there are of its kind of subject."""
+    asked = claims_of(evidence.kind) if claims is None else claims
+    return {claim.name: judged_by(claim, evidence) for claim in asked}

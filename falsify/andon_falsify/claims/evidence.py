@@ -1,7 +1,7 @@
-"""What there is to judge a run by: two testimonies that are never merged, tensors and facts, and why it failed.
+"""What a check judges a run by: two accounts that are never merged, tensors, and further runs of the same subject.
 
-The one is the witness's, who looked from outside; the other is the ledger of the accused. A claim says which of them it
-judges. A ledger or a script has only the second, so that what needs tensors does not apply there, for that reason.
+The witness observed the run from outside and gives one account; the subject's own ledger is the other. A ledger or a
+script has only the second, so claims that need tensors do not apply to it.
 """
 
 from __future__ import annotations
@@ -9,110 +9,147 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from andon_falsify.history import History
+from andon_falsify.verdict import ExtraRun, Kind
 
 if TYPE_CHECKING:
-    from andon_falsify.claims.run_law import RunLaw
+    from andon_falsify.claims.laws import RunLaw
     from andon_falsify.subjects.trace import Trace
-
-_ELSEWHERE = "a ledger holds no {} to compare; andon falsify runs the trainer to see"
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What rounding alone may do, relatively, to what a kind of source reports.
+    """The relative differences that rounding alone may cause. An error must exceed them to be seen.
 
-    A value for each source and not one loose one: a wrong average of a small job is 1e-4 of its gradient.
+    gradient, loss, norm: against the float64 law; of scripts, between two layouts. update: of the length of an
+    optimizer's step from the observed gradient; a small second moment magnifies rounding.
     """
 
     gradient: float
     loss: float
     norm: float
     update: float = 1e-3
-    """Of the length of an optimizer's step from the seen gradient: a small second moment makes much of a rounding."""
 
 
-TRAINER = Noise(gradient=2e-6, loss=1e-6, norm=2e-6)
-"""fp32 against float64, with a margin that the gradient benchmark prints: our trainer sums in one fixed order."""
-LOOP = Noise(gradient=2e-5, loss=1e-5, norm=1e-4)
-"""Ten times as much, for means of means of fp32 losses."""
 SCRIPT = Noise(gradient=1e-4, loss=1e-4, norm=1e-4)
-"""Of norms and losses between two layouts at the first update: rounding gives 1e-6, a wrong average 1e-2 and more."""
+"""Between two layouts at the first update, where rounding gives 1e-6. A sum that is divided by a wrong number of ranks
+or micro-batches changes a norm by 1e-2 and more. A mean of unequal means may change it by less than this; only the
+tensors show that, which a script does not report."""
+NOISE: Mapping[Kind, Noise] = {
+    "trainer": Noise(gradient=2e-6, loss=1e-6, norm=2e-6),
+    "loop": Noise(gradient=2e-5, loss=1e-5, norm=1e-4),
+    "script": SCRIPT,
+    "ledger": SCRIPT,
+}
+"""Our trainer sums fp32 in one fixed order; a loop may compute means of means of fp32 losses. Both are compared with
+float64 per tensor, since a wrong mean of a small job may differ by as little as 1e-4 of its gradient."""
+
+
+class RunUnavailable(LookupError):
+    """A further run could not be made, or failed. The text says why, and so why a claim stays unknown."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One run. seen: what the witness saw. ledger: what the accused wrote. trace: the witness's tensors and facts.
+    """One run of one kind of subject.
 
-    noise: of its source. others: further runs that a claim asks for, by what they are: "alone" (on one rank),
-    "elsewhere" (other layouts of the same batches), "cut" and "taken up" (one that is killed, and what goes on from its
-    files), "poisoned"; who runs the subject makes them, and a claim never does. configuration: reads what lies beside
-    the ledger, by dotted key; only a claim that asks for it may fail by it. of_script: the ledger is that of a user's
-    own command, whose plan and promises nobody knows. layout: the numbers of its layout by name. of_loop: it is of
-    anyone's loop, of which only what it declares is known.
-
-    Tensors and torch are not at hand where a ledger is judged, so that `andon verify` need not load them.
+    seen: what the witness saw. ledger: what the subject wrote. trace: the witness's tensors. others: the further runs
+    that a claim asks for ("elsewhere" may be several), made by the caller and never by a claim. configuration: reads
+    the settings of a run folder, by dotted key; only a claim that asks for them may fail by them. folder: the run
+    folder of a ledger. layout: of a script, its numbers by name.
     """
 
     seen: History | None
     ledger: History | None
-    noise: Noise
+    kind: Kind
     trace: Trace | None = None
-    others: Mapping[str, tuple[Evidence, ...]] = field(default_factory=dict)
+    others: Mapping[ExtraRun, tuple[Evidence, ...]] = field(default_factory=dict)
     configuration: Callable[[], Mapping[str, object]] = dict
-    of_script: bool = False
+    folder: Path | None = None
     layout: Mapping[str, int] = field(default_factory=dict)
-    of_loop: bool = False
+
+    @property
+    def of_loop(self) -> bool:
+        """Whether the subject is a loop, of which only its declarations are known."""
+        return self.kind == "loop"
+
+    @property
+    def of_script(self) -> bool:
+        """Whether the subject is a user's command, with an unknown plan and unknown promises."""
+        return self.kind == "script"
+
+    @property
+    def noise(self) -> Noise:
+        """What rounding may cause in a run of this kind of subject."""
+        return NOISE[self.kind]
 
     @cached_property
     def settings(self) -> Mapping[str, object]:
-        """The configuration, read where somebody asks. Raises `InputError` for one that is no configuration of ours."""
+        """The configuration, read on first use. Raises `InputError` if it is not a configuration of Andon."""
         return self.configuration()
 
     @property
     def told(self) -> History:
-        """The witness's account, or where nobody looked, the accused's own. Raises `LookupError` for neither."""
+        """The witness's account, else the subject's own. Raises `LookupError` if there is neither."""
         found = self.seen if self.seen is not None else self.ledger
         if found is None:
-            msg = "there is no account of the run"
+            msg = "the run left no account"
             raise LookupError(msg)
         return found
 
     @property
     def sightings(self) -> Trace:
-        """Tensors and facts of the witness. Raises `LookupError` where there was none."""
+        """Tensors and facts of the witness. Raises `LookupError` if there was no witness."""
         if self.trace is None:
-            msg = "nobody looked at the run but who made it"
+            msg = "no witness observed the run"
             raise LookupError(msg)
         return self.trace
 
+    def other(self, name: ExtraRun) -> Evidence:
+        """The further run `name`. Raises `RunUnavailable` if it could not be made."""
+        try:
+            return self.others[name][0]
+        except KeyError:
+            raise RunUnavailable(f"the run {name!r} to compare with is missing") from None
+
     def declares(self, name: str) -> bool:
-        """Whether a loop offers or says this of itself, as "halts"; True of what is no loop and promises it all."""
+        """Whether a loop offers or promises `name`, as "halts". Always true of other subjects."""
         return not self.of_loop or name in getattr(self.sightings.first, "claims", ())
 
     @cached_property
     def law(self) -> RunLaw:
-        """The reference of its updates; computed where somebody asks, and once."""
-        from andon_falsify.claims.loop_law import LoopLaw
-        from andon_falsify.claims.trainer_law import TrainerLaw
+        """The float64 reference of the updates, computed on first use."""
+        from andon_falsify.claims.laws import LoopLaw, TrainerLaw
 
         return LoopLaw(self.sightings) if self.of_loop else TrainerLaw(self.sightings)
 
 
-def of_trace(trace: Trace) -> Evidence:
-    """The evidence of a run that the witness saw."""
+def of_trace(trace: Trace, **others: Trace | None) -> Evidence:
+    """The evidence of a run that the witness saw, with further runs by name ("alone", "cut", ...)."""
     from andon_falsify.loops.sightings import LoopSightings
 
-    loop = bool(trace.parts) and isinstance(trace.first, LoopSightings)
-    return Evidence(trace.seen, trace.ledger, LOOP if loop else TRAINER, trace, of_loop=loop)
+    kind: Kind = "loop" if trace.parts and isinstance(trace.first, LoopSightings) else "trainer"
+    made = {name: (of_trace(other),) for name, other in others.items() if other is not None}
+    return Evidence(trace.seen, trace.ledger, kind, trace, others=made)  # type: ignore[arg-type]
 
 
-Need = Callable[[Evidence], str]
-"""Why a claim does not apply to this evidence, "" where it does."""
+def tensors(what: str, *, of_updates: bool = False) -> Callable[[Evidence], str]:
+    """The need of a claim for `what`, which only a witness has. of_updates: and for the tensors of every update."""
+
+    def need(evidence: Evidence) -> str:
+        if evidence.trace is None:
+            return f"a ledger holds no {what} to compare; andon falsify runs the trainer to see"
+        case = evidence.trace.case
+        if of_updates and not evidence.of_loop and (case.poison is not None or not case.values):
+            return "a NaN was planted" if case.poison is not None else "the tensors of the updates were not kept"
+        return ""
+
+    return need
 
 
-def tensors(what: str) -> Need:
-    """That a witness looked, who alone has `what`."""
-    return lambda evidence: _ELSEWHERE.format(what) if evidence.trace is None else ""
+def has_law(evidence: Evidence) -> str:
+    """The need of a claim for the float64 law of the run."""
+    return evidence.law.why_not

@@ -1,7 +1,5 @@
-"""The compliance tests: what a data-parallel trainer must keep, tried on each of its backends.
+"""The compliance tests: the claims about a data-parallel trainer, judged on each of its backends.
 
 `pytest --pyargs andon_falsify` runs them, with `-p andon_falsify.compliance.plugin --backend NAME` on one backend.
 The last line says how many claims were checked of how many.
 """
-
-from __future__ import annotations

@@ -1,20 +1,17 @@
-"""What pytest loads at every start where Andon is installed: it brings the suite in where the suite is asked for.
+"""What pytest loads at every start if Andon is installed: it loads the plugin only if an argument names the suite.
 
-Elsewhere no option is added, so that none can clash with another plugin's, and nothing else is imported.
+Otherwise no option is added, so that none clashes with another plugin's, and nothing else is imported.
 """
 
 from __future__ import annotations
 
 import pytest
 
-_NAME = "andon_falsify"
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
-    """Bring the plugin in where an argument names the package, as `--pyargs andon_falsify` does."""
     config = pluginmanager.get_plugin("pytestconfig")
-    if config is not None and any(_NAME in str(argument) for argument in config.invocation_params.args):
+    if config is not None and any("andon_falsify" in str(argument) for argument in config.invocation_params.args):
         from andon_falsify.compliance.plugin import register
 
         register(pluginmanager)

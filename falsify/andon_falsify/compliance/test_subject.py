@@ -1,4 +1,4 @@
-"""The claims about any subject that `--subject` or `--script` names, case by case as `andon falsify` tries them."""
+"""The claims about the subject that `--subject` or `--script` names, with the trials of `andon falsify`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import pytest
 
 from andon_contracts.legible import legible
 from andon_falsify.campaign.suite import ClaimAtPlace, Suite
-from andon_falsify.compliance import counting
-from andon_falsify.compliance.plugin import Court
+from andon_falsify.compliance.counting import shown
+from andon_falsify.compliance.plugin import ClaimRunner
 from andon_falsify.verdict import Outcome
 
 
-def test_the_claim(court: Court, suite: Suite, claim_at_place: ClaimAtPlace) -> None:
-    """It holds in every case at its place; falsified and unknown fail, what does not apply is skipped and says why.
+def test_the_claim(runner: ClaimRunner, suite: Suite, claim_at_place: ClaimAtPlace) -> None:
+    """The claim holds in every trial of its layout. Falsified and unknown fail; a claim that does not apply is skipped.
 
-    One that may fall does so without failing; that it falls nowhere is for the end of the session.
+    A claim that is expected to fail may be falsified here; the end of the session fails if it holds everywhere.
     """
     verdict = suite.verdict(claim_at_place)
     reason = suite.expected_failed.get(verdict.claim)
     if reason is not None and verdict.outcome is Outcome.FALSIFIED:
-        court.enter(verdict)
-        pytest.xfail(legible(f"{reason}: {counting.shown(verdict)}"))
-    court.hold(verdict)
+        runner.record(verdict)
+        pytest.xfail(legible(f"{reason}: {shown(verdict)}"))
+    runner.require(verdict)
     if verdict.outcome is Outcome.NOT_APPLICABLE:
         pytest.skip(legible(verdict.why))

@@ -1,7 +1,7 @@
-"""What a subject left behind: its events in order, read from a ledger or written by a test, and nothing else.
+"""A history: the events of one run in order, read from a ledger or written by a test.
 
-A checker sees only this (Elle's rule: the one input is a history, never the system). Reading is tolerant and bounded:
-a line that does not parse is reported in `History.unread` and the rest is read; only a missing file raises.
+A check sees the history alone, never the system under test (the rule of Elle). Reading is tolerant and bounded: a line
+that cannot be parsed is listed in `History.unread` and the rest is read. Only a missing or unreadable file raises.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from andon_falsify.history.events import Event, Number, Plan, RankStep, RowId, StartEvent, StepEvent, Unread
-from andon_falsify.history.parse import LineError, parse_line
+from andon_falsify.history.events import Event, Plan, RankStep, StartEvent, StepEvent, Unread, parse_line
+from andon_falsify.history.fields import LineError, Number, RowId
+from andon_falsify.history.row_set import RowSet
 
 __all__ = [
     "Event",
@@ -23,6 +24,7 @@ __all__ = [
     "Plan",
     "RankStep",
     "RowId",
+    "RowSet",
     "Run",
     "StartEvent",
     "StepEvent",
@@ -37,40 +39,41 @@ MAX_LINES = 1_000_000
 _EXCERPT = 80
 _MOST_PIECES = 16
 _EARLY = "early-stopping"
-_COMPLETE = ("finished", _EARLY)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of a history by one process group: from a start or a resume to the next of these."""
+    """The events of one process group: from a start or a resume to the next of these."""
 
     events: tuple[Event, ...]
 
     @property
     def resumed(self) -> bool:
-        """Whether it took up an earlier run."""
         return bool(self.events) and self.events[0].kind == "resume"
 
     @property
     def steps(self) -> tuple[StepEvent, ...]:
-        """Its updates in the order in which they were written."""
         return tuple(event for event in self.events if isinstance(event, StepEvent))
 
     @property
     def finished(self) -> bool:
-        """Whether its last word is that it did all it meant to do: nothing was cut off, broken or preempted."""
-        last = self.events[-1] if self.events else None
-        return last is not None and last.kind == "end" and last.fields.get("reason", "finished") in _COMPLETE
+        """Whether its last event says that it completed: it was not cut off, halted or preempted."""
+        return self._end in ("finished", _EARLY)
 
     @property
     def stopped_early(self) -> bool:
-        """Whether its last word is that it stopped by a rule of its own, with planned updates left."""
-        return self.finished and self.events[-1].fields.get("reason") == _EARLY
+        """Whether it completed by a rule of its own, before the last planned update."""
+        return self._end == _EARLY
+
+    @property
+    def _end(self) -> object:
+        last = self.events[-1] if self.events else None
+        return None if last is None or last.kind != "end" else last.fields.get("reason", "finished")
 
 
 @dataclass(frozen=True)
 class History:
-    """Events and unreadable lines of one subject, in the order of the file. `name` is what messages call it."""
+    """Events and unreadable lines of one run, in the order of the file. Messages call it by its `name`."""
 
     name: str
     events: tuple[Event, ...]
@@ -78,22 +81,21 @@ class History:
 
     @cached_property
     def start(self) -> StartEvent | None:
-        """The first start line."""
         return next((event for event in self.events if isinstance(event, StartEvent)), None)
 
     @property
     def plan(self) -> Plan:
-        """What was planned; an empty plan where no start line says."""
+        """The plan of the start line; an empty plan if there is no such line."""
         return self.start.plan if self.start is not None else Plan()
 
     @cached_property
     def steps(self) -> tuple[StepEvent, ...]:
-        """Every update as written: one that a resumed run did again appears again."""
+        """Every update in the order of the file: an update that a resumed run repeats is there twice."""
         return tuple(event for event in self.events if isinstance(event, StepEvent))
 
     @cached_property
     def retracted(self) -> frozenset[int]:
-        """The lines of updates that a later line takes back: all before it with a number above the one it names."""
+        """The lines of retracted updates: a retraction takes back all updates above the number that it keeps."""
         if not self.of_kind("retraction"):
             return frozenset()
         found: set[int] = set()
@@ -108,13 +110,13 @@ class History:
 
     @cached_property
     def trajectory(self) -> Mapping[int, StepEvent]:
-        """The updates that count: the last occurrence of each that was not taken back, by rising number."""
+        """The updates that count, by number: the last occurrence of each that was not retracted."""
         last = {event.number: event for event in self.steps if event.line not in self.retracted}
         return {number: last[number] for number in sorted(last)}
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The history cut before every start and every resume; what precedes the first of them is a run as well."""
+        """The history cut before every start and every resume; events before the first of them are a run as well."""
         parts: list[list[Event]] = []
         for event in self.events:
             if event.kind in ("start", "resume") or not parts:
@@ -125,11 +127,10 @@ class History:
     @property
     def torn(self) -> bool:
         """Whether the last line was cut short."""
-        lines = self.lines()
-        return bool(lines) and isinstance(lines[-1], Unread) and lines[-1].torn
+        last = max((event.line for event in self.events[-1:]), default=0)
+        return any(line.torn and line.line > last for line in self.unread[-1:])
 
     def of_kind(self, kind: str) -> tuple[Event, ...]:
-        """The events of one kind."""
         return tuple(event for event in self.events if event.kind == kind)
 
     def lines(self) -> tuple[Event | Unread, ...]:
@@ -138,17 +139,16 @@ class History:
 
 
 def read_history(path: Path | str, *, max_lines: int = MAX_LINES, max_line_bytes: int = MAX_LINE_BYTES) -> History:
-    """Read the ledger at `path`.
+    """Read the ledger at `path`: at most `max_lines` lines, and at most `max_line_bytes` of each.
 
-    At most `max_lines` lines are read and at most `max_line_bytes` of each are kept; what lies beyond is one `Unread`.
-    Raises `OSError` where the file cannot be opened or read, and nothing else.
+    The rest is one `Unread`. Raises `OSError` if the file cannot be opened or read, and nothing else.
     """
     with Path(path).open("rb") as file:
         return read_lines(_bounded(iter(lambda: file.readline(max_line_bytes + 1), b"")), str(path), max_lines)
 
 
 def read_lines(lines: Iterable[bytes], name: str, max_lines: int = MAX_LINES) -> History:
-    """The history of `lines`, each with its newline (one without is torn when last, reported in any case)."""
+    """The history of `lines`, each with its newline. A line without its newline is unread, and torn if it is last."""
     events: list[Event] = []
     unread: list[Unread] = []
     before = ""
@@ -166,14 +166,14 @@ def read_lines(lines: Iterable[bytes], name: str, max_lines: int = MAX_LINES) ->
 
 
 def chain_digest(line: bytes) -> str:
-    """What the next line's `prev` must be: 16 hex digits of the SHA-256 of this line's bytes without the newline."""
+    """The `prev` that the next line must have: 16 hex digits of the SHA-256 of this line without its newline."""
     return hashlib.sha256(line).hexdigest()[:16]
 
 
 def _bounded(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Pieces of a file to lines: an overlong line is passed on once, cut and without its newline.
+    """Pieces of a file to lines: of an overlong line the first piece, without a newline.
 
-    One without end, as of a file with holes, is the last: whatever came after it would be linked to nothing.
+    Reading stops at an endless line, as of a file with holes: lines after it could not be linked to the chain.
     """
     within = 0
     for piece in pieces:

@@ -1,43 +1,91 @@
-"""The events of a history: what one line of a ledger says, as plain values.
-
-Written from the description of the ledger line and not from the code that writes it, so that a writer who is wrong is
-not read by his own error. Nothing here needs torch.
-"""
+"""The events of a history: the lines of a ledger as plain values, and `parse_line`, which makes an event of a line."""
 
 from __future__ import annotations
 
 import marshal
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-RowId = int | str
-"""What names a row of the data set: its index, or the key that its owner gave it."""
+from andon_falsify.history.fields import (
+    Fields,
+    LineError,
+    Number,
+    RowId,
+    array,
+    flag,
+    integer,
+    json_object,
+    mapping,
+    quote,
+    real,
+    row_ids,
+    text,
+    texts,
+    whole,
+)
+
+VERSION = 4
+"""The only version of a line that is read."""
+KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 _WITNESS = "witness"
-"""The writer of what this package itself saw of a run."""
+"""The writer of the histories that this package records itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """A measured float. `value` is None where it was not finite (JSON has no NaN); `hex` is its exact form."""
+class Event:
+    """One line. `line` counts from 1; `seq` and `prev` are the writer's; `digest` is computed from the line's bytes."""
 
-    value: float | None
-    hex: str
+    line: int
+    kind: str
+    seq: int | None
+    prev: str | None
+    digest: str
+    fields: Fields = field(default_factory=dict)
 
     @property
-    def finite(self) -> bool:
-        """Whether it is a real number."""
-        return self.value is not None and math.isfinite(self.value)
+    def step(self) -> int | None:
+        """The number of the update that the line is about, if it gives one."""
+        return whole(self.fields.get("step"))
 
-    def __str__(self) -> str:
-        return self.hex if self.value is None else f"{self.value:.9g}"
+
+class Plan(NamedTuple):
+    """The plan of the start line; None for what the line leaves out. `ids` are the rows that an epoch visits."""
+
+    rows: int | None = None
+    ids: tuple[RowId, ...] | None = None
+    batch_size: int | None = None
+    micro_batches: int | None = None
+    seed: int | None = None
+    epochs: int | None = None
+    steps: int | None = None
+
+
+_NO_PLAN = Plan()
 
 
 @dataclass(frozen=True, slots=True)
-class RankStep:
-    """What one rank did in one update; a digest that it did not record is None.
+class StartEvent(Event):
+    """The first line of a run that began anew."""
+
+    plan: Plan = _NO_PLAN
+    initial_weights: str | None = None
+
+    @property
+    def fingerprint(self) -> object:
+        """Device model and library versions, on which bits may depend. None for the witness, who records none."""
+        # Its field is empty: compared with a fingerprint, it would make every run one of another machine.
+        return None if self.fields.get("writer") == _WITNESS else self.fields.get("fingerprint")
+
+    @property
+    def watched(self) -> bool:
+        """Whether a watch wrote the ledger, beside a loop that promises nothing, and not the trainer itself."""
+        return self.fields.get("writer") not in (None, _WITNESS)
+
+
+class RankStep(NamedTuple):
+    """One rank in one update; a digest that was not recorded is None.
 
     `gradient` is the digest of the reduced gradient before clipping, as this rank holds it.
     """
@@ -50,62 +98,36 @@ class RankStep:
     gradient: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One line. `line` counts from 1; `seq` and `prev` are the writer's; `digest` is taken from the line's bytes."""
-
-    line: int
-    kind: str
-    seq: int | None
-    prev: str | None
-    digest: str
-    fields: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def step(self) -> int | None:
-        """The number of the update that the line speaks of, where it names one."""
-        return whole(self.fields.get("step"))
+def _ranks(fields: Fields, name: str) -> tuple[RankStep, ...]:
+    return tuple(map(_rank, array(fields, name)))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What the start line says was planned; None where it does not say. `ids` are the rows that an epoch visits."""
-
-    rows: int | None = None
-    ids: tuple[RowId, ...] | None = None
-    batch_size: int | None = None
-    micro_batches: int | None = None
-    seed: int | None = None
-    epochs: int | None = None
-    steps: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StartEvent(Event):
-    """The first line of a run that began anew."""
-
-    plan: Plan = field(default_factory=Plan)
-    initial_weights: str | None = None
-
-    @property
-    def fingerprint(self) -> object:
-        """What bits may depend on (device model, library versions), as recorded; the witness records none."""
-        # its empty field is no fingerprint, or a run without a start line would be of another machine than its own
-        return None if self.fields.get("writer") == _WITNESS else self.fields.get("fingerprint")
-
-    @property
-    def watched(self) -> bool:
-        """Whether a watch wrote it, beside a loop that promises nothing, and not the trainer itself."""
-        return self.fields.get("writer") not in (None, _WITNESS)
+def _rank(entry: object) -> RankStep:
+    if not isinstance(entry, dict):
+        raise LineError(f"ranks holds {quote(entry)}, not an object")
+    rank = whole(entry.get("rank"))
+    if rank is None:
+        raise LineError(f"an entry of ranks has rank {quote(entry.get('rank'))}")
+    leaves = array(entry, "leaves")
+    if None in map(whole, leaves):
+        raise LineError(f"leaves holds {quote(next(leaf for leaf in leaves if whole(leaf) is None))}")
+    weights, optimizer, gradient = (text(entry, name) for name in ("weights", "optimizer", "gradient"))
+    return RankStep(rank, tuple(leaves), row_ids(entry, "ids"), weights, optimizer, gradient)
 
 
 Value = TypeVar("Value")
+_READERS: dict[str, Callable[[Fields, str], Any]] = {}
+"""How each packed field of a step line is read; of several wrong fields the first in this order is reported."""
 
 
 class _Packed(Generic[Value]):
-    """A field of `StepEvent` that is unpacked when it is read."""
+    """A field of `StepEvent` that is unpacked when it is accessed."""
+
+    def __init__(self, read: Callable[[Fields, str], Value]) -> None:
+        self._read = read
 
     def __set_name__(self, owner: type, name: str) -> None:
+        _READERS.setdefault(name, self._read)
         self._name = name
 
     def __get__(self, event: StepEvent, owner: type) -> Value:
@@ -117,12 +139,12 @@ class _Packed(Generic[Value]):
 class StepEvent(Event):
     """One update. `ids` is the global batch in plan order, `count` its rows; `number` is the update, from 1.
 
-    `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" where the gradient's
-    digest and norm are of what the optimizer got, clipped or not; else they are of the gradient before clipping.
-    `skipped`: a loss scaler let the update change nothing. `draws`: what draws random numbers in its forward passes, as
-    far as somebody looked. `terms`: what the loss is the mean of; None: the rows.
+    `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" if the gradient's digest
+    and norm are of the gradient that the optimizer received, clipped or not; else they are of the gradient before
+    clipping. `skipped`: a loss scaler skipped the update. `draws`: the modules that draw random numbers in its forward
+    passes, as far as they are known. `terms`: the terms that the loss is the mean of; None: the rows.
 
-    A history holds hundreds of thousands of updates, so all but `number` and `epoch` is in `packed` (see `pack`): ten
+    A history holds hundreds of thousands of updates, so all but `number` and `epoch` is in `packed` (see `_pack`): ten
     times smaller than the objects. `fields` is empty.
     """
 
@@ -130,63 +152,57 @@ class StepEvent(Event):
     epoch: int | None = None
     packed: bytes = b""
 
-    position = _Packed[int | None]()
-    ids = _Packed[tuple[RowId, ...]]()
-    count = _Packed[int | None]()
-    correct = _Packed[int | None]()
-    terms = _Packed[int | None]()
-    lr = _Packed[Number | None]()
-    loss = _Packed[Number | None]()
-    grad_norm = _Packed[Number | None]()
-    world = _Packed[int | None]()
-    backend = _Packed[str | None]()
-    digests = _Packed[Mapping[str, str]]()
-    ranks = _Packed[tuple[RankStep, ...]]()
-    weights_norm = _Packed[Number | None]()
-    gradient_at = _Packed[str | None]()
-    skipped = _Packed[bool]()
-    draws = _Packed[str | None]()
+    position = _Packed(integer)
+    ids = _Packed(row_ids)
+    count = _Packed(integer)
+    correct = _Packed(integer)
+    terms = _Packed(integer)
+    lr = _Packed(real)
+    loss = _Packed(real)
+    grad_norm = _Packed(real)
+    weights_norm = _Packed(real)
+    gradient_at = _Packed(text)
+    skipped = _Packed(flag)
+    draws = _Packed(text)
+    world = _Packed(integer)
+    backend = _Packed(text)
+    digests = _Packed(texts)
+    ranks = _Packed(_ranks)
 
     @property
     def step(self) -> int:
-        """The number of the update."""
         return self.number
 
     @property
     def finite(self) -> bool:
-        """Whether every recorded loss and gradient norm of this update is a real number."""
+        """Whether the recorded loss and gradient norm of this update are finite."""
         return all(number.finite for number in (self.loss, self.grad_norm) if number is not None)
 
 
-_NUMBERS = ("lr", "loss", "grad_norm", "weights_norm")
-_INTEGERS = ("position", "count", "correct", "terms", "world")
-_PLAIN = (*_INTEGERS, "ids", "gradient_at", "skipped", "draws", "backend", "digests")
-
-
-def pack(fields: Mapping[str, Any], ranks: tuple[RankStep, ...]) -> bytes:
-    """The fields of a `StepEvent`. The ids of ranks that together are the batch, in its order, are packed once."""
-    split = [row for part in ranks for row in part.ids] == [*fields["ids"]]
-    parts = [
-        (each.rank, each.leaves, len(each.ids) if split else each.ids, each.weights, each.optimizer, each.gradient)
-        for each in ranks
-    ]
-    numbers = [(number.value, number.hex) if (number := fields[name]) is not None else None for name in _NUMBERS]
-    packed: Any = ([fields[name] for name in _PLAIN], numbers, parts)
+def _pack(fields: Fields) -> bytes:
+    """The fields of a `StepEvent`. Ids of ranks that together are the batch, in its order, are packed once."""
+    found = {name: read(fields, name) for name, read in _READERS.items()}
+    ids, ranks = found["ids"], found.pop("ranks")
+    split = [row for part in ranks for row in part.ids] == [*ids]
+    parts = [(*part[:2], len(part.ids) if split else part.ids, *part[3:]) for part in ranks]
+    values = [tuple(value) if isinstance(value, Number) else value for value in found.values()]
+    packed: Any = (values, parts)
     return marshal.dumps(packed)
 
 
-@lru_cache(8)  # a checker reads several fields of an update in a row
+@lru_cache(8)  # a check reads several fields of an update in a row
 def _unpacked(packed: bytes) -> Mapping[str, Any]:
-    plain, numbers, parts = marshal.loads(packed)
-    fields = dict(zip(_PLAIN, plain, strict=True))
-    fields |= {name: each and Number(*each) for name, each in zip(_NUMBERS, numbers, strict=True)}
+    values, parts = marshal.loads(packed)
+    fields = dict(zip(_READERS, values, strict=False))
+    for name, read in _READERS.items():
+        if read is real and fields[name] is not None:
+            fields[name] = Number(*fields[name])
     ranks, at = [], 0
-    for rank, leaves, ids, weights, optimizer, gradient in parts:
+    for rank, leaves, ids, *digests in parts:
         if isinstance(ids, int):
             at, ids = at + ids, fields["ids"][at : at + ids]
-        ranks.append(RankStep(rank, leaves, ids, weights, optimizer, gradient))
-    fields["ranks"] = tuple(ranks)
-    return fields
+        ranks.append(RankStep(rank, leaves, ids, *digests))
+    return fields | {"ranks": tuple(ranks)}
 
 
 @dataclass(frozen=True)
@@ -200,6 +216,36 @@ class Unread:
     torn: bool = False
 
 
-def whole(value: object) -> int | None:
-    """`value` if it is a JSON integer of 64 bits, else None (true and false are not numbers here)."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
+_NO_FIELDS: Fields = {}
+
+
+def parse_line(line_text: str, line: int, digest: str, before: str = "") -> Event:
+    """The event of `line_text` (a line without its newline). digest, before: of this line and of the previous one.
+
+    Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
+    """
+    fields = json_object(line_text)
+    if whole(fields.get("v")) != VERSION:
+        raise LineError(f"version {quote(fields.get('v'))} is not {VERSION}")
+    kind = fields.get("kind")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise LineError(f"kind {quote(kind)} is none of {', '.join(sorted(KINDS))}")
+    prev = text(fields, "prev")
+    # One object for both digests, since a history has hundreds of thousands of lines.
+    head = (line, kind, whole(fields.get("seq")), before if prev == before else prev, digest)
+    if kind == "step":
+        update = whole(fields.get("step"))
+        if update is None or update < 1:
+            raise LineError(f"a step line whose step is {quote(fields.get('step'))}, not a number from 1")
+        return StepEvent(*head, _NO_FIELDS, number=update, epoch=integer(fields, "epoch"), packed=_pack(fields))
+    if kind == "retraction":
+        kept, last = whole(fields.get("step")), whole(fields.get("last"))
+        if kept is None or last is None or not 0 <= kept < last:
+            raise LineError(f"a retraction from {quote(kept)} to {quote(last)}")
+    if kind == "start":
+        planned = mapping(fields, "plan")
+        ids = row_ids(planned, "ids") if planned.get("ids") is not None else None
+        numbers = {name: integer(planned, name) for name in Plan._fields if name != "ids"}
+        initial = text(mapping(fields, "initial") or mapping(fields, "digests"), "weights")
+        return StartEvent(*head, fields, plan=Plan(ids=ids, **numbers), initial_weights=initial)
+    return Event(*head, fields)

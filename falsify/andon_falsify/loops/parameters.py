@@ -1,4 +1,4 @@
-"""The model inside its wrappers, and its tensors as plain whole ones, by name."""
+"""The model inside its wrappers, and copies of its tensors by name."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of `tensor`, whole: that of one which is sharded is collective."""
+    """A copy of the whole tensor on the CPU. Collective if `tensor` is sharded."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach().cpu().clone()
 
 
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds only a part of `tensor`."""
-    return any(not place.is_replicate() for place in getattr(tensor, "placements", ()))
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this rank holds only a part of some parameter."""
+    placements = (place for parameter in model.parameters() for place in getattr(parameter, "placements", ()))
+    return any(not place.is_replicate() for place in placements)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -41,38 +42,31 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def kept(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what must not change: parameters that do not train, and buffers but those of running statistics."""
-    frozen = {name: whole(parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    for prefix, module in model.named_modules():
-        if not hasattr(module, "running_mean"):
-            own = module.named_buffers(prefix, recurse=False)
-            frozen |= {name: whole(buffer) for name, buffer in own}
-    return frozen
+def copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
-def running(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers of modules that keep running statistics."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        if hasattr(module, "running_mean"):
-            found |= {name: whole(buffer) for name, buffer in module.named_buffers(prefix, recurse=False)}
-    return found
+def constant(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what training must not change: parameters that do not train, and buffers except running statistics."""
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return copied(frozen) | buffers(model, running=False)
 
 
-def named_digests(model: nn.Module) -> dict[str, str]:
-    """A digest of each parameter and buffer by name."""
-    held = [*model.named_parameters(), *model.named_buffers()]
-    return {name: digest({"": whole(tensor)}) for name, tensor in held}
+def buffers(model: nn.Module, *, running: bool) -> dict[str, Tensor]:
+    """Copies of the buffers of modules that keep running statistics, or of all other modules."""
+    return {
+        name: whole(buffer)
+        for prefix, module in model.named_modules()
+        if hasattr(module, "running_mean") == running
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+    }
 
 
 def gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Copies of the gradients that there are."""
     return {name: whole(p.grad) for name, p in parameters.items() if p.grad is not None}
 
 
 def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> tuple[Group, ...]:
-    """The optimizer's groups by names of `parameters`, with those settings that are plain values."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return tuple(
         Group(
@@ -83,23 +77,19 @@ def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Para
     )
 
 
-def state_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Copies of what the optimizer remembers of each parameter, as `name/key`."""
-    found = {}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                found[f"{name}/{key}"] = whole(value).reshape(-1)
-    return found
-
-
 def optimizer_digest(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> str:
-    """16 hexadecimal digits over `state_of`."""
-    return digest(state_of(optimizer, parameters))
+    """A digest of the tensors in the optimizer's state of `parameters`."""
+    state = {
+        f"{name}/{key}": whole(value).reshape(-1)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+    return digest(state)
 
 
 def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of an optimizer as numbers, texts, tuples of such, or else their `repr`."""
+    """Settings of an optimizer as numbers, texts, tuples of these, or else their `repr`."""
     return {name: _plain(value) for name, value in settings.items()}
 
 

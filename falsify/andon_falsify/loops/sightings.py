@@ -1,4 +1,4 @@
-"""What was seen of a foreign loop on one rank, beyond what is seen of our own trainer."""
+"""What one rank of a loop shows, beyond what a rank of our own trainer shows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Made:
-    """One update: the optimizer's class and groups, and the norm that torch's clip was given (None: not called).
+    """One update: the optimizer's class and groups. norm: as torch's clip received it, None if it was not called.
 
-    early: something else than what was clipped came to the optimizer, as where ranks clip before they reduce.
+    early: the optimizer received another gradient than the clipped one. Ranks that clip before they reduce do that.
     """
 
     optimizer: str
@@ -44,7 +44,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Stranger:
-    """What a forward pass of update `step` was given that is no row of the case."""
+    """A row in a forward pass of update `step` that the case does not have. text: describes it."""
 
     step: int
     rank: int
@@ -53,31 +53,30 @@ class Stranger:
 
 @dataclass
 class LoopSightings(Sightings):
-    """What was seen in the process of one rank. `claims` names what the loop offers or says of itself."""
+    """What was observed on one rank. claims: what the loop offers, as "evaluates", and says of itself, as "halts"."""
 
     made: dict[int, Made] = field(default_factory=dict)
     told_losses: dict[int, float] = field(default_factory=dict)
     strangers: list[Stranger] = field(default_factory=list)
     rowless: list[int] = field(default_factory=list)
-    """Updates with a forward pass whose rows could be neither recognised nor were told."""
+    """Updates with a forward pass of unknown rows: neither recognised nor reported."""
     leftover: list[int] = field(default_factory=list)
     """Rows of forward passes after the last update."""
     weightless: list[int] = field(default_factory=list)
-    """Rows of forward passes that counted for nothing, and are no visits; see `weighing`."""
+    """Rows that counted for nothing, so that their forward passes are no visits; see `ForwardPasses.settle`."""
     moved: dict[int, Tensors] = field(default_factory=dict)
-    """Rank 0's weights before an update where they are not those behind the step before; behind the last, at the end.
+    """Rank 0's weights at the first forward pass of an update, if the update before left others.
 
-    Of the first update, where they are not those that the run was described with.
+    For the first update: if they differ from those at the start. The end of the run counts as one more update.
     """
     running: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Digest of the running statistics by rank and update, before its first forward pass, where there are any."""
+    """Digest of the running statistics, by rank and update, at its first forward pass."""
     draws: dict[tuple[int, int], str] = field(default_factory=dict)
     """By rank and update: the state of torch's generator before the first forward pass that drew from it."""
     undrawn: dict[tuple[int, int], bool] = field(default_factory=dict)
-    """By rank and update: of the first forward pass with rows that drew nothing, whether it was in training mode."""
-    evaluated: list[int] = field(default_factory=list)
+    """By rank and update: whether the model was in training mode in the first forward pass that drew nothing."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """What this rank's evaluation reported; empty where it reported nothing."""
+    """What this rank's evaluation reported, if anything."""
     around_evaluation: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
     """Digests of the model's parameters and buffers by name, before and after the evaluation."""
     rates: dict[int, float] = field(default_factory=dict)
@@ -85,18 +84,18 @@ class LoopSightings(Sightings):
     decays: dict[str, float] = field(default_factory=dict)
     """The declared weight decay of each trained parameter."""
     tuned: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What the loop declares of its optimizer besides, by update and torch's names of settings."""
+    """The declared settings of the optimizer at each update, by torch's names."""
     claims: frozenset[str] = frozenset()
     sharded: bool = False
     recomputed: dict[int, RowGradients] = field(default_factory=dict)
     poisoned: bool = False
-    """Whether the planted value was really planted on this rank."""
+    """Whether the value that is not finite was planted on this rank."""
     updates: int = 0
 
 
 def first_of(trace: Trace) -> LoopSightings:
-    """What the process of rank 0 saw. Raises `TypeError` for the trace of another kind of subject."""
+    """What rank 0 shows. Raises `TypeError` for the trace of another kind of subject."""
     if not isinstance(trace.first, LoopSightings):
-        msg = f"{trace.seen.name} is no trace of a loop"
+        msg = f"{trace.seen.name} is not the trace of a loop"
         raise TypeError(msg)
     return trace.first

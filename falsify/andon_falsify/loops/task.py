@@ -1,6 +1,6 @@
-"""The parts of a case that a loop's author needs: model, data set, collate, optimizer. Ordinary torch objects.
+"""The parts of a case that a loop's author needs: model, dataset, collate, optimizer. Ordinary torch objects.
 
-Every call gives new objects of the same content, on every rank alike.
+Every call returns new objects of the same content, and so does every rank.
 """
 
 from __future__ import annotations
@@ -19,53 +19,29 @@ from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
 
 
 def loop_case(**changes: Any) -> Case:
-    """The default case of a foreign loop: 31 rows in batches of 12 (12, 12, 7) on 2 ranks, two epochs, no dropout.
+    """The default case of a loop: 31 rows in batches of 12 (12, 12, 7) on 2 ranks, two epochs, no dropout.
 
-    12 rows are one global batch on 1 to 4 ranks, see `shaped`. `changes` as for `Case.but`.
+    A global batch of 12 rows divides evenly on 1 to 4 ranks. `changes` as for `Case.but`.
     """
-    plain = Case(
-        rows=make_rows(31),
-        batch_size=12,
-        micro_batches=4,
-        epochs=2,
-        dropout=0.0,
-        world=2,
-        backend="gloo",
-    )
+    plain = Case(rows=make_rows(31), batch_size=12, micro_batches=4, epochs=2, dropout=0.0, world=2, backend="gloo")
     return plain.but(**changes)
 
 
-def shaped(case: Case, world: int, accumulation: int) -> Case:
-    """`case` on `world` ranks with `accumulation` micro-batches each, at the same global batch.
-
-    Raises `ValueError` where the rows of a batch cannot be dealt evenly.
-    """
-    if case.batch_size % (world * accumulation):
-        msg = f"{case.batch_size} rows are not {world} ranks x {accumulation} micro-batches of one size"
-        raise ValueError(msg)
-    return case.but(world=world, micro_batches=world * accumulation)
-
-
 def distinct(rows: Rows, longest: int) -> Rows:
-    """`rows` with no two of the same tokens: a repeated one gets a token more, or another last one.
+    """`rows` without repeats: a row that is there already gets one more token, or another last token.
 
-    longest: tokens that a row may have. Raises `ValueError` where no free row is found.
+    longest: the most tokens that a row may have. Raises `ValueError` if no free row is left.
     """
-    taken: set[tuple[int, ...]] = set()
-    tokens = []
+    used: dict[tuple[int, ...], None] = {}
     for row in rows.tokens:
-        own = row if row not in taken else next((other for other in _near(row, longest) if other not in taken), None)
-        if own is None:
+        start = row if len(row) < longest else row[:-1]
+        candidates = (row, *((*start, token) for token in range(33, VOCABULARY)))
+        free = next((each for each in candidates if each not in used), None)
+        if free is None:
             msg = f"{len(rows)} rows of at most {longest} tokens cannot all be told apart"
             raise ValueError(msg)
-        taken.add(own)
-        tokens.append(own)
-    return Rows(tuple(tokens), rows.labels, rows.classes)
-
-
-def _near(row: tuple[int, ...], longest: int) -> Iterable[tuple[int, ...]]:
-    kept = row if len(row) < longest else row[:-1]
-    return ((*kept, token) for token in range(33, VOCABULARY))
+        used[free] = None
+    return Rows(tuple(used), rows.labels, rows.classes)
 
 
 class RowsDataset(Dataset[dict[str, list[int] | int]]):
@@ -83,7 +59,7 @@ class RowsDataset(Dataset[dict[str, list[int] | int]]):
 
 
 def dataset(case: Case) -> RowsDataset:
-    """The rows of `case` as a map-style data set; the place of a row is its id."""
+    """The rows of `case` as a map-style dataset. The index of a row is its id."""
     return RowsDataset(case.rows)
 
 
@@ -100,16 +76,16 @@ def collate(items: Sequence[Any]) -> dict[str, Tensor]:
 
 
 def model(case: Case) -> nn.Module:
-    """The model of `case` before training, the same bits on every call and rank, in training mode.
+    """The model of `case` before training, in training mode. The bits are the same in every call and on every rank.
 
-    A small `Qwen3ForSequenceClassification` (`BertForSequenceClassification` for an encoder), not downloaded, with
-    peft's LoRA where the case has a rank. `model(**collate(items))` gives `.loss` (the mean over rows) and `.logits`.
+    A small `Qwen3ForSequenceClassification`, or `BertForSequenceClassification` for an encoder, that is not downloaded;
+    with peft's LoRA if the case has a rank. `model(**collate(items))` returns `.loss` (mean over rows) and `.logits`.
     """
     return model_of(case).train()
 
 
 def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of `case`, torch's own SGD or AdamW, over those of `parameters` that train."""
+    """The optimizer of `case`, torch's own SGD or AdamW, over those `parameters` that train."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if case.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
@@ -117,7 +93,7 @@ def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Opt
 
 
 def windows(case: Case, sampler: DistributedSampler[int], loader: Iterable[Any]) -> Iterator[list[Any]]:
-    """The micro-batches of each update, as `loader` gives them; the last of an epoch has what is left."""
+    """The micro-batches of each update, from `loader`. The last update of an epoch has the remainder."""
     for epoch in range(case.epochs):
         sampler.set_epoch(epoch)
         batches = list(loader)
@@ -126,9 +102,9 @@ def windows(case: Case, sampler: DistributedSampler[int], loader: Iterable[Any])
 
 
 def as_launched() -> None:
-    """Set the variables of torchrun for the process group that this process belongs to already.
+    """Set torchrun's variables for the process group that this process already belongs to.
 
-    Libraries join a group that is there, so address and port are never used; they only have to be set.
+    Libraries use the existing group, so address and port only have to be set.
     """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_RANK="0")

@@ -1,4 +1,4 @@
-"""What a rank does for a foreign loop: make it, watch it train, evaluate and save, and leave no trace of it."""
+"""A rank's part in running a loop: make it, observe its training, evaluate, and restore what it has changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import copy
 import importlib
 import io
 import math
-import os
 import random
 import sys
 from collections.abc import Iterator
@@ -20,19 +19,28 @@ import torch.distributed as dist
 from torch import nn
 
 from andon_falsify.loops.observer import Observer
-from andon_falsify.loops.parameters import is_sharded, kept, named_digests, plain_values, trained, unwrapped, whole
-from andon_falsify.loops.protocol import Decays, Evaluates, Loop, Recomputes, Restores, Schedules, Tunes
+from andon_falsify.loops.parameters import constant, copied, is_sharded, plain_values, trained, unwrapped, whole
 from andon_falsify.loops.sightings import LoopSightings
+from andon_falsify.ranks.server import environment
 from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import CutOff, Reported, digest
 
 _SHOWN = 2000
+_OFFERS = {
+    "evaluates": ("evaluate",),
+    "restores": ("save", "load"),
+    "recomputes": ("loss_sum",),
+    "schedules": ("rate",),
+    "decays": ("decay",),
+    "tunes": ("tuned",),
+}
+"""What a loop offers (see `LoopSightings.claims`), and its methods for that (see `protocol.FurtherMethods`)."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """make: `module:function`. search: folders in which a rank looks for modules besides its own."""
+    """make: `module:function`. search: more folders in which a rank looks for modules."""
 
     make: str
     case: Case
@@ -43,28 +51,56 @@ class LoopError(RuntimeError):
     """What a loop raised, with the end of what it printed."""
 
 
-def train(request: Job) -> LoopSightings:
-    """Run the loop of `request` as one rank of the group that this process belongs to.
+def train(job: Job) -> LoopSightings:
+    """Run the loop of `job` as one rank of this process's group.
 
-    Raises `LoopError` for whatever the loop raises, except where it was to stop and did.
+    Raises `LoopError` for whatever the loop raises, unless the case is poisoned and the loop stopped as it should.
     """
-    sys.path += [folder for folder in request.search if folder not in sys.path]
     printed = io.StringIO()
-    with _undone(request.case), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with _restored(job), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            return _run(request)
+            return _run(job)
         except (Exception, SystemExit) as error:
             said = printed.getvalue()[-_SHOWN:].strip()
             msg = f"{type(error).__name__}: {error}" + (f"\nthe loop printed: {said}" if said else "")
             raise LoopError(msg) from error
 
 
-def _run(request: Job) -> LoopSightings:
-    case, rank = request.case, dist.get_rank()
+@contextlib.contextmanager
+def _restored(job: Job) -> Iterator[None]:
+    """Inside, the environment is that of a rank of torch's launcher. Restores it, `sys.path` and torch's settings."""
+    rank, world, path = dist.get_rank(), dist.get_world_size(), list(sys.path)
+    settings: list[tuple[Any, Any]] = [
+        (torch.set_num_threads, torch.get_num_threads()),
+        (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    with environment(**{name: str(value) for name, value in ours.items()}):
+        sys.path += [folder for folder in job.search if folder not in sys.path]
+        # Ranks must not be equal only because they happened to draw the same numbers.
+        random.seed(f"{job.case.seed} {rank}")
+        torch.manual_seed(1000 * job.case.seed + rank)
+        try:
+            yield
+        finally:
+            sys.path[:] = path
+            for restore, value in settings:
+                restore(value)
+
+
+def _run(job: Job) -> LoopSightings:
+    case, rank = job.case, dist.get_rank()
     seen = LoopSightings((rank,))
-    loop: Loop = _named(request.make)(case)
+    loop = _named(job.make)(case)
     _check(loop)
-    _restore(loop, case, seen)
+    offers = {name for name, methods in _OFFERS.items() if all(callable(getattr(loop, each, None)) for each in methods)}
+    seen.claims = frozenset(offers | {name for name in ("halts", "to_the_bit") if getattr(loop, name, False)})
+    saved = sorted(Path(case.folder).glob("step-*")) if case.folder is not None else []
+    if saved and "restores" in seen.claims:
+        loop.load(saved[-1])
+        seen.resumed_from = int(saved[-1].name.removeprefix("step-"))
     _describe(loop, seen, rank)
     observer = Observer(loop, case, seen)
     try:
@@ -77,14 +113,13 @@ def _run(request: Job) -> LoopSightings:
     except Exception as error:
         if case.poison is None:
             raise
-        # It was to stop; whether it did so in time, and everywhere, is judged from what was seen.
+        # It was to stop. Whether it did so in time, and on every rank, is judged from the observations.
         seen.violation = ("finite", len(seen.made) + seen.resumed_from + 1, f"{type(error).__name__}: {error}")
-    _finish(loop, case, seen)
-    if isinstance(loop, Evaluates) and seen.violation is None:
-        before = named_digests(unwrapped(loop.model))
-        with observer.watching():
-            seen.evaluation = {name: float(value) for name, value in loop.evaluate().items()}
-        seen.around_evaluation = (before, named_digests(unwrapped(loop.model)))
+    _finish(loop, case, seen, rank)
+    if "evaluates" in seen.claims and seen.violation is None:
+        before = _digests(loop.model)
+        seen.evaluation = {name: float(value) for name, value in loop.evaluate().items()}
+        seen.around_evaluation = (before, _digests(loop.model))
     return seen
 
 
@@ -106,98 +141,57 @@ def _check(loop: Any) -> None:
     problems += [] if callable(getattr(loop, "train", None)) else ["it has no method `train(told)`"]
     if problems:
         needed = "needed are `model`, a torch module, wrapped (DDP, FSDP) or not, and `train(told)`"
-        msg = f"{type(loop).__name__} is no loop: {'; '.join(problems)} ({needed}; its optimizer is found)"
+        msg = f"{type(loop).__name__} is not a loop: {'; '.join(problems)} ({needed}; its optimizer is found)"
         raise ValueError(msg)
     if not trained(unwrapped(loop.model)):
         msg = "no parameter of the loop's `model` trains"
         raise ValueError(msg)
 
 
-def _restore(loop: Loop, case: Case, seen: LoopSightings) -> None:
-    """From the newest folder that the loop saved, where the case keeps files."""
-    found = sorted(Path(case.folder).glob("step-*")) if case.folder is not None else []
-    if found and isinstance(loop, Restores):
-        loop.load(found[-1])
-        seen.resumed_from = int(found[-1].name.removeprefix("step-"))
-
-
-def _describe(loop: Loop, seen: LoopSightings, rank: int) -> None:
+def _describe(loop: Any, seen: LoopSightings, rank: int) -> None:
+    """The model before training. Collective if it is sharded."""
     model: Any = unwrapped(loop.model)
     parameters = trained(model)
-    seen.sharded = any(is_sharded(parameter) for parameter in model.parameters())
+    seen.sharded = is_sharded(model)
     seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in parameters.items())
-    seen.start[rank] = digest({name: whole(parameter) for name, parameter in parameters.items()})
-    seen.frozen[rank] = (digest(kept(model)), "")
-    offers = {"evaluates": Evaluates, "restores": Restores, "recomputes": Recomputes, "schedules": Schedules}
-    claims = {name for name, offer in offers.items() if isinstance(loop, offer)}
-    seen.claims = frozenset(claims | {name for name in ("halts", "to_the_bit") if getattr(loop, name, False)})
+    seen.start[rank] = digest(copied(parameters))
+    seen.frozen[rank] = (digest(constant(model)), "")
     state = {name: whole(tensor) for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     if rank == 0:
         base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        seen.state = state
         config = getattr(base, "config", None)
-        seen.config = config.to_dict() if config is not None else {}
+        seen.state, seen.config = state, config.to_dict() if config is not None else {}
 
 
-def _finish(loop: Loop, case: Case, seen: LoopSightings) -> None:
-    (rank,) = seen.ranks
+def _finish(loop: Any, case: Case, seen: LoopSightings, rank: int) -> None:
+    """The model after training, and what the loop declares. Collective if the model is sharded, or the loop's own."""
     model = unwrapped(loop.model)
+    weights = copied(trained(model))
     last = max((step for (_, step), sight in seen.steps.items() if sight.weights), default=0)
-    weights = {name: whole(parameter) for name, parameter in trained(model).items()}
     seen.final[rank] = (digest(weights), seen.of(rank, last).optimizer if last else "")
-    seen.frozen[rank] = (seen.frozen[rank][0], digest(kept(model)))
-    if isinstance(loop, Schedules):
+    seen.frozen[rank] = (seen.frozen[rank][0], digest(constant(model)))
+    if "schedules" in seen.claims:
         seen.rates = {step: float(loop.rate(step)) for step in seen.made}
-    if isinstance(loop, Decays):
+    if "decays" in seen.claims:
         seen.decays = {name: float(loop.decay(name)) for name in weights}
-    if isinstance(loop, Tunes):
+    if "tunes" in seen.claims:
         seen.tuned = {step: plain_values(loop.tuned(step)) for step in seen.made}
-    seen.reported = [_reported(seen, step) for step in sorted(seen.made)]
-    if isinstance(loop, Recomputes) and seen.violation is None:
-        seen.recomputed = _recomputed(loop, model, case, seen)
+    for step, made in sorted(seen.made.items()):
+        norm, loss = math.nan if made.norm is None else made.norm, seen.told_losses.get(step, math.nan)
+        seen.reported.append(Reported(step, 0, 0, (), 0, 0, made.rate, loss, norm))
+    if "recomputes" in seen.claims and seen.violation is None:
+        seen.recomputed = _recomputed(loop, model, case, seen, rank)
 
 
-def _reported(seen: LoopSightings, step: int) -> Reported:
-    """What the loop said of an update; what it did not say is NaN."""
-    norm = seen.made[step].norm
-    loss = seen.told_losses.get(step, math.nan)
-    return Reported(step, 0, 0, (), 0, 0, seen.made[step].rate, loss, math.nan if norm is None else norm)
+def _digests(model: nn.Module) -> dict[str, str]:
+    inner = unwrapped(model)
+    return {name: digest({"": whole(each)}) for name, each in (*inner.named_parameters(), *inner.named_buffers())}
 
 
-@contextlib.contextmanager
-def _undone(case: Case) -> Iterator[None]:
-    """Inside, the environment of a rank that torch's launcher started; after it, everything as before."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    environment, path = dict(os.environ), list(sys.path)
-    threads, strict, kind = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_default_dtype(),
-    )
-    grad = torch.is_grad_enabled()
-    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ.update({name: str(value) for name, value in own.items()})
-    # Ranks that are equal only because they happened to draw the same are not equal.
-    random.seed(f"{case.seed} {rank}")
-    torch.manual_seed(1000 * case.seed + rank)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.path[:] = path
-        torch.set_num_threads(threads)
-        torch.use_deterministic_algorithms(strict)
-        torch.set_default_dtype(kind)
-        torch.set_grad_enabled(grad)
-
-
-def _recomputed(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSightings) -> dict[int, RowGradients]:
-    """The law of every update from rank 0's weights before it; on rank 0 only, empty elsewhere. Collective."""
-    (rank,) = seen.ranks
-    mine = {step: list(seen.of(rank, step).leaves) for step in seen.made}
+def _recomputed(loop: Any, model: nn.Module, case: Case, seen: LoopSightings, rank: int) -> dict[int, RowGradients]:
+    """The law of every update from rank 0's weights before it; empty on other ranks. Collective."""
     everyone: list[dict[int, list[tuple[int, ...]]]] = [{} for _ in range(case.world)]
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, {step: list(seen.of(rank, step).leaves) for step in seen.made})
     if rank or not case.values or seen.sharded:
         return {}
     exact = copy.deepcopy(model).double()
@@ -212,7 +206,7 @@ def _recomputed(loop: Recomputes, model: nn.Module, case: Case, seen: LoopSighti
     return found
 
 
-def _law(loop: Recomputes, model: nn.Module, rows: list[int]) -> RowGradients:
+def _law(loop: Any, model: nn.Module, rows: list[int]) -> RowGradients:
     parameters = trained(model)
     losses, parts = [], []
     for row in rows:

@@ -1,7 +1,7 @@
-"""Imported by the fork server of the ranks, and by nobody else: what a rank leaves behind becomes its child.
+"""Imported by the fork server of the ranks only. It makes the server the parent of every process that a rank orphans.
 
-Without that, a process whose rank has died would belong to init, and nobody could say whose it was. The server ends at
-once, though it holds torch, and removes the suite's folder where the suite was killed.
+Without this, init would adopt such a process, and the suite could not find it. If the suite was killed, the server ends
+at once and removes the suite's folder.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ _SERVER = os.getpid()
 _FOLDER = os.environ.pop(FOLDER)
 
 ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-# The fork server waits for every child, and wonders about those that it did not start.
+# The fork server waits for every child, and warns about children that it did not start.
 warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")
 
 
+@atexit.register
 def _leave() -> None:
-    """The suite is gone and has not ended the server: it was killed. Ranks, forked from the server, are not meant."""
+    """Runs if the suite has gone without ending the server. Ranks inherit the handler, and must not run it."""
     if os.getpid() == _SERVER:
         shutil.rmtree(_FOLDER, ignore_errors=True)
         os._exit(0)
-
-
-atexit.register(_leave)

@@ -1,24 +1,25 @@
-"""The process that ranks are forked from: the suite's own. It has ended, with all that it started, before this one.
+"""The fork server of the ranks, and the processes that come of it. All have ended when the suite's process ends.
 
-Multiprocessing has one fork server for a whole process, and its first user decides what that loads. Ranks need one
-that has loaded `adoption`, whoever else starts processes.
+Multiprocessing has one fork server per process, and its first user decides which modules that server imports. Ranks
+need a server that has imported `adoption`, whichever library starts processes first.
 """
 
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from andon_contracts.liveness.process import Process
-from andon_falsify.ranks.leftovers import below
+import psutil
 
 PRELOADED = (
     "torch",
@@ -30,80 +31,102 @@ PRELOADED = (
     "andon_falsify.ranks.trainer",
     "andon_falsify.ranks.adoption",
 )
-"""Imported once, by a server that starts no thread, so that a rank is there in milliseconds."""
+"""Imported once, by a server that starts no thread, so that a rank starts in milliseconds."""
 FOLDER = "ANDON_FALSIFY_FOLDER"
-"""In the server's environment: what it removes where this process ended without having ended the server."""
-_LAST, _AFTER_ALL = -50, -200
-"""When this process ends: after its own processes have ended, and after what multiprocessing itself puts away."""
+"""A variable of the server's environment: the folder that the server removes if the suite was killed."""
+_FIRST, _LAST = 10, -200
+"""Exit priorities: before multiprocessing waits for its processes; and after it has removed its folder."""
 _GRACE_S = 5.0
-_POLL_S = 0.005
+_POLL_S = 0.01
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Stray:
+    """A process that outlived the case that started it. rank: the pid of the rank that it is from, 0 if unknown."""
+
+    process: psutil.Process
+    command: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.process.pid} ({self.command})"
 
 
 class Server:
-    """A fork server that is started when the first rank is, and again after `stop`. preloaded: what it imports."""
+    """A fork server that starts with the first rank, and again after `stop`. preloaded: the modules that it imports."""
 
     def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
-        self._preloaded = list(preloaded)
-        self._held = self._new()
-        self._known_at_exit = False
-
-    def _new(self) -> Any:
-        held = forkserver.ForkServer()
-        held.set_forkserver_preload(self._preloaded)
-        return held
+        self._server: Any = forkserver.ForkServer()
+        self._server.set_forkserver_preload(list(preloaded))
+        self._stops_at_exit = False
 
     @property
     def folder(self) -> Path:
-        """The folder of this process for what its ranks leave in files; gone when this process is, even if killed."""
+        """The folder for files of the ranks. It goes with this process, even if this process is killed."""
         return Path(util.get_temp_dir())
 
     def fork(self, descriptors: Sequence[int]) -> tuple[int, int]:
-        """Ask for a process that inherits `descriptors`: where its pid is read, and where what it is to do is written.
+        """Fork a process that inherits `descriptors`. Returns two pipe ends: for reading its pid, and for its work.
 
-        A Ctrl-C is for this process alone: it would end the server in the middle of an import.
+        Only this process receives a Ctrl-C. Otherwise it would end the server in the middle of an import.
         """
-        if not self._known_at_exit:
-            util.Finalize(None, self.stop, exitpriority=_LAST)
-            util.Finalize(None, _stop_tracker, exitpriority=_AFTER_ALL)
-            self._known_at_exit = True
-        # Where these two look for modules, the folder that they are started in must not come first.
-        given = {FOLDER: str(self.folder), "PYTHONSAFEPATH": "1"}
-        before = {name: os.environ.get(name) for name in given}
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        os.environ.update(given)
-        try:
-            resource_tracker.ensure_running()  # starting it unblocks SIGINT
+        if not self._stops_at_exit:
+            util.Finalize(None, self.stop, exitpriority=_FIRST)
+            util.Finalize(None, _stop_tracker, exitpriority=_LAST)
+            self._stops_at_exit = True
+        # The server and multiprocessing's tracker must not look for modules in the folder that they are started in.
+        with environment(**{FOLDER: str(self.folder), "PYTHONSAFEPATH": "1"}), _interrupts_blocked():
+            resource_tracker.ensure_running()  # it unblocks SIGINT
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            self._held.ensure_running()
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        found: tuple[int, int] = self._held.connect_to_new_process(descriptors)
+            self._server.ensure_running()
+        found: tuple[int, int] = self._server.connect_to_new_process(descriptors)
         return found
 
+    def strays(self, ranks: Collection[int], wait_s: float) -> list[Stray]:
+        """The processes that ranks with these pids, dead or alive, have left behind, and that run after `wait_s`.
+
+        A rank leads a session. Its descendants have it as an ancestor, or have its session, or else the server has
+        adopted them.
+        """
+        deadline = time.monotonic() + wait_s
+        while (found := self._strays(ranks)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return found
+
+    def _strays(self, ranks: Collection[int]) -> list[Stray]:
+        living = {child.pid for child in multiprocessing.active_children()} | set(ranks)
+        found = []
+        for process in self._descendants():
+            with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has just ended
+                if process.pid in living or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                above = [os.getsid(process.pid), *(parent.pid for parent in process.parents())]
+                rank = next((pid for pid in above if pid in ranks), 0)
+                if rank or living.isdisjoint(above):
+                    words = " ".join(process.cmdline())
+                    found.append(Stray(process, words if len(words) <= _SHOWN else f"{words[:_SHOWN]}...", rank))
+        return found
+
+    def _descendants(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            if self._server._forkserver_pid is not None:
+                return list(psutil.Process(self._server._forkserver_pid).children(recursive=True))
+        return []
+
     def stop(self) -> None:
-        """End the server, its ranks and what they left behind, each by its pid; nothing where it does not run."""
-        held, pid = self._held, self._held._forkserver_pid
-        if pid is None:
-            return
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            _end(pid)
-            os.waitpid(pid, 0)
-            os.close(held._forkserver_alive_fd)
-            with suppress(OSError):
-                os.unlink(held._forkserver_address)
-        finally:
-            self._held = self._new()
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        """Kill every process that came of the server, then the server: while it lives, it adopts what they leave."""
+        pid, deadline = self._server._forkserver_pid, time.monotonic() + _GRACE_S
+        if pid is not None:
+            with _interrupts_blocked(), suppress(OSError):  # its socket's folder may be gone
+                while (found := self._descendants()) and time.monotonic() < deadline:
+                    kill(found, _POLL_S)
+                os.kill(pid, signal.SIGKILL)
+                self._server._stop()
 
 
 SERVER = Server()
-"""All pools of this process have the same."""
+"""All pools of this process share this server."""
 
 
 class RankProcess(BaseProcess):
@@ -117,7 +140,7 @@ class RankProcess(BaseProcess):
 
 
 class _Launch(popen_forkserver.Popen):
-    """As multiprocessing does it, by a server of ours."""
+    """Starts a process as multiprocessing does, but from `SERVER`."""
 
     _fds: list[int]
 
@@ -131,32 +154,43 @@ class _Launch(popen_forkserver.Popen):
             context.set_spawning_popen(None)
         self.sentinel, written = SERVER.fork(self._fds)
         # The child takes the end of this pipe for the end of its parent.
-        self.finalizer = util.Finalize(self, _close, (os.dup(written), self.sentinel))
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(written), self.sentinel))  # type: ignore[attr-defined]
         with open(written, "wb") as pipe:
             pipe.write(buffer.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 
 
-def _close(*descriptors: int) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Inside, the environment has `values`; afterwards it is what it was, whatever has changed it."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
-def _end(server: int) -> None:
-    """Kill what runs below the process `server`, then that."""
-    held, deadline = Process.of(server), time.monotonic() + _GRACE_S
-    while (found := below(server)) and time.monotonic() < deadline:
-        for pid in found:
-            child = Process.of(pid)
-            if child is not None:
-                child.send(signal.SIGKILL)
-        time.sleep(_POLL_S)
-    if held is not None:
-        held.send(signal.SIGKILL)
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def kill(processes: Sequence[psutil.Process], wait_s: float) -> None:
+    """Kill them, and wait until they are gone, at most `wait_s` seconds."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, wait_s)
 
 
 def _stop_tracker() -> None:
-    """End multiprocessing's other process, which would end by itself a moment after this one."""
+    """End multiprocessing's other process, which would end by itself a moment after this process."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._pid is not None:
         with suppress(OSError):

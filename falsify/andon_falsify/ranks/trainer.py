@@ -1,4 +1,4 @@
-"""Our trainer as a subject, on each of its backends."""
+"""Our own trainer as a subject, on each of its backends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from andon.backend.base import Backend, InlineBackend
 from andon.backend.group import GroupBackend
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.drive import Plant, drive
+from andon_falsify.subjects.drive import drive
 from andon_falsify.subjects.placing import IN_A_GROUP, devices_of
 from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace
 
 
 class AndonTrainer:
-    """Runs cases on the backend that each of them names. `pools` are where the ranks of a process group live.
+    """Runs every case on the backend that it names; process groups on the ranks of `pools`.
 
-    late: whether ranks that share this process judge an update a step later, as GPUs do (None: as they do it).
+    late: whether the ranks of `inline` judge an update one step later, as GPUs do. None: as their devices do.
     """
 
     name = "andon"
@@ -29,36 +29,29 @@ class AndonTrainer:
 
     def run(self, case: Case) -> Trace:
         """See `Subject.run`."""
-        name = f"{self.name} {case.backend}"
+        errors: dict[int, str] = {}
         try:
             if case.backend in IN_A_GROUP:
-                return self._in_a_group(case, name)
-            backend = InlineBackend(devices_of(case.backend, case.world))
-            return assemble_trace(case, [train_on(backend, case, late=self._late)], {}, name)
+                answers = self._pools.of(case.world, case.backend).run("andon_falsify.ranks.trainer:train", case)
+                parts = [answer.value for answer in answers if isinstance(answer.value, Sightings)]
+                errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
+            else:
+                parts = [_train(case, InlineBackend(devices_of(case.backend, case.world)), late=self._late)]
         except Exception as error:  # noqa: BLE001 -- an error of the subject is part of what is judged
-            return assemble_trace(case, [], {0: f"{type(error).__name__}: {error}"}, name)
-
-    def _in_a_group(self, case: Case, name: str) -> Trace:
-        answers = self._pools.of(case.world, case.backend).run("andon_falsify.ranks.trainer:train", case)
-        parts = [answer.value for answer in answers if isinstance(answer.value, Sightings)]
-        errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
-        return assemble_trace(case, parts, errors, name)
+            parts, errors = [], {0: f"{type(error).__name__}: {error}"}
+        return assemble_trace(case, parts, errors, f"{self.name} {case.backend}")
 
 
 def train(case: Case) -> Sightings:
-    """Run `case` as one rank of the process group that this process belongs to."""
-    return train_on(GroupBackend(case.backend, devices_of(case.backend, case.world)[dist.get_rank()]), case)
+    """Run `case` as one rank of this process's group."""
+    return _train(case, GroupBackend(case.backend, devices_of(case.backend, case.world)[dist.get_rank()]))
 
 
-def train_on(backend: Backend, case: Case, *, late: bool | None = None) -> Sightings:
-    """Run `case`, with the fault that it names, on all ranks that `backend` has in this process."""
-    return drive(case, backend, None if case.fault is None else _plant(case.fault), late=late)
-
-
-def _plant(fault: str) -> Plant:
-    module, _, name = fault.partition(":")
+def _train(case: Case, backend: Backend, *, late: bool | None = None) -> Sightings:
+    if case.fault is None:
+        return drive(case, backend, None, late=late)
+    module, _, name = case.fault.partition(":")
     if not name:
-        msg = f"the fault {fault!r} must be package.module:name"
+        msg = f"the fault {case.fault!r} must be package.module:name"
         raise ValueError(msg)
-    plant: Plant = import_module(module).named(name).plant
-    return plant
+    return drive(case, backend, import_module(module).named(name).plant, late=late)

@@ -1,5 +1,4 @@
-"""A Qwen3 decoder in float64, with a head of classes or of next tokens: rotary positions, normed grouped queries, gated
-feed-forward.
+"""A Qwen3 decoder in float64, with a head for classes or for next tokens.
 
 Source: Qwen3 technical report, section 2 (architecture); RMSNorm (Zhang and Sennrich 2019), RoPE (Su et al. 2021),
 SwiGLU (Shazeer 2020), LoRA (Hu et al. 2021).
@@ -7,8 +6,9 @@ SwiGLU (Shazeer 2020), LoRA (Hu et al. 2021).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from andon_falsify.reference.params import Layers, Lora, Masks, Params, join_hea
 
 @dataclass(frozen=True)
 class Decoder:
-    """The architecture's numbers. `pad` is the token id that pooling skips; `theta` the base of the rotary angles."""
+    """The architecture's numbers. pad: the token id that pooling skips. theta: the base of the rotary angles."""
 
     layers: int
     heads: int
@@ -31,30 +31,24 @@ class Decoder:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object], lora: Lora | None = None) -> Decoder:
-        """From the values of a `config.json`.
-
-        Raises `ValueError` for an architecture that this reference does not compute (scaled rotary angles, a sliding
-        window, another activation) and `KeyError` for a number that is missing.
-        """
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        if not isinstance(rope, Mapping):
-            msg = f"rope_parameters is {rope!r}, not a mapping"
+        """From the values of a `config.json`. Raises `ValueError` for what this reference does not compute."""
+        rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta")}
+        names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "pad_token_id")
+        numbers = [config.get(name) for name in names]
+        if (
+            not isinstance(rope, Mapping)
+            or rope.get("rope_type", "default") != "default"
+            or config.get("hidden_act", "silu") != "silu"
+            or {*cast(Iterable[str], config.get("layer_types") or ())} - {"full_attention"}
+        ):
+            msg = "the reference computes a Qwen3 decoder with silu, plain rotary angles and full attention only"
             raise ValueError(msg)
-        _demand("rope type", rope.get("rope_type", "default"), ("default",))
-        _demand("hidden_act", config.get("hidden_act", "silu"), ("silu",))
-        kinds = config.get("layer_types") or []
-        for kind in kinds if isinstance(kinds, (list, tuple)) else [kinds]:
-            _demand("layer type", kind, ("full_attention",))
-        return cls(
-            layers=int(_number(config, "num_hidden_layers")),
-            heads=int(_number(config, "num_attention_heads")),
-            key_value_heads=int(_number(config, "num_key_value_heads")),
-            head_dim=int(_number(config, "head_dim")),
-            pad=int(_number(config, "pad_token_id")),
-            theta=_number(rope if "rope_theta" in rope else config, "rope_theta"),
-            epsilon=_number(config, "rms_norm_eps"),
-            lora=lora,
-        )
+        theta, epsilon = rope.get("rope_theta"), config.get("rms_norm_eps")
+        if not all(isinstance(number, int) for number in numbers) or not isinstance(epsilon, float) or not theta:
+            msg = f"{', '.join(names)} are {numbers}, rope_theta {theta} and rms_norm_eps {epsilon}"
+            raise ValueError(msg)
+        layers, heads, key_value_heads, head_dim, pad = cast(list[int], numbers)
+        return cls(layers, heads, key_value_heads, head_dim, pad, float(theta), epsilon, lora)
 
     def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
         """The class scores of each row.
@@ -63,13 +57,14 @@ class Decoder:
         Returns float64 [rows, classes], read at each row's last token that is not `pad`.
         """
         final = self._final(params, tokens, attention, masks)
-        read = final[torch.arange(len(tokens)), self._last(tokens)]
-        return Layers(params, self.lora, masks).linear(read, "score")
+        places = torch.arange(tokens.shape[1]).expand_as(tokens)
+        last = torch.where(tokens == self.pad, 0, places).amax(-1)  # 0 in a row of padding only
+        return Layers(params, self.lora, masks).linear(final[torch.arange(len(tokens)), last], "score")
 
     def next_token_logits(self, params: Params, tokens: Tensor) -> Tensor:
-        """float64 [length, vocabulary]: what one whole row (int64 [length]) says of the token behind each of its own.
+        """float64 [length, vocabulary]: the scores of the token after each token of one row (int64 [length]).
 
-        By `lm_head`; a model without one has tied it to the embedding.
+        A model without `lm_head` uses its embedding.
         """
         final = self._final(params, tokens[None], torch.ones_like(tokens)[None], no_dropout)[0]
         if "lm_head.weight" in params:
@@ -77,7 +72,7 @@ class Decoder:
         return final @ params["model.embed_tokens.weight"].T
 
     def _final(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks) -> Tensor:
-        """[rows, length, hidden]: behind the last layer and its norm."""
+        """[rows, length, hidden]: after the last layer and its norm."""
         with_lora = Layers(params, self.lora, masks)
         hidden = params["model.embed_tokens.weight"][tokens]
         length = tokens.shape[1]
@@ -86,11 +81,6 @@ class Decoder:
         for index in range(self.layers):
             hidden = self._layer(with_lora, hidden, allowed, f"model.layers.{index}")
         return _rms(hidden, params["model.norm.weight"], self.epsilon)
-
-    def _last(self, tokens: Tensor) -> Tensor:
-        """int64 [rows]: the place of the last token that is not padding, 0 where all of them are."""
-        places = torch.arange(tokens.shape[1]).expand_as(tokens)
-        return torch.where(tokens == self.pad, 0, places).amax(-1)
 
     def _layer(self, layers: Layers, hidden: Tensor, allowed: Tensor, name: str) -> Tensor:
         params = layers.params
@@ -125,17 +115,3 @@ class Decoder:
 def _rms(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """values / sqrt(mean of squares + epsilon) * weight, over the last dimension."""
     return values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight
-
-
-def _number(config: Mapping[str, object], name: str) -> float:
-    value = config.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        msg = f"the configuration has no number {name}, but {value!r}"
-        raise KeyError(msg)
-    return value
-
-
-def _demand(what: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        msg = f"{what} {value!r}: the reference computes only {', '.join(allowed)}"
-        raise ValueError(msg)

@@ -17,7 +17,7 @@ from andon_falsify.reference.params import Layers, Lora, Masks, Params, join_hea
 
 @dataclass(frozen=True)
 class Encoder:
-    """The architecture's numbers. Hidden dropouts are places of their modules' names, `dropout` that of the head."""
+    """The architecture's numbers. A hidden dropout has the name of its module, that of the head is `dropout`."""
 
     layers: int
     heads: int

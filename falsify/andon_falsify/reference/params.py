@@ -1,4 +1,4 @@
-"""Parameters by the names of the architecture, whatever wrapped them in training, and what a layer does with them."""
+"""Parameters by the names of the bare architecture, and what a layer does with them."""
 
 from __future__ import annotations
 
@@ -13,39 +13,35 @@ Params = Mapping[str, Tensor]
 """Canonical name (`model.layers.0.self_attn.q_proj.lora_A.weight`) -> float64 tensor."""
 
 Masks = Callable[[str, tuple[int, ...]], Tensor | None]
-"""(name of the place, shape of what is dropped) -> factors, 0 or 1 / (1 - p); None drops nothing.
+"""(name of a dropout, shape of its input) -> factors, 0 or 1 / (1 - p); None drops nothing.
 
-Places: `<module>.lora_dropout` for a LoRA's input [rows, length, features], `<module>.attention_dropout` for attention
+Names: `<module>.lora_dropout` for a LoRA's input [rows, length, features], `<module>.attention_dropout` for attention
 probabilities [rows, heads, queries, keys], and in an encoder the names of its hidden dropouts.
 """
 
 
 def no_dropout(name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """The mask of evaluation: nothing is dropped anywhere."""
+    """The mask of evaluation."""
     del name, shape
     return None
 
 
 @dataclass(frozen=True)
 class Lora:
-    """How much of B @ A is added: alpha / r, where r is read from A's shape."""
+    """An adapter adds alpha / r times B @ A. Its rank r is read from A's shape."""
 
     alpha: float
-
-    def scale(self, rank: int) -> float:
-        """The factor for adapters of rank `rank`."""
-        return self.alpha / rank
 
 
 def canonical_name(name: str, adapter: str = "default") -> str | None:
     """The name in the bare architecture of a tensor of a PEFT model, or None for the frozen copy of a trained head.
 
-    A prefix of DDP is dropped as well. Names of a bare model are returned as they are.
+    A prefix of DDP is dropped too. Names of a bare model stay as they are.
     """
     parts = name.split(".")
     if "original_module" in parts:
         return None
-    if parts and parts[0] == "module":
+    if parts[0] == "module":
         parts = parts[1:]
     if parts[:2] == ["base_model", "model"]:
         parts = parts[2:]
@@ -59,9 +55,9 @@ def canonical_name(name: str, adapter: str = "default") -> str | None:
 
 
 def canonical(state: Mapping[str, Tensor], adapter: str = "default") -> dict[str, Tensor]:
-    """A copy of `state` in float64 under canonical names (integer buffers stay as they are).
+    """A copy of `state` in float64 under canonical names. Integer buffers keep their type.
 
-    Raises `ValueError` where two tensors have one canonical name.
+    Raises `ValueError` if two tensors have one canonical name.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in state.items():
@@ -78,16 +74,16 @@ def canonical(state: Mapping[str, Tensor], adapter: str = "default") -> dict[str
 
 @dataclass(frozen=True)
 class Layers:
-    """The parameters of one forward pass with what acts on them: adapters' scale and the masks of this pass."""
+    """The parameters of one forward pass, its adapters and its dropout masks."""
 
     params: Params
     lora: Lora | None = None
     masks: Masks = no_dropout
 
     def linear(self, inputs: Tensor, name: str) -> Tensor:
-        """inputs @ W^T + b of the module `name`, and its LoRA: scale * (mask * inputs) @ A^T @ B^T.
+        """inputs @ W^T + b of the module `name`, and its LoRA: alpha / r * (mask * inputs) @ A^T @ B^T.
 
-        Raises `ValueError` for a module with an adapter where no `lora` says how to scale it.
+        Raises `ValueError` for an adapter without a `lora`.
         """
         result = inputs @ self.params[f"{name}.weight"].T
         bias = self.params.get(f"{name}.bias")
@@ -97,24 +93,23 @@ class Layers:
         if down is None or up is None:
             return result
         if self.lora is None:
-            msg = f"{name} has an adapter, but no alpha was given"
-            raise ValueError(msg)
-        return result + self.dropped(inputs, f"{name}.lora_dropout") @ down.T @ up.T * self.lora.scale(down.shape[0])
+            raise ValueError(f"{name} has an adapter, and no alpha to scale it")
+        return result + self.dropped(inputs, f"{name}.lora_dropout") @ down.T @ up.T * (self.lora.alpha / down.shape[0])
 
     def dropped(self, values: Tensor, name: str) -> Tensor:
-        """`values` times the mask of the place `name`. Raises `ValueError` for a mask of another shape."""
+        """`values` times the mask of the dropout `name`. Raises `ValueError` for a mask of another shape."""
         mask = self.masks(name, tuple(values.shape))
         if mask is None:
             return values
         if mask.shape != values.shape:
-            msg = f"the mask of {name} has shape {list(mask.shape)}, what it drops {list(values.shape)}"
+            msg = f"the mask of {name} has shape {list(mask.shape)}, its input {list(values.shape)}"
             raise ValueError(msg)
         return values * mask.double()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, name: str) -> Tensor:
         """Softmax attention, all of [rows, heads, length, head_dim]; `allowed` is bool [rows, 1, queries, keys].
 
-        A query that is allowed nothing (padding on the left) attends evenly, so that it is finite; nobody reads it.
+        A query that may attend to nothing (padding on the left) attends evenly, which keeps it finite. It is not used.
         """
         scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1])
         scores = scores.masked_fill(~allowed, torch.finfo(torch.float64).min)

@@ -1,6 +1,6 @@
-"""The plain loop: one process, one global batch after the other; no ranks, no accumulation, nothing drawn at random.
+"""Loss and gradient of rows, and training on them: one process, float64, no accumulation, nothing drawn at random.
 
-Its loss is the weighted SUM of cross-entropies over the global batch, divided once by its number of rows.
+The loss of a global batch is the weighted SUM of its rows' cross-entropies, divided once by the number of rows.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.params import Masks, Params, no_dropout
 from andon_falsify.reference.update import State, UpdateRule, clip
 
 
 class Model(Protocol):
-    """Class scores from parameters and tokens: `Decoder`, `Encoder`, or a user's own forward."""
+    """Class scores from parameters and tokens: `Decoder`, `Encoder`, or a user's own forward pass."""
 
     def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
         """[rows, classes] for int64 tokens [rows, length] and their attention mask."""
@@ -26,7 +27,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """Rows that the accused computed together, hence padded alike and under the same masks; a global batch is several.
+    """Rows that the subject computed together, so padded to one length and under the same masks.
 
     tokens: int64 [rows, length]. attention: [rows, length]. labels: int64 [rows].
     """
@@ -36,26 +37,15 @@ class Piece:
     labels: Tensor
 
 
-MasksOf = Callable[[int, int], Masks]
-"""(update from 1, index of the piece) -> the masks that the accused used there."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """One update of the law. `gradients` are before clipping, `grad_norm` is their norm, `weights` those after."""
-
-    step: int
-    loss: float
-    gradients: Mapping[str, Tensor]
-    grad_norm: float
-    lr: float
-    weights: Mapping[str, Tensor]
-    state: State
+TokenRow = tuple[Sequence[int], Sequence[float]]
+"""The tokens of a row, and the weight of each in the loss. Nothing predicts the first token: its weight is unused."""
+PieceMasks = Callable[[int], Masks]
+"""Index of a piece in its global batch -> the masks that the subject used there."""
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What each row of an update adds: its loss, and its gradient by parameter, [rows, *shape], in order of `rows`."""
+    """What each row adds to an update: its loss, and its gradient by parameter, [rows, *shape], in order of `rows`."""
 
     rows: tuple[int, ...]
     losses: Tensor
@@ -63,10 +53,10 @@ class RowGradients:
 
 
 def row_losses(logits: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
-    """w[label] * -log softmax(logits)[label] of each row (seed D3; torch's mean divides by the weights).
+    """w[label] * -log softmax(logits)[label] of each row (torch's mean divides by the weights instead).
 
     logits: [rows, classes]. labels: int64 [rows]. class_weights: [classes], 1 each by default. Returns [rows]. Raises
-    `ValueError` for a label that is no class.
+    `ValueError` for a label outside the classes.
     """
     classes = logits.shape[-1]
     if len(labels) and not bool(((labels >= 0) & (labels < classes)).all()):
@@ -79,111 +69,93 @@ def row_losses(logits: Tensor, labels: Tensor, class_weights: Tensor | None = No
     return weights[labels] * (log_normaliser - chosen)
 
 
-def _losses(
-    model: Model,
-    params: Params,
-    pieces: Sequence[Piece],
-    class_weights: Tensor | None,
-    masks: Callable[[int], Masks] | None,
-) -> Iterator[Tensor]:
-    for index, piece in enumerate(pieces):
-        if len(piece.labels):
-            logits = model.logits(params, piece.tokens, piece.attention, masks(index) if masks else no_dropout)
-            yield row_losses(logits, piece.labels, class_weights)
-
-
 def row_gradients(
     model: Model,
     params: Params,
     trainable: Collection[str],
     pieces: Sequence[Piece],
     class_weights: Tensor | None = None,
-    masks: Callable[[int], Masks] | None = None,
+    masks: PieceMasks | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `gradient`, of each row by itself: losses [rows] and gradients [rows, *shape], in the order of the pieces.
+    """The loss of each row [rows], and its gradient by parameter [rows, *shape], in the order of the pieces.
 
-    Raises `ValueError` for a batch of no rows.
+    `params` and `trainable` are canonical names. A trainable tensor that the loss does not reach has gradient 0. Raises
+    `KeyError` for a trainable name without a parameter, `ValueError` if there are no rows.
     """
+
+    def losses(params: Params) -> Iterator[Tensor]:
+        for index, piece in enumerate(pieces):
+            if len(piece.labels):
+                of_piece = masks(index) if masks else no_dropout
+                logits = model.logits(params, piece.tokens, piece.attention, of_piece)
+                yield row_losses(logits, piece.labels, class_weights)
+
+    return gradients_of(losses, params, trainable)
+
+
+def token_gradients(
+    model: Decoder, params: Params, trainable: Collection[str], rows: Sequence[TokenRow]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `row_gradients`, for instruction tuning: a weighted sum over tokens, divided once by the trained tokens.
+
+    The means over the rows are the loss and gradient of the batch, so a row may count more than its own mean. Each row
+    is computed alone: nothing is packed, padded or masked, and rows cannot attend to each other. Raises `ValueError` if
+    no row has a trained token.
+    """
+    count = sum(weight != 0 for _, weights in rows for weight in weights[1:])
+    if not count:
+        raise ValueError("rows without a trained token have no mean loss")
+
+    def losses(params: Params) -> Iterator[Tensor]:
+        for tokens, weights in rows:
+            ids = torch.tensor(tokens, dtype=torch.int64)
+            logits = model.next_token_logits(params, ids)
+            of_tokens = torch.tensor(weights[1:], dtype=torch.float64) * row_losses(logits[:-1], ids[1:])
+            yield of_tokens.sum(0, keepdim=True) * len(rows) / count
+
+    return gradients_of(losses, params, trainable)
+
+
+def gradients_of(
+    losses: Callable[[Params], Iterable[Tensor]], params: Params, trainable: Collection[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses [rows] that `losses` yields in parts, and the gradient of each, by parameter [rows, *shape]."""
     leaves = {name: params[name].detach().double().requires_grad_() for name in trainable}
-    losses: list[Tensor] = []
+    rows: list[Tensor] = []
     parts: dict[str, list[Tensor]] = {name: [] for name in leaves}
-    for of_piece in _losses(model, {**params, **leaves}, pieces, class_weights, masks):
-        rows = len(of_piece)
-        found = torch.autograd.grad(
-            of_piece,
+    for part in losses({**params, **leaves}):
+        rows.append(part.detach())
+        gradients = torch.autograd.grad(
+            part,
             list(leaves.values()),
-            grad_outputs=torch.eye(rows, dtype=of_piece.dtype),
+            grad_outputs=torch.eye(len(part), dtype=part.dtype),
             is_grads_batched=True,
             allow_unused=True,
         )
-        losses.append(of_piece.detach())
-        for (name, leaf), part in zip(leaves.items(), found, strict=True):
-            parts[name].append(leaf.new_zeros(rows, *leaf.shape) if part is None else part)
-    if not losses:
-        msg = "a batch of no rows has no gradient of a row"
-        raise ValueError(msg)
-    return torch.cat(losses), {name: torch.cat(of_pieces).detach() for name, of_pieces in parts.items()}
-
-
-def gradient(
-    model: Model,
-    params: Params,
-    trainable: Collection[str],
-    pieces: Sequence[Piece],
-    class_weights: Tensor | None = None,
-    masks: Callable[[int], Masks] | None = None,
-) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient of one global batch: both summed over its rows, divided once by their number.
-
-    `params` and `trainable` are canonical names; `masks` gives those of each piece. A trainable tensor that the loss
-    does not reach has a gradient of 0. Raises `KeyError` for a trainable name that is no parameter; a batch of no rows
-    has loss 0 and gradient 0.
-    """
-    leaves = {name: params[name].detach().double().requires_grad_() for name in trainable}
-    count = sum(len(piece.labels) for piece in pieces)
-    total = 0.0
-    sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    for of_piece in _losses(model, {**params, **leaves}, pieces, class_weights, masks):
-        loss = of_piece.sum()
-        found = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        total += float(loss.detach())
-        for name, part in zip(leaves, found, strict=True):
-            if part is not None:
-                sums[name] += part
-    rows = max(count, 1)
-    return total / rows, {name: part.detach() / rows for name, part in sums.items()}
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            parts[name].append(leaf.new_zeros(len(part), *leaf.shape) if gradient is None else gradient)
+    if not rows:
+        raise ValueError("a batch of no rows has no gradient of a row")
+    return torch.cat(rows), {name: torch.cat(each).detach() for name, each in parts.items()}
 
 
 def train(
     model: Model,
     params: Params,
     trainable: Collection[str],
-    batches: Iterable[Sequence[Piece]],
+    batches: Iterable[Piece],
     rule: UpdateRule,
-    schedule: Callable[[int], float],
-    *,
+    rates: Iterable[float],
     clip_norm: float | None = None,
-    class_weights: Tensor | None = None,
-    masks: MasksOf | None = None,
-) -> Iterator[Update]:
-    """One update for each global batch, from `params` (canonical, float64), at the rate `schedule(step)`.
+) -> Iterator[dict[str, Tensor]]:
+    """Train from `params` (canonical, float64), and yield the trained weights after each batch.
 
-    A batch of no rows changes nothing and is no update of the optimizer, but has its step number.
+    A batch without rows changes nothing.
     """
-    weights = {name: params[name].detach().double() for name in trainable}
-    state = State()
-    for step, pieces in enumerate(batches, start=1):
-        of_piece = _at_step(masks, step) if masks else None
-        loss, gradients = gradient(model, {**params, **weights}, trainable, pieces, class_weights, of_piece)
-        clipped, norm = clip(gradients, clip_norm)
-        lr = schedule(step)
-        if any(len(piece.labels) for piece in pieces):
-            weights, state = rule.step(weights, clipped, state, lr)
-        yield Update(step, loss, gradients, norm, lr, dict(weights), state)
-
-
-def _at_step(masks: MasksOf, step: int) -> Callable[[int], Masks]:
-    def of_piece(index: int) -> Masks:
-        return masks(step, index)
-
-    return of_piece
+    weights, state = {name: params[name].detach().double() for name in trainable}, State()
+    for batch, rate in zip(batches, rates, strict=True):
+        if len(batch.labels):
+            rows = row_gradients(model, {**params, **weights}, trainable, [batch])[1]
+            gradients = clip({name: tensor.mean(0) for name, tensor in rows.items()}, clip_norm)[0]
+            weights, state = rule.step(weights, gradients, state, rate)
+        yield weights

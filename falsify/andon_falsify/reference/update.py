@@ -1,36 +1,26 @@
-"""What an optimizer does to weights: clipping by the global norm, SGD, AdamW; pure functions in float64."""
+"""What an optimizer does to weights: clipping by the global norm, SGD and AdamW, as pure functions in float64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 _CLIP_EPSILON = 1e-6
-"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6, so that a gradient at the limit is scaled by a hair."""
+"""torch.nn.utils.clip_grad_norm_ divides by norm + 1e-6, so it scales a gradient at the limit a little too."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What an optimizer remembers: updates made, by itself and to each tensor, and moments (none before the first)."""
+    """What an optimizer remembers by tensor: how often it was updated, and its moments (none before the first)."""
 
-    updates: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     first: Tensors = field(default_factory=dict)
     second: Tensors = field(default_factory=dict)
-
-
-class UpdateRule(Protocol):
-    """What an optimizer does in one update, as a pure function."""
-
-    def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
-        """The weights and the state after one update at the rate `lr`; a tensor without a gradient stays."""
-        ...
 
 
 def global_norm(gradients: Tensors) -> float:
@@ -39,12 +29,12 @@ def global_norm(gradients: Tensors) -> float:
 
 
 def is_clipped(norm: float, limit: float | None) -> bool:
-    """Whether clipping to `limit` scales a gradient of that norm, by more than fp32 rounds a norm at the limit."""
+    """Whether clipping to `limit` scales a gradient of that norm by more than fp32 rounds a norm at the limit."""
     return limit is not None and norm > limit * (1 + 1e-5)
 
 
 def clip(gradients: Tensors, limit: float | None) -> tuple[dict[str, Tensor], float]:
-    """The gradients scaled so that their norm is at most `limit` (None: as they are), and the norm before that."""
+    """The gradients scaled to a norm of at most `limit` (None: no limit), and the norm before that."""
     norm = global_norm(gradients)
     factor = 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
     return {name: gradient * factor for name, gradient in gradients.items()}, norm
@@ -62,7 +52,7 @@ class Sgd:
     matrices_only: bool = False
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
-        """One update; see `UpdateRule`."""
+        """Weights and state after one update at the rate `lr`. A tensor without a gradient keeps its value."""
         updated, moments = dict(weights), dict(state.first)
         for name, gradient in gradients.items():
             moved = gradient + _decay(self, weights[name]) * weights[name]
@@ -70,7 +60,7 @@ class Sgd:
                 moved = self.momentum * moments[name] + moved if name in moments else moved
                 moments[name] = moved
             updated[name] = weights[name] - lr * moved
-        return updated, State(state.updates + 1, state.counts, moments, {})
+        return updated, State(first=moments)
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,7 @@ class AdamW:
     matrices_only: bool = False
 
     def step(self, weights: Tensors, gradients: Tensors, state: State, lr: float) -> tuple[dict[str, Tensor], State]:
-        """One update; see `UpdateRule`."""
+        """As `Sgd.step`."""
         fast, slow = self.betas
         updated, counts, first, second = dict(weights), dict(state.counts), dict(state.first), dict(state.second)
         for name, gradient in gradients.items():
@@ -100,8 +90,11 @@ class AdamW:
             mean, spread = first[name] / (1 - fast**count), second[name] / (1 - slow**count)
             decayed = weights[name] * (1 - lr * _decay(self, weights[name]))
             updated[name] = decayed - lr * mean / (spread.sqrt() + self.epsilon)
-        return updated, State(state.updates + 1, counts, first, second)
+        return updated, State(counts, first, second)
 
 
-def _decay(rule: Sgd | AdamW, weight: Tensor) -> float:
+UpdateRule = Sgd | AdamW
+
+
+def _decay(rule: UpdateRule, weight: Tensor) -> float:
     return 0.0 if rule.matrices_only and weight.dim() < 2 else rule.weight_decay

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+FromZero = Annotated[FiniteFloat, Ge(0)]
 VOCABULARY = 127
 """Token ids of rows are 33 to 126, the printable characters of ASCII, so that a row is also a text."""
 PAD = VOCABULARY
@@ -49,42 +53,44 @@ class Poison:
     kinds: `nan` and `inf` in the loss with its graph, `gradient` for a finite loss with a NaN in its gradient.
     """
 
-    step: int
-    leaf: int
-    kind: str
+    step: PositiveInt
+    leaf: NonNegativeInt
+    kind: Annotated[str, Field(pattern="^(nan|inf|gradient)$")]
 
 
 @dataclass(frozen=True)
 class Case:
     """One run. The first block defines its result; world and backend must not; the rest are circumstances.
 
-    hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight. dropout: in attention
-    and adapter. stop_after: the run is cut off after that update, as by a kill. values: gradients, weights and masks
-    are recorded; memory: live bytes are counted. folder: where files go, for a run that is to be resumed. fault: what
-    is planted. In our trainer that is `named(NAME).plant` of a module, written as `package.module:NAME`; a loop reads
-    the text itself.
+    task: what the rows teach: their class, or (`sft`) their tokens, see `token_weights`; `packed sft` trains several
+    rows as one item. hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight.
+    dropout: in attention and adapter. stop_after: the run is cut off after that update, as by a kill. values: record
+    gradients, weights and masks; memory: count live bytes. folder: for the files of a run that is to be resumed. fault:
+    what is planted: in our trainer `named(NAME).plant` of a module, written as `package.module:NAME`; a loop reads the
+    text itself.
     """
 
     rows: Rows = field(default_factory=lambda: make_rows(13))
-    batch_size: int = 5
-    micro_batches: int = 4
-    epochs: int = 1
-    max_steps: int | None = None
+    task: Literal["classification", "sft", "packed sft"] = "classification"
+    batch_size: PositiveInt = 5
+    micro_batches: PositiveInt = 4
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    momentum: float = 0.0
-    weight_decay: float = 0.01
-    lr: float = 1e-2
-    clip_norm: float | None = 0.5
-    seed: int = 0
-    class_weights: tuple[float, ...] | None = None
+    momentum: FromZero = 0.0
+    weight_decay: FromZero = 0.01
+    lr: FromZero = 1e-2
+    clip_norm: FromZero | None = 0.5
+    seed: NonNegativeInt = 0
+    class_weights: tuple[FromZero, ...] | None = None
     architecture: Literal["decoder", "encoder"] = "decoder"
-    layers: int = 1
-    hidden: int = 16
-    heads: int = 2
-    inner: int = 24
-    rank: int = 2
-    dropout: float = 0.1
-    longest: int = 16
+    layers: PositiveInt = 1
+    hidden: PositiveInt = 16
+    heads: PositiveInt = 2
+    inner: PositiveInt = 24
+    rank: NonNegativeInt = 2
+    dropout: Annotated[FromZero, Lt(1)] = 0.1
+    longest: PositiveInt = 16
 
     world: int = 2
     backend: str = "inline"
@@ -95,8 +101,8 @@ class Case:
     values: bool = True
     memory: bool = False
     folder: str | None = None
-    stop_after: int | None = None
-    checkpoint_every: int | None = None
+    stop_after: PositiveInt | None = None
+    checkpoint_every: PositiveInt | None = None
 
     @property
     def accumulation(self) -> int:
@@ -113,9 +119,31 @@ class Case:
         """Rows of an update of a loop: what the ranks' micro-batches add up to."""
         return self.local_batch * self.accumulation * self.world
 
+    @property
+    def items(self) -> tuple[tuple[int, ...], ...]:
+        """What a plan orders: single rows, or packs of rows with at most `longest` tokens (best-fit decreasing)."""
+        sizes = [len(tokens) for tokens in self.rows.tokens]
+        if self.task != "packed sft":
+            return tuple((row,) for row in range(len(sizes)))
+        packs: list[list[int]] = []
+        for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
+            left = [self.longest - sum(sizes[each] for each in pack) for pack in packs]
+            fitting = [(free, place) for place, free in enumerate(left) if free >= sizes[row]]
+            packs[min(fitting)[1]].append(row) if fitting else packs.append([row])
+        return tuple(map(tuple, packs))
+
+    def token_weights(self, row: int) -> tuple[float, ...]:
+        """sft: the loss weight of each token of a row. The first half is the prompt; every fourth answer is uneven."""
+        size = len(self.rows.tokens[row])
+        prompt = max(1, size // 2)
+        weights = [0.0] * prompt + [1.0] * (size - prompt)
+        if row % 4 == 3 and size > prompt + 1:
+            weights[-2:] = 0.5, 2.0
+        return tuple(weights)
+
     def updates_of_epoch(self, batch: int = 0) -> int:
         """Updates of an epoch of batches of `batch` rows, by default `batch_size`; the last has what is left."""
-        return -(-len(self.rows) // (batch or self.batch_size))
+        return -(-len(self.items) // (batch or self.batch_size))
 
     def updates(self, batch: int = 0) -> int:
         """Updates of the whole case, as far as `max_steps` lets it go."""

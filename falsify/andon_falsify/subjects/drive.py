@@ -1,4 +1,4 @@
-"""One case on one backend in this process: assemble, plant what is to be planted, train, and tell what was seen."""
+"""One case on one backend in this process: build the trainer, plant a fault, train, and return what was seen."""
 
 from __future__ import annotations
 
@@ -7,65 +7,61 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
-from andon.backend.base import Backend
+from andon.backend.base import Backend, InlineBackend
 from andon.run.checkpoint import newest_valid
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter
 from andon.run.repeats import Repeats
+from andon.step.plan import GlobalBatch
 from andon.step.replica import state_tensors
+from andon.step.step import StepResult
 from andon.training.history import read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, progress_from
-from andon.training.trainer import Progress, Trainer
+from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
-from andon_contracts.record import End, Plan, Resume, Start
+from andon_contracts.record import End, Plan, Record, Resume, Start, Step
 from andon_contracts.violation import Violation
-from andon_falsify.subjects.assembly import Parts, describe, frozen_of, in_process, put_together
+from andon_falsify.subjects.assembly import TrainerUnderTest, put_together
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.meter import StorageMeter
-from andon_falsify.subjects.placing import devices_of, place_of_bits
-from andon_falsify.subjects.trace import CutOff, Sightings, digest
-from andon_falsify.subjects.watching import WatchedJournal, WatchedStep, state_digests, watch_gradient
+from andon_falsify.subjects.trace import CutOff, Sightings, copied
+from andon_falsify.subjects.watching import note_end, note_result, note_start, watch_gradient, watched_step
 
-Plant = Callable[[Parts, ExitStack], None]
-"""Changes the parts of a run, and has the stack undo what is not a part's own."""
+Plant = Callable[[TrainerUnderTest, ExitStack], None]
+"""Plants a fault in a run; the stack undoes what does not belong to the run alone."""
 
 
 def drive(case: Case, backend: Backend, plant: Plant | None = None, *, late: bool | None = None) -> Sightings:
-    """Run `case` on `backend` (closed afterwards) and return what this process saw. late: see `TrainingStep`.
+    """Run `case` on `backend`, close it, and return what this process saw. late: see `TrainingStep`.
 
-    plant: the fault that the case names, which a case alone does not hold.
-
-    Bytes are counted where all ranks are on the CPU. A violation ends the run and is in what is returned; any other
-    error is raised.
+    A violation ends the run and is in the result; any other error is raised.
     """
     with ExitStack() as stack:
         stack.enter_context(_deterministic())
         stack.callback(backend.close)
         if not case.contracts:
             stack.enter_context(suspended())
-        counting = case.memory and place_of_bits(devices_of(case.backend, case.world)) == "cpu"
-        meters = {rank: StorageMeter() for rank in backend.ranks} if counting else {}
-        parts = put_together(case, backend, meters, late=late)
+        parts = put_together(case, backend, late=late)
         if plant is not None:
             plant(parts, stack)
-        describe(parts)
-        for rank, replica in parts.by_rank.items():
-            watch_gradient(parts.seen, rank, replica, values=case.values)
+        _describe(parts)
         path = case.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="andon-falsify-"))
         folder = RunFolder(Path(path))
         folder.checkpoints.mkdir(exist_ok=True, parents=True)
-        if meters:
-            for rank, replica in parts.by_rank.items():
-                model, flat = replica.model, replica.parameters
-                meters[rank].adopt([*model.parameters(), *model.buffers(), flat.weights, flat.gradient])
-            if not in_process(backend):
-                stack.enter_context(meters[backend.ranks[0]])
-        _train(parts, folder, meters)
-        _finish(parts, folder, meters)
+        for rank, meter in parts.meters.items():
+            model, flat = parts.by_rank[rank].model, parts.by_rank[rank].parameters
+            meter.adopt([*model.parameters(), *model.buffers(), flat.weights, flat.gradient])
+            if not isinstance(backend, InlineBackend):
+                stack.enter_context(meter)
+        _train(parts, folder)
+        note_end(parts.seen, parts.by_rank)
+        parts.seen.peaks = {rank: meter.peak for rank, meter in parts.meters.items()}
+        if parts.writes:
+            parts.seen.ledger = folder.ledger.read_bytes()
     return parts.seen
 
 
@@ -81,7 +77,21 @@ def _deterministic() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:
+def _describe(parts: TrainerUnderTest) -> None:
+    """Note the state at the start, faults included, and watch the gradients from now on."""
+    case, seen = parts.case, parts.seen
+    for rank, replica in parts.by_rank.items():
+        note_start(seen, rank, replica.model)
+        watch_gradient(seen, rank, replica, values=case.values)
+    if case.values and parts.writes:
+        model: Any = parts.primary.model
+        tied = dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
+        seen.state = copied({name: value for name, value in model.state_dict().items() if name not in tied})
+        base = model.get_base_model() if case.rank else model
+        seen.config = cast(dict[str, Any], base.config.to_dict())
+
+
+def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
     checkpoint, rejected = newest_valid(folder.checkpoints)
     if rejected:
         raise RuntimeError("; ".join(rejected))
@@ -92,20 +102,18 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
     history = read_history(folder.ledger, _fingerprint(parts), checkpoint)
     # All ranks have read the ledger before rank 0 goes on writing it.
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])
-    parts.step = step = WatchedStep(parts)  # type: ignore[assignment]
-    inner = None
-    if parts.writes:
-        inner = _journal(parts, folder, progress)
-    journal = WatchedJournal(parts, step, inner, meters)
+    parts.step = watched_step(parts.seen, parts.step, parts.by_rank)
+    files = _files(parts, folder, progress) if parts.writes else None
+    journal = WatchedJournal(parts, files)
     trainer = Trainer(parts, journal, progress, Repeats(history.steps))
     try:
         journal.append(_opening(parts, progress))
-        step.attest_start({"progress": progress.step})
+        parts.step.attest_start({"progress": progress.step})
         trainer.run()
         journal.append(End(parts.plan.total_steps, "finished", {}))
     except Violation as violation:
         parts.seen.violation = (violation.clause or "unnamed", violation.finding.step, str(violation))
-        saved_at = inner.saved_at if inner is not None else 0
+        saved_at = files.saved_at if files is not None else 0
         for record in violation_records(violation, trainer.progress.step, trainer.weights, saved_at, history.last):
             journal.append(record)
     except CutOff:
@@ -114,13 +122,44 @@ def _train(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> 
         journal.close()
 
 
-def _fingerprint(parts: Parts) -> dict[str, str]:
-    """All runs of a suite are of one machine and one set of versions: bits are comparable where devices are alike."""
+class WatchedJournal(Journal):
+    """Notes what is reported, and on rank 0 passes it to the trainer's own journal. Cuts the run off if asked."""
+
+    def __init__(self, parts: TrainerUnderTest, files: FolderJournal | None) -> None:
+        self._parts = parts
+        self._files = files
+
+    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
+        if self._files is not None:
+            self._files.step(batch, result, record)
+        seen = self._parts.seen
+        note_result(seen, batch, result.rows, result.correct, result.rate, result.loss, result.grad_norm)
+        for rank, meter in self._parts.meters.items():
+            seen.resting.setdefault(rank, []).append(meter.live)
+        if self._parts.case.stop_after == batch.step:
+            raise CutOff
+
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        if self._files is not None and self._parts.case.folder is not None:
+            self._files.checkpoint(progress, best=best)
+
+    def append(self, record: Record) -> None:
+        """Write another line of the ledger."""
+        if self._files is not None:
+            self._files.ledger.append(record)
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+
+def _fingerprint(parts: TrainerUnderTest) -> dict[str, str]:
+    """All runs of a suite are on one machine with one set of versions, so the bits depend on the devices alone."""
     return {"machine": "this one", "devices": parts.seen.place}
 
 
-def _journal(parts: Parts, folder: RunFolder, progress: Progress) -> FolderJournal:
-    """The trainer's own, which keeps all checkpoints and shows nothing."""
+def _files(parts: TrainerUnderTest, folder: RunFolder, progress: Progress) -> FolderJournal:
+    """The trainer's own journal, which keeps all checkpoints and shows nothing."""
     return FolderJournal(
         folder=folder,
         ledger=LedgerWriter(folder.ledger),
@@ -133,21 +172,11 @@ def _journal(parts: Parts, folder: RunFolder, progress: Progress) -> FolderJourn
     )
 
 
-def _opening(parts: Parts, progress: Progress) -> Start | Resume:
-    plan, replica = parts.plan, parts.replicas[0]
+def _opening(parts: TrainerUnderTest, progress: Progress) -> Start | Resume:
+    plan, replica = parts.plan, parts.primary
     digests = {"weights": hex64(replica.weights_digest()), "base": hex64(replica.base_digest())}
     world, name = parts.backend.world_size, parts.backend.name
     if progress.step:
         return Resume(progress.step, "case", _fingerprint(parts), digests, world, name)
     described = Plan(len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps)
     return Start("case", _fingerprint(parts), "case", described, digests, world, name)
-
-
-def _finish(parts: Parts, folder: RunFolder, meters: dict[int, StorageMeter]) -> None:
-    for rank, replica in parts.by_rank.items():
-        parts.seen.final[rank] = state_digests(replica)
-        parts.seen.frozen[rank] = (parts.seen.frozen[rank][0], digest(frozen_of(replica.model)))
-        if rank in meters:
-            parts.seen.peaks[rank] = meters[rank].peak
-    if parts.writes:
-        parts.seen.ledger = folder.ledger.read_bytes()

@@ -1,27 +1,138 @@
-"""What is looked at in each update: the reduced gradient, what the update left, the bytes alive."""
+"""What watches a trainer from outside: around its backend, task and step. It changes nothing, unless a case says so."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
+from andon.backend.base import Backend, InlineBackend
 from andon.model.adapter import trainable_parameters
-from andon.step.plan import GlobalBatch
+from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, StepResult
-from andon.training.journal import FolderJournal
-from andon.training.trainer import Journal, Progress
-from andon_contracts.record import Record, Step
-from andon_falsify.subjects.assembly import Parts
+from andon.step.task import Batch, LeafLoss, Task
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.meter import StorageMeter
-from andon_falsify.subjects.trace import CutOff, Reported, Sightings, Tensors, Values, copied, digest
+from andon_falsify.subjects.trace import LeafMasks, Reported, Sightings, Values, copied, digest
+
+
+class Proxy:
+    """Forwards to `inner`, except for the attributes that are given. `call` is what calls of the object itself do."""
+
+    def __init__(self, inner: Any, **attributes: Any) -> None:
+        self.inner = inner
+        self.__dict__.update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The attribute `call` if there is one, else `inner`."""
+        return self.__dict__.get("call", self.inner)(*args, **kwargs)
+
+
+class Loaded(dict[str, torch.Tensor]):
+    """A batch that knows its rows."""
+
+    ids: tuple[int, ...] = ()
+
+
+class Watcher:
+    """Notes in `seen` the rows and dropout masks of every micro-batch, and plants the poison of `case` in one of them.
+
+    rank: the rank whose work is done now. With `meters`, bytes of ranks that share this process are counted during it.
+    """
+
+    def __init__(self, case: Case, seen: Sightings, plan: BatchPlan, meters: Mapping[int, StorageMeter]) -> None:
+        self.rank = 0
+        self._case = case
+        self._seen = seen
+        self._meters = meters
+        self._recorders: dict[int, MaskRecorder] = {}
+        self._poisoned: tuple[int, ...] = ()
+        if case.poison is not None:
+            self._poisoned = plan.batch(case.poison.step).micro_batches(case.micro_batches)[case.poison.leaf][:1]
+
+    def record_masks(self, model: nn.Module) -> None:
+        """Record the dropout masks of `model` from now on."""
+        self._recorders[id(model)] = MaskRecorder(model)
+
+    def backend(self, inner: Backend) -> Any:
+        """`inner`, whose work on a replica is known to be of its rank."""
+
+        def run(work: Callable[[int], object]) -> list[object]:
+            def watched(index: int) -> object:
+                self.rank = inner.ranks[index]
+                with self._meters[self.rank] if self._meters and isinstance(inner, InlineBackend) else nullcontext():
+                    return work(index)
+
+            return inner.map(watched)
+
+        return Proxy(inner, map=run)
+
+    def task(self, inner: Task) -> Any:
+        """`inner`, whose micro-batches are noted."""
+
+        def load(ids: Sequence[int], device: torch.device) -> Batch:
+            batch = Loaded(inner.load(ids, device))
+            batch.ids = tuple(ids)
+            return batch
+
+        def loss_sum(model: nn.Module, batch: Batch) -> LeafLoss:
+            recorder = self._recorders.get(id(model))
+            none: dict[str, torch.Tensor] = {}
+            with recorder.recording() if recorder else nullcontext(none) as masks:
+                loss = inner.loss_sum(model, batch)
+            hidden = recorder.hidden if recorder else ""
+            ids = batch.ids if isinstance(batch, Loaded) else ()
+            return self._noted(model, loss, ids, LeafMasks(batch["input_ids"].shape[1], masks, hidden))
+
+        return Proxy(inner, load=load, loss_sum=loss_sum)
+
+    def _noted(self, model: nn.Module, loss: LeafLoss, ids: tuple[int, ...], masks: LeafMasks) -> LeafLoss:
+        step, poison = self._seen.at, self._case.poison
+        if not step:  # the builder's trial of the model
+            return loss
+        self._seen.of(self.rank, step).leaves.append(ids)
+        if self._case.values:
+            self._seen.masks[step, ids] = masks
+        if poison is None or step != poison.step or not {*self._poisoned} & {*ids}:
+            return loss
+        if poison.kind == "gradient":
+            # The root of 0 is 0 and its slope infinite: a finite loss with a gradient of 0 * inf = NaN.
+            weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct, loss.terms)
+        return LeafLoss(loss.loss_sum * float(poison.kind), loss.correct, loss.terms)
+
+
+def watched_step(seen: Sightings, inner: Any, by_rank: Mapping[int, Replica]) -> Any:
+    """The step `inner`; the state that each update leaves is noted before the next one begins.
+
+    If updates are judged a step later, the next one has been launched by the time the result of this one is known.
+    """
+
+    def call(batch: GlobalBatch, *args: Any, **named: Any) -> StepResult:
+        seen.at = batch.step
+        result: StepResult = inner(batch, *args, **named)
+        note_state(seen, batch.step, by_rank)
+        return result
+
+    def launch(batch: GlobalBatch, *args: Any, **named: Any) -> Pending:
+        seen.at = batch.step
+        pending: Pending = inner.launch(batch, *args, **named)
+        note_state(seen, batch.step, by_rank)
+        return pending
+
+    return Proxy(inner, call=call, launch=launch)
 
 
 def watch_gradient(seen: Sightings, rank: int, replica: Replica, *, values: bool) -> None:
-    """Note a replica's reduced gradient as it was set, and of rank 0 its `values`; after faults are planted."""
+    """Note a replica's reduced gradient as it was set, and of rank 0 its `values`. Call it after faults are planted."""
     inner = replica.set_gradient
 
     def set_gradient(pieces: Sequence[torch.Tensor], divisor: int) -> None:
@@ -34,122 +145,52 @@ def watch_gradient(seen: Sightings, rank: int, replica: Replica, *, values: bool
     replica.set_gradient = set_gradient  # type: ignore[method-assign]
 
 
-def state_digests(replica: Replica) -> tuple[str, str]:
-    """Digests of a replica's weights, as its model has them, and of its optimizer's state with the count of updates."""
+def note_start(seen: Sightings, rank: int, model: nn.Module) -> None:
+    """Note the order of a rank's weights in memory, and digests of its tensors before the first update."""
+    named = trainable_parameters(model)
+    # By address, which is the order of the flat buffer whatever its owner says.
+    in_flat_order = sorted(named.items(), key=lambda item: item[1].data_ptr())
+    seen.layouts[rank] = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in in_flat_order)
+    seen.start[rank] = digest(named)
+    seen.frozen[rank] = (digest(_frozen(model)), "")
+
+
+def note_state(seen: Sightings, step: int, by_rank: Mapping[int, Replica]) -> None:
+    """Note the state of every replica after update `step`, and rank 0's weights if its gradient was copied."""
+    for rank, replica in by_rank.items():
+        update = seen.of(rank, step)
+        update.weights, update.optimizer = _state_digests(replica)
+    if step in seen.values:
+        weights = copied(by_rank[0].parameters.weight_views())
+        seen.values[step] = Values(seen.values[step].gradients, weights)
+
+
+def note_result(seen: Sightings, batch: GlobalBatch, count: int, correct: int, *reals: float) -> None:
+    """Note what the trainer reported of an update; `reals` are rate, loss and gradient norm."""
+    seen.reported.append(Reported(batch.step, batch.epoch, batch.position, batch.ids, count, correct, *reals))
+
+
+def note_end(seen: Sightings, by_rank: Mapping[int, Replica]) -> None:
+    """Note the state at the end, and forget the state after an update whose result was never read."""
+    for rank, replica in by_rank.items():
+        seen.final[rank] = _state_digests(replica)
+        seen.frozen[rank] = (seen.frozen[rank][0], digest(_frozen(replica.model)))
+    done = {reported.step for reported in seen.reported}
+    for (_, step), update in seen.steps.items():
+        if step not in done:
+            update.weights = update.optimizer = ""
+    for step in seen.values.keys() - done:
+        seen.values[step] = Values(seen.values[step].gradients, {})
+
+
+def _state_digests(replica: Replica) -> tuple[str, str]:
+    """Of the weights, as the model has them, and of the optimizer's state with the count of updates."""
     state = {name: value.reshape(-1) for name, value in replica.optimizer_state().items()}
     state["updates"] = torch.tensor([replica.updates])
     return digest(trainable_parameters(replica.model)), digest(state)
 
 
-@dataclass(frozen=True)
-class Left:
-    """What an update left: digests of weights and optimizer by local rank, and the first replica's weights."""
-
-    states: Mapping[int, tuple[str, str]]
-    weights: Tensors
-
-
-class WatchedStep:
-    """The step of a run. Looks at what each update left before the next one is begun, and says which one is computed.
-
-    Where updates are judged a step later, the next has been taken when the result of this one is there; it is noted
-    with its result, and what was left by an update that has none is never told. To be made after faults are planted.
-    """
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._inner = parts.step
-        self._left: dict[int, Left] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def __call__(self, batch: GlobalBatch, *args: Any, **named: Any) -> StepResult:
-        self._parts.seen.at = batch.step
-        result = self._inner(batch, *args, **named)
-        self._look(batch.step)
-        return result
-
-    def launch(self, batch: GlobalBatch, *args: Any, **named: Any) -> Pending:
-        """See `TrainingStep.launch`. Waits for the device."""
-        self._parts.seen.at = batch.step
-        pending = self._inner.launch(batch, *args, **named)
-        self._look(batch.step)
-        return pending
-
-    def _look(self, step: int) -> None:
-        first = self._parts.replicas[0]
-        weights = copied(first.parameters.weight_views()) if step in self._parts.seen.values else {}
-        states = {rank: state_digests(replica) for rank, replica in self._parts.by_rank.items()}
-        self._left[step] = Left(states, weights)
-
-    def left_by(self, step: int) -> Left:
-        """What update `step` left; once."""
-        return self._left.pop(step)
-
-
-class WatchedJournal(Journal):
-    """Notes what was seen, and on the process of rank 0 has the trainer's own journal write its files."""
-
-    def __init__(
-        self, parts: Parts, step: WatchedStep, inner: FolderJournal | None, meters: Mapping[int, StorageMeter]
-    ) -> None:
-        self._parts = parts
-        self._watched = step
-        self._inner = inner
-        self._meters = meters
-
-    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
-        """One update was done: have its line written, note it, and end here if the case says so."""
-        if self._inner is not None:
-            self._inner.step(batch, result, record)
-        seen = self._parts.seen
-        note(seen, batch, result)
-        left = self._watched.left_by(batch.step)
-        for rank, state in left.states.items():
-            sight = seen.of(rank, batch.step)
-            sight.weights, sight.optimizer = state
-            if rank in self._meters:
-                seen.resting.setdefault(rank, []).append(self._meters[rank].live)
-        if batch.step in seen.values:
-            seen.values[batch.step] = Values(seen.values[batch.step].gradients, left.weights)
-        if self._parts.case.stop_after == batch.step:
-            raise CutOff
-
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        """The whole state, if the case keeps files."""
-        if self._inner is not None and self._parts.case.folder is not None:
-            self._inner.checkpoint(progress, best=best)
-
-    def append(self, record: Record) -> None:
-        """Any other line."""
-        if self._inner is not None:
-            self._inner.ledger.append(record)
-
-    def close(self) -> None:
-        """Give the files back."""
-        if self._inner is not None:
-            self._inner.close()
-
-
-def note(seen: Sightings, batch: GlobalBatch, result: StepResult) -> None:
-    """Enter what the trainer reported of an update."""
-    seen.reported.append(
-        Reported(
-            batch.step,
-            batch.epoch,
-            batch.position,
-            batch.ids,
-            result.rows,
-            result.correct,
-            result.rate,
-            result.loss,
-            result.grad_norm,
-        )
-    )
-
-
-def keep_weights(seen: Sightings, step: int, replica: Replica) -> None:
-    """Copy the weights that the update left, where the gradient was copied."""
-    if step in seen.values:
-        seen.values[step] = Values(seen.values[step].gradients, copied(replica.parameters.weight_views()))
+def _frozen(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that do not train, and buffers."""
+    frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
+    return frozen | dict(model.named_buffers())

@@ -1,4 +1,4 @@
-"""What a fault of a foreign loop is: its loop, what a watch inside finds of it, and what a claim outside says."""
+"""A fault of a loop: the right loop that it changes, what a watch inside finds, and which claim falls outside."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 
 from andon_falsify.loops.task import loop_case
 from andon_falsify.peers.plain import PlainLoop
@@ -16,9 +19,9 @@ from .right import RIGHT_LOOPS
 SGD = loop_case(
     rows=make_rows(13), batch_size=8, micro_batches=4, optimizer="sgd", lr=0.05, clip_norm=None, weight_decay=0.0
 )
-"""Batches of 8 and 5 rows, twice: on 2 ranks x 2 micro-batches of 2 rows, of which the last ones are 2, 1 and 2.
+"""Batches of 8 and 5 rows, twice: on 2 ranks x 2 micro-batches of 2 rows. The short batch has 2, 1 and 2 rows.
 
-Without clipping and moments, which hide scale.
+Without clipping and moments, because they hide scale.
 """
 ADAMW = loop_case(rows=make_rows(13), batch_size=8, micro_batches=4)
 """The same with AdamW, clipped."""
@@ -30,11 +33,11 @@ WATCHED = loop_case(rows=make_rows(37), batch_size=8, micro_batches=4, max_steps
 class Inside:
     """What `andon.watch` finds of a fault.
 
-    clause: what must name it, at the update `by` at the latest (0: at the start). lines: what the loop tells its watch
-    beside the one line `andon.watch(model, optimizer)`: names of arguments and of calls. at: the update from which it
-    acts, where that is another than outside. resumed: after which update all is saved, lost, and loaded again.
-    alone: the clause by which the one line sees it without these lines; "" where it does not. alone_by: the update at
-    the latest, where that is later than `by`.
+    clause: must name it, at the update `by` at the latest (0: at the start). lines: what the loop reports to its watch
+    beside the one line `andon.watch(model, optimizer)`: names of arguments and of calls. at: the first update with the
+    fault, if it is another than outside. resumed: the update after which all is saved, lost, and loaded again.
+    alone: the clause by which the one line sees it without these lines, "" if it does not; at the update `alone_by` at
+    the latest, if that is later than `by`.
     """
 
     clause: str
@@ -49,11 +52,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Outside:
-    """What is judged of a fault from outside.
-
-    claim: what must fall by it. reason: a regular expression that the text of a counterexample must match. case: what
-    is trained.
-    """
+    """The claim that must fall on `case`, with a counterexample whose text matches the regular expression `reason`."""
 
     claim: str
     reason: str
@@ -62,10 +61,10 @@ class Outside:
 
 @dataclass(frozen=True)
 class LoopFault:
-    """A right loop with one thing wrong, declared once for whoever is to notice it.
+    """A right loop with one thing wrong.
 
-    code: of the catalogue in docs/watch-faults.md and docs/loop-faults.md. loop: the loop that has it; the class that
-    it changes is the right one. inside and outside: what must catch it there, or why nothing there can.
+    code: of the catalogue in docs/watch-faults.md and docs/loop-faults.md. loop: has the fault; its base class is the
+    right loop. inside and outside: what must see it there, or why nothing there can.
     """
 
     code: str
@@ -81,7 +80,7 @@ class LoopFault:
 
     @property
     def right(self) -> type[PlainLoop]:
-        """The loop without it."""
+        """The loop without the fault."""
         return next(kind for kind in self.loop.__mro__[1:] if kind in (PlainLoop, *RIGHT_LOOPS))
 
 
@@ -94,8 +93,8 @@ def changed(
 ) -> type[PlainLoop]:
     """The loop `right` with one thing wrong.
 
-    A method that is named calls change(loop, inner, *arguments) instead; `inner` is that of the right loop. made(loop)
-    runs after the right loop was made. at: the update at which the fault acts; `loop.due` says whether it is this one.
+    Each named method calls change(loop, inner, *arguments) instead; `inner` is the right loop's own method. made(loop)
+    runs after the right loop was made. at: the update with the fault; `loop.due` says whether it is the next one.
     """
 
     def start(self: PlainLoop, case: Case) -> None:
@@ -108,3 +107,16 @@ def changed(
     wrong = {name: around(getattr(right, name), change) for name, change in methods.items()}
     due = property(lambda self: self.done + 1 == self.at)
     return type(right.__name__, (right,), {"__init__": start, "at": at, "due": due, **wrong})
+
+
+def disturbed(
+    act: Callable[[Any], object], right: type[PlainLoop] = PlainLoop, *, at: int = 2, on: int | None = None
+) -> type[PlainLoop]:
+    """The loop `right`, with act(loop) before the update `at`. on: the only rank that does this; None: every rank."""
+
+    def update(loop: Any, inner: Callable[..., Tensor], batch: list[int]) -> Tensor:
+        if loop.due and on in (None, dist.get_rank()):
+            act(loop)
+        return inner(batch)
+
+    return changed(right, at=at, _update=update)

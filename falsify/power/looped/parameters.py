@@ -1,4 +1,4 @@
-"""Faults of schedule, parameter groups and of what trains: sections G and H of the catalogue."""
+"""Faults of the schedule and the parameter groups (section G of the catalogue), and of which parameters train (H)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from andon_falsify.loops.task import optimizer
 from andon_falsify.peers.plain import PlainLoop
 
-from .fault import ADAMW, WATCHED, Inside, LoopFault, Outside, changed
+from .fault import ADAMW, WATCHED, Inside, LoopFault, Outside, changed, disturbed
 from .replicas import renew_head
 from .right import Grouped, Scheduled, Tied
 
@@ -28,13 +28,12 @@ def _head_not_decaying(loop: PlainLoop) -> None:
 
 
 def _adapter_detached(loop: PlainLoop) -> None:
+    def detached(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+        return out.detach()
+
     for name, module in loop.model.named_modules():
         if name.endswith("lora_B"):
-            module.get_submodule("default").register_forward_hook(_detached)
-
-
-def _detached(_: nn.Module, __: Any, out: Tensor) -> Tensor:
-    return out.detach()
+            module.get_submodule("default").register_forward_hook(detached)
 
 
 def _reduced_if_any(loop: PlainLoop, _: object, total: Tensor) -> None:
@@ -56,13 +55,8 @@ def _base_touched(loop: PlainLoop, apply: Callable[[], None]) -> None:
     next(p for p in loop.model.parameters() if not p.requires_grad).view(-1)[0] += 1e-3
 
 
-def _rescaled(loop: Any, update: Callable[..., Tensor], batch: list[int]) -> Tensor:
-    loop.trained[0].detach().mul_(1.01 if loop.due else 1.0)
-    return update(batch)
-
-
 def _untied(loop: Tied) -> None:
-    """What wraps the model has copied a weight that two layers share."""
+    """A wrapper of the model has copied a weight that two layers share."""
     place, _, name = loop.tied[1].rpartition(".")
     layer = loop.model.get_submodule(place)
     setattr(layer, name, nn.Parameter(layer.get_parameter(name).detach().clone()))
@@ -98,10 +92,10 @@ FAULTS = (
     LoopFault("F68", "base touched", changed(_apply=_base_touched), Inside("base-frozen", 2),
               Outside("base-frozen", "a frozen weight changed")),
     LoopFault("F71", "tied weights untied", changed(Tied, made=_untied), Inside("parameters-kept", 0, ("tied",)),
-              "whether two tensors are tied is a matter of the model that a loop brings, and a run with them untied is "
-              "that of another model, of which every claim holds; `andon.watch(tied=...)` and our trainer's own checks "
-              "see it"),
-    LoopFault("F89", "weights of all ranks changed between updates", changed(at=3, _update=_rescaled),
-              "it changes alike on all ranks, which a watch holds to each other",
+              "the loop brings the model, so a run without the tie trains another model, and every claim holds for "
+              "that; `andon.watch(tied=...)` and our trainer's own checks see it"),
+    LoopFault("F89", "weights of all ranks changed between updates",
+              disturbed(lambda loop: loop.trained[0].detach().mul_(1.01), at=3),
+              "the change is the same on all ranks, and a watch compares the ranks",
               Outside("update-law", "1 tensors changed behind the optimizer's step")),
 )  # fmt: skip

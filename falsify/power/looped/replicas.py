@@ -1,4 +1,4 @@
-"""Faults that let the ranks part: of section A of the catalogue, and of one rank's hardware (K)."""
+"""Faults after which ranks differ: section A of the catalogue, and one rank's hardware (K)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from andon_falsify.loops.task import optimizer
 from andon_falsify.peers.plain import PlainLoop
 
-from .fault import ADAMW, Inside, LoopFault, Outside, changed
+from .fault import ADAMW, Inside, LoopFault, Outside, changed, disturbed
 from .right import Averaged, Tracking, Wrapped
 
 
 def _own_start(loop: PlainLoop) -> None:
-    """The adapter is drawn by the rank's own seed, and nothing is broadcast."""
+    """Every rank draws the adapter from its own seed, and nothing is broadcast."""
     if dist.get_rank():
         drawn = torch.Generator(loop.trained[0].device).manual_seed(loop.case.seed + dist.get_rank())
         nn.init.normal_(loop.trained[0], std=0.1, generator=drawn)
@@ -65,19 +65,6 @@ def _replaced_afterwards(loop: Wrapped) -> None:
     loop.optimizer = optimizer(loop.case, loop.trained)
 
 
-def _added_while_training(loop: Any, update: Callable[..., Tensor], batch: list[int]) -> Tensor:
-    if loop.due:
-        loop.model.injected = nn.Linear(2, 2)
-    return update(batch)
-
-
-def _replaced_while_training(loop: Any, update: Callable[..., Tensor], batch: list[int]) -> Tensor:
-    """The optimizer keeps the old head."""
-    if loop.due:
-        renew_head(loop)
-    return update(batch)
-
-
 def _last_alone(loop: Any, update: Callable[..., Tensor], batch: list[int]) -> Tensor:
     """Earlier micro-batches add their gradients after the reduction."""
     loop.earlier = []
@@ -111,14 +98,8 @@ def _own_rate(loop: Any, apply: Callable[[], None]) -> None:
 
 
 def _flipped(flip: Callable[[Tensor], Tensor]) -> type[PlainLoop]:
-    """One weight of rank 1 is another between two updates."""
-
-    def update(loop: Any, inner: Callable[..., Tensor], batch: list[int]) -> Tensor:
-        if dist.get_rank() == 1 and loop.due:
-            flip(loop.trained[0].detach().view(-1)[:1])
-        return inner(batch)
-
-    return changed(at=3, _update=update)
+    """One weight of rank 1 changes between two updates."""
+    return disturbed(lambda loop: flip(loop.trained[0].detach().view(-1)[:1]), at=3, on=1)
 
 
 def _spoilt_behind(loop: Any, add: Callable[[Tensor], None], total: Tensor) -> None:
@@ -136,7 +117,7 @@ def _rounded_otherwise(loop: Any, apply: Callable[[], None]) -> None:
 
 
 def renew_head(loop: PlainLoop) -> None:
-    """Put a new parameter of the same values in the place of the head's."""
+    """Replace the head's parameter by a new one of the same values. The optimizer keeps the old one."""
     inner = loop.model.module if isinstance(loop.model, DistributedDataParallel) else loop.model
     names = {id(parameter): name for name, parameter in inner.named_parameters()}
     place, _, name = names[id(loop.trained[-1])].rpartition(".")
@@ -150,19 +131,20 @@ _GRADIENT = Outside(_CLAIM, r"step 1, rank 1: the gradient differs")
 FAULTS = (
     LoopFault("F01", "initial weights differ", changed(made=_own_start), Inside(_SAME, 0),
               Outside(_CLAIM, "before step 1, rank 1: the initial weights differ")),
-    # Nobody is seen to reduce: weights that part are suspected at once, and certain at the close.
+    # The watch sees no reduction, so it suspects weights that differ at once, and is certain at the close.
     LoopFault("F02", "nothing reduced", changed(_add_over_ranks=lambda *args: dist.all_reduce(args[-1])),
               Inside(_SAME, 1), _GRADIENT),
     LoopFault("F02", "DDP bypassed through its module", changed(Wrapped, _wrapped=_bypassed), _REDUCED, _GRADIENT),
     LoopFault("F04", "adapters outside the wrapper", changed(Wrapped, _wrapped=_adapters_alone), _REDUCED, _GRADIENT),
     LoopFault("F05", "adapters put in after wrapping", changed(Wrapped, _wrapped=_adapter_afterwards), _REDUCED,
               _GRADIENT),
-    LoopFault("F05", "module put in while training", changed(at=3, _update=_added_while_training),
+    LoopFault("F05", "module put in while training",
+              disturbed(lambda loop: setattr(loop.model, "injected", nn.Linear(2, 2)), at=3),
               Inside("parameters-kept", 3), Outside("gradient-law", r"step 3: injected\.\w+ has another layout")),
     LoopFault("F07", "cast after wrapping", changed(Wrapped, _wrapped=_cast_afterwards), _REDUCED, _GRADIENT),
     LoopFault("F08", "parameter replaced after wrapping",
               changed(Wrapped, made=_replaced_afterwards, _wrapped=_wrapped_with_unused), _REDUCED, _GRADIENT),
-    LoopFault("F08", "parameter replaced while training", changed(at=3, _update=_replaced_while_training),
+    LoopFault("F08", "parameter replaced while training", disturbed(renew_head, at=3),
               Inside("parameters-kept", 3),
               Outside("gradient-law", r"step 4: 1 of 15 tensors are off the law.*score\.weight")),
     LoopFault("F10", "only the last micro-batch reduced",
@@ -184,5 +166,5 @@ FAULTS = (
               Outside(_CLAIM, "step 1, rank 1: the weights differ")),
     LoopFault("F89", "average of weights kept up on one rank",
               changed(Averaged, _follow=lambda _, follow: None if dist.get_rank() else follow()),
-              Inside("copies-agree", 2), "what stands beside the model is no part of what a loop shows"),
+              Inside("copies-agree", 2), "a loop shows its model, and the average is not a part of it"),
 )  # fmt: skip

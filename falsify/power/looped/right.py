@@ -1,4 +1,4 @@
-"""Right loops that do more than `PlainLoop`, for faults of what it does not do. `RIGHT_LOOPS` has them all."""
+"""Right loops that do more than `PlainLoop`, for faults in what it does not do. `RIGHT_LOOPS` lists them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from andon_falsify.peers.plain import PlainLoop, cut
 from andon_falsify.subjects.case import Case
 
 SCALE = 1024.0
-"""Of a loss in half precision; a power of two, so that scaling rounds nothing."""
+"""The loss scale of half precision: a power of two, so that scaling rounds nothing."""
 
 
 class Wrapped(PlainLoop):
-    """Through DistributedDataParallel, whose average over the ranks is multiplied out. No rank is without rows."""
+    """It uses DistributedDataParallel, and undoes its average over the ranks. Every rank has rows in every update."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -51,19 +51,14 @@ class Wrapped(PlainLoop):
 
 
 class Tracking(PlainLoop):
-    """It keeps a running mean of what its head gets, averaged over the ranks after every update."""
+    """It keeps a running mean of its head's inputs, averaged over the ranks after every update."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self.head = next(module for name, module in self.model.named_modules() if name.endswith("score"))
-        self.head.register_buffer("running_mean", torch.zeros(case.hidden), persistent=False)
+        self.mean = torch.zeros(case.hidden)
+        self.head.register_buffer("running_mean", self.mean, persistent=False)
         self.head.register_forward_pre_hook(self._track)
-
-    @property
-    def mean(self) -> Tensor:
-        """float32 [hidden]: the running mean."""
-        mean: Tensor = self.head.get_buffer("running_mean")
-        return mean
 
     def _track(self, _: nn.Module, given: tuple[Tensor, ...]) -> None:
         if torch.is_grad_enabled():
@@ -79,7 +74,7 @@ class Tracking(PlainLoop):
 
 
 class Scheduled(PlainLoop):
-    """Its rate falls by half a cosine from update to update, as it declares."""
+    """Its learning rate follows half a cosine, as it declares."""
 
     def rate(self, update: int) -> float:
         return 0.5 * self.case.lr * (1 + math.cos(math.pi * update / (1 + self.case.updates(self.case.global_batch))))
@@ -128,7 +123,7 @@ class Tied(PlainLoop):
 
 
 class Labelled(PlainLoop):
-    """The model is given the labels, and computes the loss itself: the mean over its rows."""
+    """The model itself computes the loss from the labels: the mean over its rows."""
 
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
         batch = collate([self.rows[row] for row in ids])
@@ -137,12 +132,12 @@ class Labelled(PlainLoop):
         return loss * float(len(ids))
 
     def _labels(self, labels: Tensor) -> Tensor:
-        """int64 [rows]: what the model gets for them."""
+        """int64 [rows]: the labels that the model receives."""
         return labels
 
 
 class LossScaled(PlainLoop):
-    """The loss is multiplied before the backward pass, and the summed gradient divided before it is clipped."""
+    """It scales the loss before the backward pass, and the summed gradient back before it is clipped."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -167,7 +162,7 @@ class LossScaled(PlainLoop):
 
 
 class Streamed(PlainLoop):
-    """The order of rows comes from a stream of random numbers that all ranks have alike."""
+    """The order of rows comes from a random generator that has the same state on all ranks."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -179,20 +174,20 @@ class Streamed(PlainLoop):
 
 
 class Noisy(PlainLoop):
-    """Noise is added to the token vectors in training, another one on every rank."""
+    """In training it adds noise to the token vectors, different on every rank."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
+
+        def noise(_: nn.Module, __: Any, vectors: Tensor) -> Tensor:
+            return vectors + 0.01 * torch.randn_like(vectors) if torch.is_grad_enabled() else vectors
+
         inner: Any = self.model
-        inner.get_input_embeddings().register_forward_hook(_noise)
-
-
-def _noise(_: nn.Module, __: Any, vectors: Tensor) -> Tensor:
-    return vectors + 0.01 * torch.randn_like(vectors) if torch.is_grad_enabled() else vectors
+        inner.get_input_embeddings().register_forward_hook(noise)
 
 
 class Best(PlainLoop):
-    """When it is done, it takes up the weights that had the smallest loss."""
+    """After its training it restores the weights that had the smallest loss."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -201,7 +196,7 @@ class Best(PlainLoop):
 
     def train(self, told: Told) -> None:
         super().train(told)
-        self._take_best()
+        self._restore_best()
 
     def _apply(self) -> None:
         loss = self._metric()
@@ -215,17 +210,17 @@ class Best(PlainLoop):
         self.summed = float(total)
 
     def _metric(self) -> float:
-        """By which the best update is chosen: the loss of the whole batch."""
+        """The best update has the smallest: the loss of the whole batch."""
         return self.summed
 
     @torch.no_grad()
-    def _take_best(self) -> None:
+    def _restore_best(self) -> None:
         for parameter, kept in zip(self.trained, self.best, strict=True):
             parameter.copy_(kept)
 
 
 class Loaded(PlainLoop):
-    """Torch's data loader gives it its rows, of which a `DistributedSampler` deals out every rank's share."""
+    """Its rows come from torch's data loader, with a `DistributedSampler`."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -233,7 +228,7 @@ class Loaded(PlainLoop):
         self.loader = DataLoader(self.rows, batch_size=case.local_batch, sampler=self.sampler, collate_fn=collate)
 
     def _sampler(self) -> Sampler[int]:
-        """What says which rows this rank has, and in which order."""
+        """The rows of this rank, in order."""
         return DistributedSampler(self.rows, seed=self.case.seed)
 
     def _begin(self, epoch: int) -> None:
@@ -241,8 +236,7 @@ class Loaded(PlainLoop):
             self.sampler.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
-        updates = range(self.case.max_steps or self.case.epochs * len(self.loader))
-        yield from (batch for _, batch in zip(updates, self._windows(), strict=False))
+        yield from islice(self._windows(), self.case.max_steps)
 
     def _windows(self) -> Iterator[list[dict[str, Tensor]]]:
         for epoch in range(self.case.epochs):
@@ -270,7 +264,7 @@ class Loaded(PlainLoop):
 
 
 class Averaged(PlainLoop):
-    """It keeps a moving average of its weights beside the model, on every rank."""
+    """Every rank keeps a moving average of the weights outside the model."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)

@@ -16,7 +16,7 @@ from andon_falsify.loops.task import collate
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, make_rows
 
-from .fault import SGD, WATCHED, Inside, LoopFault, Outside, changed
+from .fault import SGD, WATCHED, Inside, LoopFault, Outside, changed, disturbed
 from .right import Labelled, Loaded, Noisy, Streamed
 
 
@@ -25,7 +25,7 @@ def _drawn_by(seed: int) -> torch.Generator:
 
 
 def _own_order(loop: Any) -> None:
-    """Every rank has shuffled the data set by itself, so that the same index is another row."""
+    """Every rank shuffles the dataset by itself, so that an index is another row on every rank."""
     own = _drawn_by(loop.case.seed + 100 + dist.get_rank())
     loop.rows = Subset(loop.rows, torch.randperm(len(loop.rows), generator=own).tolist())
 
@@ -52,22 +52,14 @@ def _seeded_alike(loop: PlainLoop) -> None:
 
 
 def _never_evaluating(loop: PlainLoop, evaluate: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
-    handle = loop.model.register_forward_pre_hook(_into_training)
+    def into_training(model: nn.Module, _: object) -> None:
+        model.train()
+
+    handle = loop.model.register_forward_pre_hook(into_training)
     try:
         return evaluate()
     finally:
         handle.remove()
-
-
-def _into_training(model: nn.Module, _: object) -> None:
-    model.train()
-
-
-def _never_training(loop: Any, update: Callable[..., Tensor], batch: list[int]) -> Tensor:
-    """It evaluates after the first update, and trains on in evaluation mode."""
-    if loop.due:
-        loop.model.eval()
-    return update(batch)
 
 
 def _drawn_on_one(loop: Any, batches: Callable[[], Iterator[list[int]]]) -> Iterator[list[int]]:
@@ -116,7 +108,7 @@ FAULTS = (
     LoopFault("F50", "split of each rank's own", changed(Loaded, made=_own_split), _OVERLAP, _twice(1, "5 ", _LOADED)),
     LoopFault("F49", "epochs in one order", changed(Loaded, _begin=lambda *_: None),
               Inside("order-renewed", 7, (), _EPOCHS),
-              "every row is visited once in each epoch, and no claim says that epochs have orders of their own"),
+              "every row is visited once in each epoch, and no claim says that the epochs have different orders"),
     LoopFault("F52", "label map of one rank", changed(Labelled, _labels=_other_label), _CONTENT,
               Outside("samples-once", rf"step 1, rank 1: .*{_OTHER_LABEL}")),
     LoopFault("F53", "labels shifted", changed(Labelled, _labels=lambda _, __, labels: labels.roll(1)), _CONTENT,
@@ -130,7 +122,8 @@ FAULTS = (
               Inside("evaluation-once", 6, ("evaluated",), WATCHED.but(dropout=0.5)),
               Outside("evaluation-law", r"the evaluation loss is not that of every row once; .*ratio 1\.004",
                       SGD.but(dropout=0.5))),
-    LoopFault("F58", "training in evaluation mode", changed(_update=_never_training),
+    # As a loop that evaluates after the first update, and stays in evaluation mode.
+    LoopFault("F58", "training in evaluation mode", disturbed(lambda loop: loop.model.eval()),
               Inside("training-mode", 3, (), _MASKED),
               Outside("randomness-apart",
                       "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode")),

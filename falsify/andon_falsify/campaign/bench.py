@@ -1,0 +1,93 @@
+"""A subject on the bench: a trial runs it, and its claims judge what it left. Every kind of subject has one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+
+from andon_falsify.campaign.trial import KINDS, Trial
+from andon_falsify.claims import claims_of, judged
+from andon_falsify.claims.evidence import Evidence, RunUnavailable
+from andon_falsify.subjects.case import Case
+from andon_falsify.subjects.placing import why_not
+from andon_falsify.verdict import ExtraRun, Kind, Verdict, not_applicable, unknown
+
+Runs = Mapping[ExtraRun, tuple[Evidence, ...]]
+
+
+class FurtherRuns(Runs):
+    """The further runs of one run, made when a claim asks for them, once.
+
+    make: returns the run of this name, and others that are made together with it; {} if this run has no such run.
+    """
+
+    def __init__(self, make: Callable[[ExtraRun], Mapping[ExtraRun, Evidence]]) -> None:
+        self._make = make
+        self._made: dict[ExtraRun, tuple[Evidence, ...]] = {}
+
+    def __getitem__(self, name: ExtraRun) -> tuple[Evidence, ...]:
+        """The run, in a tuple. Raises `KeyError` if this run has no such run, and `RunUnavailable` if it failed."""
+        if name not in self._made:
+            self._made |= {each: (evidence,) for each, evidence in self._make(name).items()}
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[ExtraRun]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+class Bench(ABC):
+    """Runs trials of one subject and has the claims judge what it left.
+
+    kind: of subject. subject, version: its name in findings. words: the options of `andon falsify` that select it.
+    claims: all that there are of its kind, in the order of reports. kinds: the names of the claims that each kind of
+    trial judges. every_backend: all that may be requested; claims do not apply on a backend that this machine lacks.
+    backends: those that this machine can run it on.
+    """
+
+    kind: Kind
+    every_backend: tuple[str, ...]
+
+    def __init__(self, subject: str, version: str = "", words: tuple[str, ...] = ()) -> None:
+        self.subject = subject
+        self.version = version
+        self.words = words
+        self.backends = tuple(name for name in self.every_backend if not why_not(name))
+        self.claims = tuple(replace(claim, statement=claim.statement_for(self.kind)) for claim in claims_of(self.kind))
+        kinds = {kind: frozenset(claim.name for claim in self.claims if claim.trial == kind) for kind in KINDS}
+        self.kinds: Mapping[str, frozenset[str]] = {kind: names for kind, names in kinds.items() if names}
+
+    @property
+    @abstractmethod
+    def runs(self) -> int:
+        """How often the subject has been run."""
+
+    def suited(self, case: Case) -> Case:
+        """A drawn case without what this kind of subject cannot be told to do."""
+        return case
+
+    def inapplicable(self, trial: Trial) -> str:
+        """Why no claim of this trial can apply to the subject, known without a run; or ""."""
+        return trial.lacking
+
+    @abstractmethod
+    def evidence(self, trial: Trial) -> Evidence:
+        """The run of `trial`, with its further runs (see `FurtherRuns`). Raises `RunUnavailable` if it failed."""
+
+    def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
+        """Run the subject and judge it. Returns verdicts by claim: all of the kind of trial, or of `claims`.
+
+        Errors of the subject are not raised: the claims are unknown, with the error as the reason.
+        """
+        names = self.kinds[trial.kind].intersection(claims or self.kinds[trial.kind])
+        asked = [claim for claim in self.claims if claim.name in names]
+        if why := self.inapplicable(trial):
+            return {claim.name: not_applicable(claim, why) for claim in asked}
+        try:
+            evidence = self.evidence(trial)
+        except RunUnavailable as error:
+            return {claim.name: unknown(claim, str(error)) for claim in asked}
+        return judged(evidence, asked)

@@ -1,0 +1,130 @@
+"""What a loop reports of its evaluation against the evaluation of every row once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, cast
+
+from andon_falsify.claims.evidence import Evidence, RunUnavailable, tensors
+from andon_falsify.claims.explain import explain_ratio
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Outcome,
+    Verdict,
+    conclude,
+    first_of_many,
+    merge,
+    not_applicable,
+    unknown,
+)
+
+if TYPE_CHECKING:
+    from andon_falsify.claims.laws import LoopLaw
+    from andon_falsify.loops.sightings import LoopSightings
+
+
+def _evaluates(evidence: Evidence) -> str:
+    evaluates = evidence.of_loop and evidence.declares("evaluates")
+    return "" if evaluates else "the loop does not evaluate (`evaluate`)"
+
+
+CLAIM = Claim(
+    "evaluation-law",
+    2,
+    "The loss and the accuracy of an evaluation, on every rank that reports them, are those of every row once, "
+    "whatever the number of ranks, the padding and the order; and it changes nothing in the model.",
+    order=170,
+    subjects=("loop",),
+    runs=("random",),
+    needs=(tensors("evaluation"), _evaluates),
+    clauses=(Clause("evaluation-once", "same"),),
+)
+_SHOWN = 3
+
+
+def check(evidence: Evidence) -> Verdict:
+    """The evaluation of the run, and of `others["random"]`: an evaluation switches dropout off."""
+    plain = _evaluation(evidence)
+    if plain.outcome is Outcome.NOT_APPLICABLE:
+        return plain
+    verdicts = [plain]
+    try:
+        randoms = evidence.others.get("random", ())
+    except RunUnavailable as error:
+        return merge([plain, unknown(CLAIM, str(error))])
+    for random in randoms:
+        verdict = _evaluation(random)
+        found = [replace(each, where=f"{each.where}, with dropout in the model") for each in verdict.counterexamples]
+        verdicts.append(replace(verdict, counterexamples=tuple(found)))
+    return merge(verdicts)
+
+
+def _evaluation(evidence: Evidence) -> Verdict:
+    """What the ranks report after training, against the reference with rank 0's weights and without dropout.
+
+    The accuracy is a count and must be exact, but for rows whose two best classes differ by rounding only. A rank that
+    reports nothing, and a model that the reference does not know, are judged only by what the evaluation changed.
+    """
+    law = cast("LoopLaw", evidence.law)
+    found = list(_changed(law))
+    if law.why_no_model:
+        return conclude(CLAIM, 1, found) if found else not_applicable(CLAIM, law.why_no_model)
+    wanted, checked = _every_row(law), 0
+    for part in law.parts:
+        checked += len(part.evaluation.keys() & {"loss", "accuracy"})
+        if part is law.first or part.evaluation != law.first.evaluation:
+            found += _wrong(law, part, wanted, evidence.noise.loss)
+    return conclude(CLAIM, checked, found, "" if checked else "`evaluate` reports neither loss nor accuracy")
+
+
+@dataclass(frozen=True)
+class _EveryRow:
+    """The mean loss over every row once, and the fewest and the most rows that can be right within rounding."""
+
+    loss: float
+    fewest: int
+    most: int
+
+
+def _every_row(law: LoopLaw) -> _EveryRow:
+    from andon_falsify.reference.training import row_losses
+
+    logits, labels = law.logits(law.before(1 + max(law.recorded)), tuple(range(len(law.case.rows))))
+    own = logits.gather(1, labels[:, None])[:, 0]
+    others = logits.scatter(1, labels[:, None], -math.inf).amax(1)
+    near = 1e-5 * logits.abs().amax(1)
+    loss = float(row_losses(logits, labels, law.class_weights).mean())
+    return _EveryRow(loss, int((own - others > near).sum()), int((own - others > -near).sum()))
+
+
+def _wrong(law: LoopLaw, part: LoopSightings, wanted: _EveryRow, noise: float) -> Iterator[Counterexample]:
+    reported: Mapping[str, float] = part.evaluation
+    rows = len(law.case.rows)
+    if "loss" in reported and not math.isclose(reported["loss"], wanted.loss, rel_tol=noise):
+        what, ratio = "the evaluation loss is not that of every row once", reported["loss"] / wanted.loss
+        shown = (_after(part), f"{wanted.loss:.7g}", f"{reported['loss']:.7g}")
+        yield Counterexample(what, *shown, ratio, explain_ratio(ratio, law.factors), quantity="loss")
+    if "accuracy" in reported and not wanted.fewest - 1e-4 <= reported["accuracy"] * rows <= wanted.most + 1e-4:
+        exact = f"{wanted.most / rows:.6g} ({wanted.most} of {rows})"
+        what, seen = "the accuracy is not that of every row once", f"{reported['accuracy']:.6g}"
+        yield Counterexample(what, _after(part), exact, seen)
+
+
+def _changed(law: LoopLaw) -> Iterator[Counterexample]:
+    """The first rank whose evaluation changed its model. What a rank copies from rank 0 is not its change."""
+    held = law.first.around_evaluation[0]
+    for part in law.parts:
+        before, after = part.around_evaluation
+        names = [name for name in before if after.get(name) not in (None, before[name], held.get(name))]
+        if names:
+            what, seen = f"the evaluation changed {len(names)} tensors of the model", first_of_many(names, _SHOWN)
+            yield Counterexample(what, _after(part), "the model as the training left it", seen, quantity="weights")
+            return
+
+
+def _after(part: LoopSightings) -> str:
+    return "after the last update" + (f", rank {part.ranks[0]}" if part.ranks[0] else "")

@@ -1,0 +1,183 @@
+"""Why two numbers or tensors differ: a wrong average shows as a ratio that is a product of the layout's sizes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import inf, isclose, isfinite, prod
+from typing import TYPE_CHECKING
+
+from andon_falsify.verdict import Counterexample, Outcome, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from andon_falsify.claims.laws import LoopLaw
+    from andon_falsify.subjects.case import Case
+
+_POWERS = (0, 1, -1, 2, -2)
+SHORT_WINDOW = "a short window is divided as a full one"
+"""The cause of a ratio: the last update has fewer rows or micro-batches, and its sum is divided by those of a full one.
+By itself such a ratio looks like chance."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a tensor is from the expected one.
+
+    relative: |seen - expected| / scale. factor: the c for which c * expected is nearest to seen, None if expected is 0.
+    residual: |seen - c * expected| / |seen|, which is about 0 if seen is expected times c.
+    """
+
+    relative: float
+    factor: float | None
+    residual: float
+
+
+def gap(seen: Tensor, expected: Tensor, floor: float = 0.0) -> Gap:
+    """The distance of `seen` from `expected` (float64, of one shape), relative to max(|expected|, floor).
+
+    A scale of 0 gives 0 for equal tensors and infinity for others. NaN or infinity in `seen` gives infinity.
+    """
+    size, off = float(expected.norm()), float((seen - expected).norm())
+    if not isfinite(off):
+        return Gap(inf, None, inf)
+    scale = max(size, floor)
+    relative = off / scale if scale else (0.0 if off == 0.0 else inf)
+    if not size:
+        return Gap(relative, None, inf)
+    factor = float(((seen / size) * (expected / size)).sum())
+    held = float(seen.norm())
+    return Gap(relative, factor, float((seen - factor * expected).norm()) / held if held else 0.0)
+
+
+def common_factor(gaps: Mapping[str, Gap], tolerance: float = 1e-3) -> float | None:
+    """The factor that all `gaps` share, None if they share none. Expected values of 0 have no say."""
+    factors = [held.factor for held in gaps.values() if held.factor is not None]
+    if not factors or any(held.factor is not None and held.residual > tolerance for held in gaps.values()):
+        return None
+    middle = sorted(factors)[len(factors) // 2]
+    return middle if all(isclose(factor, middle, rel_tol=tolerance) for factor in factors) else None
+
+
+def explain_ratio(ratio: float, factors: Mapping[str, int], tolerance: float = 1e-3) -> str:
+    """`4.000 = accumulation 2 x world 2`, or the number alone if no product of `factors` is equal to it."""
+    named = ratio_product(ratio, factors, tolerance)
+    return f"{show_ratio(ratio)} = {named}" if named else show_ratio(ratio)
+
+
+def ratio_product(ratio: float, factors: Mapping[str, int], tolerance: float = 1e-3) -> str:
+    """`accumulation 2 x world 2`: `ratio` as a product of powers (-2 to 2) of `factors`, or "" without such a product.
+
+    Names the simplest product. Equally simple ones are joined by "or": one case cannot tell them apart (repeat it with
+    other sizes). `tolerance` is relative.
+    """
+    if not isfinite(ratio) or ratio == 0 or isclose(ratio, 1.0, rel_tol=tolerance):
+        return ""
+    if isclose(ratio, -1.0, rel_tol=tolerance):
+        return "the sign"
+    named = sorted(name_product(factors, powers) for powers in fitting_powers([(ratio, factors)], tolerance))
+    return f"{'-1 x ' if ratio < 0 else ''}{' or '.join(named)}" if named else ""
+
+
+def show_ratio(ratio: float) -> str:
+    """Three decimals, or three significant digits for a very small or large number."""
+    return f"{ratio:.3f}" if 0.01 <= abs(ratio) < 1e6 else f"{ratio:.3g}"
+
+
+def fitting_powers(
+    measured: Sequence[tuple[float, Mapping[str, int]]], tolerance: float = 1e-3
+) -> list[Mapping[str, int]]:
+    """The simplest products of powers that give each of the `measured` ratios from its factors, but for the sign.
+
+    A product is a power (-2 to 2, not 0) by the name of its factor. All that are returned are equally simple; the list
+    is empty if no product fits every ratio. Factors that are 1 everywhere are left out.
+    """
+    names = sorted({name for _, factors in measured for name, value in factors.items() if value > 1})
+    if not names:
+        return []
+    (ratio, first), *others = measured
+    values, tried = _products(tuple(first.get(name, 1) for name in names))
+    near = slice(
+        bisect_left(values, abs(ratio) * (1 - 2 * tolerance)), bisect_right(values, abs(ratio) / (1 - tolerance))
+    )
+    fits: dict[int, list[tuple[int, ...]]] = {}
+    for value, powers in zip(values[near], tried[near], strict=True):
+        if isclose(value, abs(ratio), rel_tol=tolerance) and all(
+            isclose(_product([factors.get(name, 1) for name in names], powers), abs(other), rel_tol=tolerance)
+            for other, factors in others
+        ):
+            fits.setdefault(sum(power * power for power in powers), []).append(powers)
+    simplest = fits[min(fits)] if fits else []
+    return [{name: power for name, power in zip(names, powers, strict=True) if power} for powers in sorted(simplest)]
+
+
+@lru_cache(maxsize=64)
+def _products(factors: tuple[int, ...]) -> tuple[list[float], list[tuple[int, ...]]]:
+    """The values of all products of powers of `factors`, ascending, and the powers of each. A campaign repeats them."""
+    powers = [each for each in product(_POWERS, repeat=len(factors)) if any(each)]
+    found = sorted((_product(factors, each), each) for each in powers)
+    return [value for value, _ in found], [each for _, each in found]
+
+
+def _product(factors: Sequence[int], powers: Sequence[int]) -> float:
+    return prod(float(factor) ** power for factor, power in zip(factors, powers, strict=True))
+
+
+def name_product(factors: Mapping[str, int], powers: Mapping[str, int]) -> str:
+    """`accumulation 2 x world 2`, `1 / world 2`, `world 2 squared / accumulation 3`."""
+    above = [_power(name, factors[name], power) for name, power in sorted(powers.items()) if power > 0]
+    below = [_power(name, factors[name], -power) for name, power in sorted(powers.items()) if power < 0]
+    return " / ".join([" x ".join(above) or "1", *below])
+
+
+def _power(name: str, value: int, power: int) -> str:
+    return f"{name} {value}{' squared' if power == 2 else ''}"
+
+
+def short_window(ratio: float, visits: Sequence[Sequence[tuple[int, ...]]], case: Case) -> str:
+    """`2 of 3 micro-batches`, if that is `ratio` for an update of these `visits`; else "".
+
+    visits: the rows of each micro-batch of each rank.
+    """
+    windows = [sum(map(bool, leaves)) for leaves in visits]
+    rows = sum(len(leaf) for leaves in visits for leaf in leaves)
+    alike = len(set(windows)) == 1
+    present = {
+        "micro-batches": (windows[0], case.accumulation) if alike else (sum(windows), case.accumulation * case.world),
+        "rows": (rows, case.global_batch),
+        "ranks with rows": (sum(map(bool, windows)), case.world),
+    }
+    return " or ".join(
+        f"{held} of {full} {name}"
+        for name, (held, full) in present.items()
+        if 0 < held < full and isclose(ratio, held / full, rel_tol=1e-3)
+    )
+
+
+def explain_window(ratio: float, law: LoopLaw, step: int) -> str:
+    """`0.667 = 2 of 3 micro-batches: CAUSE` for the ratio of a short window, else ""."""
+    held = short_window(ratio, law.visits(step), law.case)
+    return f"{show_ratio(ratio)} = {held}: {SHORT_WINDOW}" if held else ""
+
+
+def name_short_windows(law: LoopLaw, verdicts: Mapping[int, Verdict]) -> list[Verdict]:
+    """The verdicts by update, with `SHORT_WINDOW` as the cause of each ratio that a short window gives.
+
+    Without a full window that holds, a short window cannot be told from a wrong average, and the verdicts stay.
+    """
+    full = [step for step in verdicts if law.visited(step) == law.case.global_batch]
+    if not full or any(verdicts[step].outcome is Outcome.FALSIFIED for step in full):
+        return list(verdicts.values())
+
+    def named(found: Counterexample, step: int) -> Counterexample:
+        equals = "" if found.ratio is None else explain_window(found.ratio, law, step)
+        return replace(found, equals=equals, cause=SHORT_WINDOW) if equals else found
+
+    return [
+        replace(verdict, counterexamples=tuple(named(each, step) for each in verdict.counterexamples))
+        for step, verdict in verdicts.items()
+    ]

@@ -1,0 +1,286 @@
+"""The gradient of every update against the law of its rows; of a loop also what a wrong gradient is instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import hypot, isfinite
+from typing import TYPE_CHECKING, cast
+
+from andon_falsify.claims.evidence import Evidence, has_law, tensors
+from andon_falsify.claims.explain import common_factor, explain_ratio, explain_window, gap, name_short_windows
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Outcome,
+    Verdict,
+    conclude,
+    first_of_many,
+    merge,
+    unknown,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from andon_falsify.claims.laws import LoopLaw
+    from andon_falsify.reference.training import RowGradients
+
+CLAIM = Claim(
+    "gradient-law",
+    1,
+    "The gradient before clipping is that of (sum of the rows' weighted losses) / (rows of the global batch), as one "
+    "process computes it in float64.",
+    order=130,
+    subjects=("trainer", "loop", "ledger"),
+    needs=(tensors("gradient", of_updates=True), has_law),
+    clauses=(
+        Clause("gradient-law", "same"),
+        Clause("gradient-average"),
+        Clause("clip-placed"),
+        Clause("parameters-kept"),
+        Clause("gradient-present"),
+        Clause("gradient-fresh"),
+        Clause("gradient-scale"),
+    ),
+)
+FLOOR = 0.1
+"""A tensor that has less than this share of all that was summed is measured by the sum: where rows cancel, rounding
+errors are left."""
+_FITS = 1e-3
+_WHOLE = 0.02
+_SHOWN = 3
+_GROUPS = 6
+_RELABELLED = 4
+_EARLY = "it is what the optimizer got: torch's clip was called before it was whole"
+
+
+def check(evidence: Evidence) -> Verdict:
+    """Rank 0's reduced gradient of every update against the law."""
+    law, allowed = evidence.law, evidence.noise.gradient
+    verdicts = {
+        expected.step: compare(
+            law.seen(expected.step),
+            expected.gradients,
+            allowed,
+            floor=FLOOR * max(1.0, expected.summed / (expected.norm or 1.0)),
+            factors=law.factors,
+            where=f"step {expected.step}",
+        )
+        for expected in law.expected
+    }
+    if evidence.of_loop:
+        return _of_loop(cast("LoopLaw", law), verdicts)
+    return merge(verdicts.values()) if verdicts else unknown(CLAIM, "no update was made")
+
+
+def compare(
+    seen: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float,
+    *,
+    floor: float = 0.0,
+    factors: Mapping[str, int] | None = None,
+    where: str = "",
+) -> Verdict:
+    """Compare by relative L2 norm per tensor, and name the factor between the two, if there is a single one.
+
+    A tensor's scale is its expected norm, or `floor` times the norm of the whole expected gradient if that is more.
+    With a floor of 0, a tensor whose law is exactly 0 must be 0. Unknown if the law is not finite, or 0 everywhere.
+    """
+    law = {name: tensor.double().flatten() for name, tensor in expected.items()}
+    total = hypot(*(float(tensor.norm()) for tensor in law.values()))
+    if not isfinite(total):
+        return unknown(CLAIM, "the expected gradient is not finite")
+    if total == 0:
+        return unknown(CLAIM, "the expected gradient is 0 everywhere: nothing can be told from it")
+    held = {name: tensor.double().flatten() for name, tensor in seen.items()}
+    found = []
+    for name in sorted(held.keys() | law.keys()):
+        sizes = [f"{len(side[name])} elements" if name in side else "no gradient" for side in (law, held)]
+        if sizes[0] != sizes[1]:
+            what = f"{name} has another layout"
+            found.append(Counterexample(what, where, sizes[0], sizes[1], quantity="gradient"))
+    gaps = {
+        name: gap(held[name], tensor, floor * total)
+        for name, tensor in law.items()
+        if name in held and len(held[name]) == len(tensor)
+    }
+    wrong = sorted((name for name in gaps if gaps[name].relative > tolerance), key=lambda name: -gaps[name].relative)
+    if wrong:
+        named = first_of_many([f"{name} {gaps[name].relative:.3g}" for name in wrong], _SHOWN)
+        what, limit = f"{len(wrong)} of {len(gaps)} tensors are off the law", f"relative error <= {tolerance:.3g}"
+        ratio = common_factor(gaps)
+        ratio = None if ratio is None or abs(ratio - 1.0) <= _FITS else ratio
+        equals = "" if ratio is None else explain_ratio(ratio, factors or {})
+        found.append(Counterexample(what, where, limit, named, ratio, equals, quantity="gradient"))
+    worst = max((each.relative for each in gaps.values()), default=0.0)
+    note = "" if wrong else f"{tolerance:.2e} is allowed"
+    return conclude(CLAIM, sum(bool(law[name].any()) for name in gaps), found, note=note, worst=worst)
+
+
+def _of_loop(law: LoopLaw, found: Mapping[int, Verdict]) -> Verdict:
+    """The verdicts on the updates as one, each wrong gradient with what it is instead."""
+    verdicts = name_short_windows(law, {step: _explained(law, step, verdict) for step, verdict in found.items()})
+    verdicts += [conclude(CLAIM, 1, [each]) for each in _frozen(law)]
+    if law.unknown_updates:
+        verdicts.append(unknown(CLAIM, f"the rows of update {min(law.unknown_updates)} are not all known"))
+    if not verdicts:
+        return unknown(CLAIM, "no update with known rows was made")
+    merged = merge(verdicts)
+    return replace(merged, reasons=tuple(filter(None, (*merged.reasons, law.note))))
+
+
+def _frozen(law: LoopLaw) -> Iterator[Counterexample]:
+    from andon_falsify.loops.parameters import trained
+
+    lost = set() if law.why_no_model else set(trained(law.plain)) - law.made_trainable
+    if lost:
+        what, held = f"{len(lost)} tensors that are to train have no gradient", first_of_many(sorted(lost), 3)
+        yield Counterexample(what, "from the start", "requires_grad", f"frozen: {held}", quantity="gradient")
+
+
+def _explained(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:
+    if verdict.outcome is not Outcome.FALSIFIED:
+        return verdict
+    rows = _matrix(law.of(step))
+    seen, planned = _vector(law, step), rows.mean(0)
+    size, off = float(planned.norm()), float((seen - planned).norm())
+    relative = off / size if size else float("inf")
+    words = cause = ""
+    if relative > _FITS and _fit(seen, planned)[1] > _FITS:
+        cause, words = _other_mean(law, step, rows, seen)
+        if not words and (words := _of_before(law, step, rows, seen)):
+            cause = "the gradient of the update before"
+        if not words and (words := _relabelled(law, step, seen)):
+            cause = "other labels"
+        if not words and (words := _counted(law.rows(step), rows, seen)):
+            cause = "rows do not count once"
+    early = _EARLY if law.first.made[step].early else ""
+    overall = "; ".join(filter(None, (f"relative error {relative:.3g} over all tensors", early, words)))
+    named = tuple(replace(each, what=f"{each.what}; {overall}", cause=cause) for each in verdict.counterexamples)
+    return replace(verdict, counterexamples=named)
+
+
+def _matrix(law: RowGradients) -> Tensor:
+    """float64 [rows, all trained elements]: the gradient of each row."""
+    import torch
+
+    return torch.cat([tensor.reshape(len(law.rows), -1) for tensor in law.gradients.values()], dim=1)
+
+
+def _vector(law: LoopLaw, step: int) -> Tensor:
+    """The observed gradient of `step` as one vector, in the order of `_matrix`."""
+    import torch
+
+    seen = law.seen(step)
+    return torch.cat([seen[name].reshape(-1) for name in law.of(step).gradients])
+
+
+def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
+    """The c for which c * other is nearest to seen, and the norm of what is left, relative to that of seen."""
+    size = float(other @ other)
+    factor = float(seen @ other) / size if size else 0.0
+    return factor, float((seen - factor * other).norm()) / (float(seen.norm()) or 1.0)
+
+
+def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> tuple[str, str]:
+    """Which other mean over the visited rows the gradient is, without its numbers and in words; "" for none."""
+    visits, place = law.visits(step), {row: index for index, row in enumerate(law.rows(step))}
+    leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
+    ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]
+
+    def sizes(parts: Sequence[Sequence[int]]) -> str:
+        return ", ".join(str(len(part)) for part in parts)
+
+    means: list[tuple[str, str, Sequence[Sequence[int]]]] = [
+        ("visits", "the mean over all visits, repeated rows counted again", [[row for leaf in leaves for row in leaf]]),
+        ("micro-batches", f"the mean of the means of {len(leaves)} micro-batches (of {sizes(leaves)} rows)", leaves),
+        ("ranks", f"the mean of the means of {len(ranks)} ranks (with {sizes(ranks)} rows)", list(filter(None, ranks))),
+    ]
+    for name, words, parts in means:
+        weights = rows.new_zeros(len(rows))
+        for part in parts:
+            for row, visited in Counter(part).items():
+                weights[place[row]] += visited / (len(part) * len(parts))
+        factor, residual = _fit(seen, weights @ rows)
+        if residual <= _FITS:
+            equals = explain_window(factor, law, step) or explain_ratio(factor, law.factors)
+            times = "" if abs(factor - 1) <= _FITS else f", times {equals}"
+            return f"a mean of means of {name}", f"it is {words}{times}"
+    return "", ""
+
+
+def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
+    """Whether the gradient contains that of the update before, or one rank's part of it."""
+    if step - 1 not in law.updates or not law.rows(step - 1):
+        return ""
+    planned = rows.mean(0)
+    factor, residual = _fit(seen - planned, _vector(law, step - 1))
+    if residual <= _FITS:
+        times = "" if abs(factor - 1) <= _FITS else f", {factor:.3g} times"
+        return f"the gradient of the update before is still in it{times}"
+
+    def part(of: int, gradients: Tensor, visited: Sequence[tuple[int, ...]]) -> Tensor:
+        place = [law.rows(of).index(row) for leaf in visited for row in leaf]
+        return gradients[place].sum(0) / len(gradients)
+
+    before = _matrix(law.of(step - 1))
+    for rank, (visited, past) in enumerate(zip(law.visits(step), law.visits(step - 1), strict=True)):
+        instead = planned - part(step, rows, visited) + part(step - 1, before, past)
+        if float((seen - instead).norm()) <= _FITS * float(seen.norm()):
+            return f"rank {rank}'s part is that of the update before"
+    return ""
+
+
+def _relabelled(law: LoopLaw, step: int, seen: Tensor) -> str:
+    """`row 3 as label 2 instead of 1`, if such labels give the gradient; else "".
+
+    With the gradient of every row for every label, `seen` is a sum of some of them, which least squares find. Needs a
+    model that the reference knows, and rows whose gradients are independent.
+    """
+    import torch
+
+    if law.why_no_model:
+        return ""
+    rows, labels = law.rows(step), law.case.rows.labels
+    *others, last = [_matrix(law.labelled(step, label)) for label in range(law.case.rows.classes)]
+    if not others or len(seen) < len(others) * len(rows):
+        return ""
+    rest, columns = seen * len(rows) - last.sum(0), torch.cat([each - last for each in others]).T
+    times = torch.linalg.lstsq(columns, rest[:, None]).solution[:, 0]
+    if float((columns @ times - rest).norm()) > _FITS * len(rows) * float(seen.norm()):
+        return ""
+    shares = times.view(len(others), len(rows)).T
+    shares = torch.cat([shares, 1 - shares.sum(1, keepdim=True)], dim=1)
+    if float((shares - shares.round()).abs().max()) > _WHOLE or float(shares.min()) < -_WHOLE:
+        return ""
+    said = [
+        f"row {row} as label {label} instead of {labels[row]}"
+        for row, label in zip(rows, shares.argmax(1).tolist(), strict=True)
+        if label != labels[row]
+    ]
+    return f"it is the mean with {first_of_many(said, _RELABELLED)}" if said else ""
+
+
+def _counted(ids: Sequence[int], rows: Tensor, seen: Tensor) -> str:
+    """`rows 3, 5 count 2 times, row 7 not at all`, by least squares; "" unless it is a sum of independent rows."""
+    import torch
+
+    if rows.shape[0] > rows.shape[1] or float(torch.linalg.svdvals(rows)[-1]) * 1e-3 <= 1e-6 * float(seen.norm()):
+        return ""
+    weights = torch.linalg.lstsq(rows.T, seen[:, None]).solution[:, 0]
+    if float((weights @ rows - seen).norm()) > _FITS * float(seen.norm()):
+        return ""
+    by_times: dict[float, list[int]] = {}
+    for row, weight in zip(ids, weights.tolist(), strict=True):
+        by_times.setdefault(round(weight * len(ids), 2) + 0.0, []).append(row)
+    parts = [
+        f"row{'s' * (len(held) > 1)} {', '.join(map(str, held))} count{'s' * (len(held) == 1)} "
+        + (f"{times:g} times" if times else "not at all")
+        for times, held in sorted(by_times.items())
+        if abs(times - 1) > 0.005
+    ]
+    return f"by the law every row counts once, here {'; '.join(parts)}" if parts and len(by_times) <= _GROUPS else ""

@@ -1,0 +1,417 @@
+"""The law of a run: what its updates must be, computed in one process and float64, for our trainer and for any loop.
+
+Every update starts again from the weights that the subject had before it, so an error is charged to the update that
+made it. `TrainerLaw` and `LoopLaw` say which rows an update has and how its optimizer steps.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import hypot
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from andon_falsify.loops.sightings import Group, LoopSightings, first_of
+from andon_falsify.loops.task import model
+from andon_falsify.reference.decoder import Decoder
+from andon_falsify.reference.encoder import Encoder
+from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
+from andon_falsify.reference.training import Piece, PieceMasks, RowGradients, row_gradients, token_gradients
+from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
+from andon_falsify.subjects.case import PAD, Case, Rows
+from andon_falsify.subjects.trace import LeafMasks, Tensors, Trace, digest
+
+SAME_FORWARD = "from the loop's own forward pass in float64: same forward, not independent"
+_UNKNOWN_SETTINGS = ("maximize", "amsgrad", "nesterov", "dampening")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The law of one update, from the weights that the subject had before it.
+
+    norm: of the gradient, before clipping. summed: the norm that the gradient would have if no row's part cancelled
+    another's. Rounding in fp32 is relative to that.
+    """
+
+    step: int
+    loss: float
+    gradients: Mapping[str, Tensor]
+    norm: float
+    summed: float
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Tensors that one rule moves at one rate."""
+
+    names: tuple[str, ...]
+    rule: UpdateRule
+    rate: float
+
+
+class RunLaw(ABC):
+    """The law of the updates of one run. Tensors are in float64, under canonical names.
+
+    why_not: why no gradient can be computed, "" if it can. why_no_update: the same of the weights after an update.
+    factors: sizes of the layout, whose products explain a wrong ratio.
+    """
+
+    why_not: str
+    why_no_update: str
+    factors: Mapping[str, int]
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.case = trace.case
+        weights = trace.case.class_weights
+        self.class_weights = None if weights is None else torch.tensor(weights).double()
+
+    @abstractmethod
+    def rows(self, step: int) -> tuple[int, ...]:
+        """The rows of `step`, each once."""
+
+    @abstractmethod
+    def of(self, step: int) -> RowGradients:
+        """The law of `step`, row by row."""
+
+    @abstractmethod
+    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
+        """The optimizer of `step`."""
+
+    def limit(self, step: int) -> float | None:
+        """The norm to which the observed gradient of `step` is clipped before the optimizer reads it, if any."""
+        del step
+        return self.case.clip_norm
+
+    @cached_property
+    def recorded(self) -> tuple[int, ...]:
+        """The updates whose gradients and weights were recorded."""
+        return tuple(step for step, values in sorted(self.trace.first.values.items()) if values.weights)
+
+    @cached_property
+    def updates(self) -> tuple[int, ...]:
+        """The updates whose law can be computed."""
+        return self.recorded
+
+    @cached_property
+    def expected(self) -> tuple[Expected, ...]:
+        """The law of each of `updates` that had rows: means over its rows, each of which counts once."""
+        return tuple(self._mean(step) for step in self.updates if self.rows(step))
+
+    def _mean(self, step: int) -> Expected:
+        rows = self.of(step)
+        gradients = {name: tensor.mean(0) for name, tensor in rows.gradients.items()}
+        summed = hypot(*(float(part.flatten(1).norm(dim=1).sum()) for part in rows.gradients.values()))
+        return Expected(step, float(rows.losses.mean()), gradients, global_norm(gradients), summed / len(rows.rows))
+
+    @cached_property
+    def model(self) -> Decoder | Encoder:
+        """The architecture of the case."""
+        lora = Lora(2.0 * self.case.rank) if self.case.rank else None
+        kind = Decoder if self.case.architecture == "decoder" else Encoder
+        return kind.from_config(self.trace.first.config, lora)
+
+    @cached_property
+    def initial(self) -> dict[str, Tensor]:
+        """Rank 0's weights before the first update."""
+        return canonical(self.trace.first.state)
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The names of the tensors that train."""
+        return tuple(short_name(name) for name, _, _ in self.trace.first.layouts[0])
+
+    def before(self, step: int) -> dict[str, Tensor]:
+        """Rank 0's weights before `step`, frozen ones included."""
+        return self.initial if step == 1 else self.initial | self.after(step - 1)
+
+    def after(self, step: int) -> dict[str, Tensor]:
+        """Rank 0's trained weights right after `step`."""
+        return _exact(self.trace.first.values[step].weights)
+
+    def seen(self, step: int) -> dict[str, Tensor]:
+        """Rank 0's gradient of `step` before clipping, of all that trains. A gradient that was None is 0."""
+        held = _exact(self.trace.first.values[step].gradients)
+        return {name: held.get(name, torch.zeros_like(tensor)) for name, tensor in self.after(step).items()}
+
+    def stepped(self) -> Iterator[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
+        """For each recorded update: its step, the weights before it, and those after one step of its optimizer.
+
+        The step is made with the observed gradient, so that only the optimizer is judged.
+        """
+        states: dict[tuple[str, ...], State] = {}
+        for step in self.recorded:
+            before = self.before(step)
+            gradients = clip(_exact(self.trace.first.values[step].gradients), self.limit(step))[0]
+            wanted = dict(before)
+            for group in self.groups(step):
+                weights = {name: before[name] for name in group.names}
+                own = {name: gradients[name] for name in group.names if name in gradients}
+                state = states.get(group.names, State())
+                moved, states[group.names] = group.rule.step(weights, own, state, group.rate)
+                wanted |= moved
+            yield step, before, wanted
+
+
+class TrainerLaw(RunLaw):
+    """The law of our trainer: rows by its published plan, rates by its published schedule.
+
+    Only dropout masks and the length to which micro-batches were padded come from the subject. Raises `LookupError` for
+    a micro-batch whose dropout was not observed.
+    """
+
+    why_no_update = ""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self._masks: dict[tuple[int, tuple[int, ...]], LeafMasks] = trace.gathered("masks")
+        self._plan = planned_batches(self.case)
+        hidden = sorted({leaf.hidden for leaf in self._masks.values() if leaf.hidden})
+        self.why_not = f"the dropout inside {', '.join(hidden)} cannot be seen from outside" if hidden else ""
+        if self.case.task != "classification" and self.case.dropout:
+            self.why_not = "the law of instruction tuning has no dropout"
+        case = self.case
+        self.factors = {"world": case.world, "micro-batches": case.micro_batches, "batch": case.batch_size}
+
+    def rows(self, step: int) -> tuple[int, ...]:
+        return self._plan[step]
+
+    def of(self, step: int) -> RowGradients:
+        case, before = self.case, self.before(step)
+        if case.task == "classification":
+            pieces, masks = self.pieces(step), self.masks(step)
+            law = row_gradients(self.model, before, self.trainable, pieces, self.class_weights, masks)
+            return RowGradients(self.rows(step), *law)
+        assert isinstance(self.model, Decoder)
+        rows = tuple(row for item in self.rows(step) for row in case.items[item])
+        of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
+        return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
+
+    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
+        return (ParameterGroup(self.trainable, update_rule(self.case), rate_law(self.case)(step)),)
+
+    def _leaves(self, step: int) -> tuple[tuple[int, ...], ...]:
+        return shares(self.rows(step), self.case.micro_batches)
+
+    def pieces(self, step: int) -> list[Piece]:
+        """The planned micro-batches of `step`, padded as they were observed."""
+        seen = ((ids, self._masks.get((step, ids))) for ids in self._leaves(step))
+        return [piece_of(self.case.rows, ids, 0 if leaf is None else leaf.length) for ids, leaf in seen]
+
+    def masks(self, step: int) -> PieceMasks:
+        """The dropout masks that the subject drew for each micro-batch of `step`."""
+        leaves = self._leaves(step)
+
+        def of_leaf(index: int) -> Masks:
+            held = self._masks.get((step, leaves[index]))
+            if held is None:
+                if self.case.dropout:
+                    msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
+                    raise LookupError(msg)
+                return no_dropout
+            masks = held.masks
+            return lambda name, shape: masks[name].view(shape).double() if name in masks else None
+
+        return of_leaf
+
+
+class LoopLaw(RunLaw):
+    """The law of a loop: the rows that all its ranks were observed to train on, from rank 0's weights.
+
+    Each DIFFERENT row of an update counts once, however often it was visited. A loop that pads its shards with repeated
+    rows of weight 0 has that gradient; a loop that trains on the repeats has another. Repeats themselves are for
+    samples-once. note: how independent the law is, for the reasons of a verdict.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.first = first_of(trace)
+        self.parts = cast(tuple[LoopSightings, ...], trace.parts)
+        self.recomputes = "recomputes" in self.first.claims
+        self.note = SAME_FORWARD if self.recomputes else ""
+        case = self.case
+        self.factors = {"world": case.world, "accumulation": case.accumulation, "rows": case.local_batch}
+        self.made_trainable = {name for name, _, _ in self.first.layouts[0]}
+        self._held: dict[int, RowGradients] = {}
+
+    @cached_property
+    def why_not(self) -> str:  # type: ignore[override]
+        if self.recomputes and not self.why_no_weights:
+            return "" if self.first.recomputed else "the loop's own forward pass gave no law"
+        if self.case.dropout:
+            return "the case has dropout, and the masks of a foreign loop are not known"
+        return self.why_no_model
+
+    @cached_property
+    def why_no_model(self) -> str:
+        """Why the reference does not know the model of this loop, "" if it does."""
+        if self.why_no_weights:
+            return self.why_no_weights
+        if self.recomputes:
+            return "the model is the loop's own, and the reference does not know it"
+        if digest(self.first.state) != digest(self.plain.state_dict()):
+            return "the loop trains another model than the case's (andon_falsify.model), and has no `loss_sum`"
+        return ""
+
+    @cached_property
+    def why_no_weights(self) -> str:
+        """Why the weights of this run are unknown, "" if they are known."""
+        if not self.case.values:
+            return "values were not recorded"
+        if self.first.resumed_from:
+            return "the run took up another one, whose weights are not at hand"
+        return ""
+
+    @cached_property
+    def why_no_update(self) -> str:  # type: ignore[override]
+        if self.why_no_weights:
+            return "values were not recorded from the first update on"
+        for made in self.first.made.values():
+            if made.optimizer not in ("SGD", "AdamW", "Adam"):
+                return f"the law knows SGD and AdamW, not {made.optimizer}"
+            for group in made.groups:
+                on = [name for name in _UNKNOWN_SETTINGS if group.settings.get(name)]
+                if on:
+                    return f"the law does not know {made.optimizer} with {', '.join(on)}"
+        return ""
+
+    @cached_property
+    def plain(self) -> nn.Module:
+        """The case's model before training."""
+        return model(self.case)
+
+    @cached_property
+    def updates(self) -> tuple[int, ...]:
+        return tuple(step for step in self.recorded if step not in self.unknown_updates)
+
+    @cached_property
+    def unknown_updates(self) -> frozenset[int]:
+        """The updates for which the rows of some rank are unknown."""
+        strange = {stranger.step for part in self.parts for stranger in part.strangers}
+        return frozenset(strange.union(*(part.rowless for part in self.parts)) & self.first.made.keys())
+
+    def visits(self, step: int) -> list[list[tuple[int, ...]]]:
+        """The rows of each micro-batch of each rank."""
+        return [part.of(part.ranks[0], step).leaves for part in self.parts]
+
+    def visited(self, step: int) -> int:
+        """How many rows the ranks had in `step`, repeats included."""
+        return sum(len(leaf) for leaves in self.visits(step) for leaf in leaves)
+
+    def rows(self, step: int) -> tuple[int, ...]:
+        return tuple(sorted({row for leaves in self.visits(step) for leaf in leaves for row in leaf}))
+
+    def before(self, step: int) -> dict[str, Tensor]:
+        """The weights of the step's first forward pass; for the step after the last, the final weights."""
+        return super().before(step) | _exact(self.first.moved.get(step, {}))
+
+    def _mean(self, step: int) -> Expected:
+        """A gradient that was clipped without torch's clip is compared with the clipped law."""
+        law, limit = super()._mean(step), self.case.clip_norm
+        held = is_clipped(global_norm(self.seen(step)), limit)
+        if self.first.made[step].clipped or held or not is_clipped(law.norm, limit):
+            return law
+        return replace(law, gradients=clip(law.gradients, limit)[0])
+
+    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
+        made = self.first.made[step]
+        return tuple(
+            ParameterGroup(
+                tuple(map(short_name, group.names)), _rule_of(made.optimizer, group), float(group.settings["lr"])
+            )
+            for group in made.groups
+        )
+
+    def limit(self, step: int) -> float | None:
+        """None if the clip had another gradient than the optimizer."""
+        return None if self.first.made[step].early else self.case.clip_norm
+
+    def of(self, step: int) -> RowGradients:
+        if step not in self._held:
+            own = self.first.recomputed[step] if self.recomputes else None
+            self._held[step] = self.labelled(step) if own is None else replace(own, gradients=_short(own.gradients))
+        return self._held[step]
+
+    def labelled(self, step: int, label: int | None = None) -> RowGradients:
+        """As `of`, if every row had the label `label`. Only for a model that the reference knows."""
+        rows = self.rows(step)
+        piece = piece_of(self.case.rows, rows)
+        if label is not None:
+            piece = replace(piece, labels=torch.full_like(piece.labels, label))
+        law = row_gradients(self.model, self.before(step), self.trainable, [piece], self.class_weights)
+        return RowGradients(rows, *law)
+
+    def logits(self, weights: Mapping[str, Tensor], rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """float64 [rows, classes] under `weights` (canonical names, all of them), and the labels of the rows."""
+        piece = piece_of(self.case.rows, rows)
+        return self.model.logits(weights, piece.tokens, piece.attention), piece.labels
+
+
+def planned_batches(case: Case) -> dict[int, tuple[int, ...]]:
+    """The rows of each update of our trainer, by the published rule."""
+    plan = PublishedPlan(range(len(case.items)), case.seed, case.batch_size, case.updates())
+    return {update: tuple(rows) for update, rows in plan.items()}
+
+
+def rate_law(case: Case) -> PublishedSchedule:
+    """The published schedule of our trainer."""
+    return PublishedSchedule(case.lr, case.updates(), 0.1, 1e-6)
+
+
+def update_rule(case: Case, *, matrices_only: bool = True) -> UpdateRule:
+    """The optimizer of `case`. matrices_only: norms and biases do not decay, as in our trainer."""
+    if case.optimizer == "adamw":
+        return AdamW(weight_decay=case.weight_decay, matrices_only=matrices_only)
+    return Sgd(case.momentum, case.weight_decay, matrices_only)
+
+
+def shares(ids: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
+    """`ids` in `count` contiguous parts whose sizes differ by at most 1, the larger ones first."""
+    size, larger = divmod(len(ids), count)
+    starts = [place * size + min(place, larger) for place in range(count + 1)]
+    return tuple(ids[start:end] for start, end in pairwise(starts))
+
+
+def short_name(name: str) -> str:
+    """The canonical name of a trained tensor."""
+    short = canonical_name(name)
+    assert short is not None, name
+    return short
+
+
+def piece_of(rows: Rows, ids: tuple[int, ...], length: int = 0) -> Piece:
+    """The rows `ids`, padded on the right to `length`, by default that of the longest."""
+    length = length or max((len(rows.tokens[row]) for row in ids), default=1)
+    tokens = torch.full((len(ids), length), PAD, dtype=torch.int64)
+    for place, row in enumerate(ids):
+        tokens[place, : len(rows.tokens[row])] = torch.tensor(rows.tokens[row])
+    sizes = torch.tensor([len(rows.tokens[row]) for row in ids], dtype=torch.int64)
+    attention = (torch.arange(length) < sizes[:, None]).long()
+    return Piece(tokens, attention, torch.tensor([rows.labels[row] for row in ids], dtype=torch.int64))
+
+
+def decouples(optimizer: str, group: Group) -> bool:
+    """Whether weight decay acts on the weights, not on the gradient: AdamW is Adam with that switched on."""
+    return optimizer == "AdamW" or bool(group.settings.get("decoupled_weight_decay"))
+
+
+def _rule_of(optimizer: str, group: Group) -> UpdateRule:
+    held: Mapping[str, Any] = group.settings
+    if optimizer == "SGD":
+        return Sgd(held["momentum"], held["weight_decay"])
+    return AdamW(held["betas"], held["eps"], held["weight_decay"] if decouples(optimizer, group) else 0.0)
+
+
+def _short(tensors: Tensors) -> dict[str, Tensor]:
+    return {short_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _exact(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensor.double() for name, tensor in _short(tensors).items()}

@@ -1,0 +1,63 @@
+"""Every loss and gradient norm that is reported is a finite number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from andon_falsify.claims.evidence import Evidence
+from andon_falsify.history import History, StepEvent
+from andon_falsify.verdict import Claim, Clause, Counterexample, Quantity, Verdict, conclude
+
+
+def _reports_losses(evidence: Evidence) -> str:
+    if evidence.of_loop and not getattr(evidence.sightings.first, "told_losses", ()):
+        return "the loop tells no loss (told.loss)"
+    silent = evidence.of_script and all(step.loss is None for step in evidence.told.steps)
+    return "the script tells no loss (w.loss)" if silent else ""
+
+
+CLAIM = Claim(
+    "loss-finite",
+    1,
+    "Every reported loss, and every reported norm of a reduced gradient, is finite.",
+    order=80,
+    subjects=("trainer", "loop", "script", "ledger"),
+    needs=(_reports_losses,),
+    clauses=(
+        Clause(
+            "finite",
+            "other",
+            "the clause is of every micro-batch, before the update; `loss-finite` is of the losses and norms that are "
+            "told afterwards, and what a NaN must do is `halt-together`",
+        ),
+    ),
+)
+
+
+def check(evidence: Evidence) -> Verdict:
+    """All updates. A loop that reports its loss now and then is judged at the updates that have one."""
+    history = evidence.told
+    if evidence.of_loop:
+        told = [event for event in history.events if not (isinstance(event, StepEvent) and event.loss is None)]
+        history = replace(history, events=tuple(told))
+    return check_history(history)
+
+
+def check_history(history: History) -> Verdict:
+    """Unknown if an update has no loss. The ledger of a watched loop without any loss is judged by its norms alone."""
+    untold = history.start is not None and history.start.watched and all(each.loss is None for each in history.steps)
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+    quantities: tuple[Quantity, Quantity] = ("loss", "norm")
+    for event in history.steps:
+        if event.loss is None and not untold:
+            missing = missing or f"step {event.number} records no loss"
+        for quantity, number in zip(quantities, (event.loss, event.grad_norm), strict=True):
+            if number is None:
+                continue
+            checked += 1
+            if not number.finite:
+                what = f"the {'gradient norm' if quantity == 'norm' else 'loss'} is not finite"
+                shown = (f"step {event.number}", "a real number", str(number))
+                found.append(Counterexample(what, *shown, quantity=quantity))
+    return conclude(CLAIM, checked, found, missing, "the loop told no loss: gradient norms only" if untold else "")

@@ -1,0 +1,108 @@
+"""The reported loss of every update against that of the law from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import isclose, isfinite
+from typing import TYPE_CHECKING, cast
+
+from andon_falsify.claims.evidence import NOISE, Evidence, tensors
+from andon_falsify.claims.explain import explain_ratio, name_short_windows, ratio_product
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, merge, not_applicable
+
+if TYPE_CHECKING:
+    from andon_falsify.claims.laws import LoopLaw
+
+MIXED_TOLERANCE = 1e-3
+"""Relative: ranks on CPUs and GPUs against the same run on one CPU."""
+CLAIM = Claim(
+    "losses-close",
+    2,
+    "The reported loss of every update is that of one process in float64 from the same weights and rows, but for fp32 "
+    f"rounding: {NOISE['trainer'].loss:.0e} of it in our trainer, {NOISE['loop'].loss:.0e} in a loop. On CPUs and GPUs "
+    f"at once it differs from that of one CPU by less than {MIXED_TOLERANCE:.0e} of it.",
+    order=100,
+    subjects=("trainer", "loop", "ledger"),
+    runs=("alone",),
+    needs=(tensors("loss of a reference", of_updates=True),),
+    clauses=(Clause("loss-equivalent", "same"), Clause("loss-reported")),
+)
+
+
+def check(evidence: Evidence) -> Verdict:
+    """As `CLAIM` says. `others["alone"]`: the same run on one CPU."""
+    if evidence.of_loop:
+        return _of_loop(evidence, cast("LoopLaw", evidence.law))
+    law, trace, seen = evidence.law, evidence.sightings, _reported(evidence)
+    if law.why_not:
+        verdicts = [not_applicable(CLAIM, law.why_not)]
+    else:
+        wanted = {expected.step: expected.loss for expected in law.expected}
+        verdicts = [compare(seen, wanted, evidence.noise.loss, law.factors)]
+    if trace.case.backend == "mixed" and not trace.case.dropout:  # a GPU draws other masks than a CPU
+        for alone in evidence.others.get("alone", ()):
+            if alone.sightings.place != trace.place:
+                verdicts.append(compare(seen, _reported(alone), MIXED_TOLERANCE, law.factors))
+    return merge(verdicts)
+
+
+def _reported(evidence: Evidence) -> dict[int, float]:
+    return {reported.step: reported.loss for reported in evidence.sightings.first.reported}
+
+
+def compare(seen: Mapping[int, float], law: Mapping[int, float], bound: float, factors: Mapping[str, int]) -> Verdict:
+    """Compare losses by update: |seen - law| < bound * |law|, or equal.
+
+    A loss that is not finite falsifies. Unknown if an update is missing in either, or its law is not finite. The factor
+    that all losses share is explained by `factors`, the sizes of the layout.
+    """
+    found = [
+        Counterexample("the loss is not finite", f"step {step}", "a real number", str(loss), quantity="loss")
+        for step, loss in seen.items()
+        if not isfinite(loss)
+    ]
+    broken = [step for step, loss in law.items() if not isfinite(loss)]
+    missing = f"the reference's loss at step {broken[0]} is not finite" if broken else ""
+    if seen.keys() != law.keys():
+        missing = f"{len(seen)} losses against {len(law)} of the reference"
+    pairs = {step: (seen[step], law[step]) for step in law if isfinite(seen.get(step, float("nan")))}
+    pairs = {step: pair for step, pair in pairs.items() if step not in broken}
+    apart = [step for step, (one, other) in pairs.items() if one != other and not abs(one - other) < bound * abs(other)]
+    if apart:
+        ratios = [one / other for one, other in pairs.values() if other]
+        single = len(ratios) == len(pairs) and all(isclose(each, ratios[0], rel_tol=1e-3) for each in ratios)
+        ratio = ratios[0] if single else None
+        equals = "" if ratio is None else explain_ratio(ratio, factors)
+        what, (one, other) = f"the loss is out of bounds at {len(apart)} of {len(pairs)} updates", pairs[apart[0]]
+        shown = (f"step {apart[0]}", f"{other:.9g}", f"{one:.9g}")
+        found.append(Counterexample(what, *shown, ratio, equals, quantity="loss"))
+    return conclude(CLAIM, len(pairs), found, missing)
+
+
+def _of_loop(evidence: Evidence, law: LoopLaw) -> Verdict:
+    """Update by update, since a loop need not report the loss of each."""
+    if law.why_not:
+        return not_applicable(CLAIM, law.why_not)
+    reported, verdicts = law.first.told_losses, {}
+    for expected in law.expected:
+        if expected.step in reported:
+            step = expected.step
+            one = compare({step: reported[step]}, {step: expected.loss}, evidence.noise.loss, law.factors)
+            what, where = "the reported loss is not that of the law", f"step {step}"
+            found = tuple(replace(each, what=what, where=where) for each in one.counterexamples)
+            verdicts[step] = replace(one, counterexamples=found)
+    if not verdicts:
+        return not_applicable(CLAIM, "the loop tells no loss (told.loss)")
+    merged = merge(_without_chance(verdict, law.factors) for verdict in name_short_windows(law, verdicts))
+    return merged if merged.reasons or not law.note else replace(merged, reasons=(law.note,))
+
+
+def _without_chance(verdict: Verdict, factors: Mapping[str, int]) -> Verdict:
+    """Without the ratios that nothing explains: of a loss they are chance."""
+
+    def explained(found: Counterexample) -> bool:
+        return found.ratio is None or bool(found.cause or ratio_product(found.ratio, factors))
+
+    kept = (each if explained(each) else replace(each, ratio=None, equals="") for each in verdict.counterexamples)
+    return replace(verdict, counterexamples=tuple(kept))

@@ -1,0 +1,75 @@
+"""No replica's live tensors outgrow the plan, and what stays alive between updates does not grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from andon_falsify.claims.evidence import Evidence, tensors
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude
+
+
+def _counts_bytes(evidence: Evidence) -> str:
+    if evidence.sightings.place != "cpu":
+        return ON_GPUS
+    return "" if evidence.sightings.case.memory else "bytes were not counted"
+
+
+CLAIM = Claim(
+    "memory-budget",
+    1,
+    "The peak of live tensor bytes of every replica is at most the plan's number and 10 %, and the bytes that "
+    "stay alive between updates do not grow with each of them.",
+    order=110,
+    subjects=("trainer", "ledger"),
+    trial="memory",
+    needs=(tensors("bytes of memory"), _counts_bytes),
+    clauses=(Clause("memory-budget", "same"),),
+)
+ON_GPUS = "bytes are counted on the CPU alone; on GPUs every run holds its peak against its plan"
+_LEAST_UPDATES = 4
+
+
+def check(evidence: Evidence) -> Verdict:
+    """Every rank's peak of live tensor bytes against the trainer's plan, and the bytes between updates."""
+    trace = evidence.sightings
+    return check_bytes(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
+
+
+def check_bytes(
+    peaks: Mapping[int, int],
+    planned: int | Mapping[int, int],
+    slack: float = 0.1,
+    resting: Mapping[int, Sequence[int]] | None = None,
+) -> Verdict:
+    """Compare each rank's peak in bytes with the plan (one number, or one per rank).
+
+    resting: for each rank, the live bytes after each update. The first update allocates the optimizer's moments; from
+    the second on, at least 4 values that rise with every update are growth. Unknown if a rank has no positive peak or
+    plan: zero bytes mean that nothing was counted.
+    """
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+
+    def fail(what: str, rank: int, expected: int, seen: int, ratio: float | None = None) -> None:
+        sizes = (f"{expected} bytes", f"{seen} bytes")
+        found.append(Counterexample(what, f"rank {rank}", *sizes, ratio, quantity="memory"))
+
+    for rank, peak in sorted(peaks.items()):
+        budget = planned if isinstance(planned, int) else planned.get(rank, 0)
+        if peak <= 0 or budget <= 0:
+            missing = missing or f"rank {rank}: peak {peak} bytes, plan {budget} bytes"
+            continue
+        checked += 1
+        if peak > budget * (1 + slack):
+            what = f"the peak is {peak / budget:.3f} of the plan, {1 + slack:.2f} is allowed"
+            fail(what, rank, budget, peak, peak / budget)
+    for rank, sizes in sorted((resting or {}).items()):
+        settled = sizes[1:]
+        if len(settled) < _LEAST_UPDATES:
+            missing = missing or f"rank {rank}: {len(sizes)} updates are too few to see growth"
+            continue
+        checked += 1
+        if all(later > earlier for earlier, later in pairwise(settled)):
+            fail("the bytes alive between updates rise with every update", rank, settled[0], settled[-1])
+    return conclude(CLAIM, checked, found, missing)

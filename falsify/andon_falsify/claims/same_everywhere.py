@@ -1,0 +1,302 @@
+"""One result for every number of ranks and every backend: to the bit if that is promised, else within rounding.
+
+Of a script there are only norms and losses. Two layouts of one global batch must make the same updates, but their fp32
+sums are rounded differently, and the difference grows. Only equal runs are compared: a script that is not seeded, draws
+by rank, or has other rows on other layouts differs for that reason alone, and nothing is proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from andon_falsify.claims.evidence import Evidence
+from andon_falsify.claims.explain import fitting_powers, show_ratio
+from andon_falsify.claims.updates import (
+    INPUTS,
+    QUANTITIES,
+    allowed,
+    bits,
+    different_numbers,
+    different_rows,
+    first_difference,
+    not_seeded,
+)
+from andon_falsify.history import History, StepEvent
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
+
+if TYPE_CHECKING:
+    from andon_falsify.subjects.trace import Trace
+
+
+def _is_not_the_measure(evidence: Evidence) -> str:
+    if evidence.of_script:
+        alone = set(evidence.layout.values()) == {1}
+        return "this is the layout that the others are compared with" if alone else ""
+    if evidence.kind == "trainer" and evidence.trace is not None:
+        alone = evidence.trace.case.world == 1 and evidence.trace.case.backend in ("inline", "nccl")
+        return "one rank is what the others are compared with" if alone else ""
+    return ""
+
+
+CLAIM = Claim(
+    "same-everywhere",
+    1,
+    "The same run on another number of workers or another backend gives the same rows, loss, gradient, weights and "
+    "optimizer state at every update, to the bit.",
+    order=40,
+    subjects=("trainer", "loop", "script", "ledger"),
+    runs=("alone", "again"),
+    needs=(_is_not_the_measure,),
+    unwatched="needs another run",
+    statements={
+        "loop": "The same global batches on another number of ranks give the same rows and learning rates, and weights "
+        "that differ by at most 30 times the measured rounding of fp32; to the bit if the loop promises that.",
+        "script": "The same global batches on another number of ranks, or in micro-batches of another size, make as "
+        "many updates, with the same rows and rates. In the first 50 the losses and norms are the same, to 0.0001 of "
+        "them at the first update and to 0.0064 later, since differences of rounding grow.",
+    },
+)
+COMPARED = 50
+"""Updates whose norms and losses are compared; later ones may differ by what rounding made of earlier differences."""
+_SCALED = {"grad_norm", "loss"}
+"""Means over a batch, so a wrong mean shows as a product of the layout's numbers."""
+_TELL = "tell the rows of each micro-batch with w.batch(ids)"
+_DEAL = (
+    "Draw the rows of every global batch from one seed, whatever the number of ranks, and deal them to the ranks "
+    "(DistributedSampler; Accelerate: DataLoaderConfiguration(use_seedable_sampler=True))"
+)
+_DRAWS = (
+    "dropout and augmentation that draw by rank do this, and so does a mean of unequal means. Switch those off, or "
+    "tell the loss with w.loss: one that is the same on both shows that nothing else was drawn"
+)
+_SCHEDULED = "another number of updates, and so other learning rates where a schedule is as long as the run"
+_NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
+
+
+def check(evidence: Evidence) -> Verdict:
+    """The run against `others["alone"]`, the same on one rank, and `others["elsewhere"]`, on other layouts.
+
+    If a script differs, `others["again"]` shows whether its run on one rank differs from itself too.
+    """
+    elsewhere = evidence.others.get("elsewhere", ())
+    if evidence.of_script:
+        alone = evidence.other("alone").told
+        verdict = check_layouts(alone, evidence.told, evidence.layout)
+        if verdict.outcome is Outcome.HOLDS:
+            return verdict
+        difference = first_difference(alone, evidence.other("again").told)
+        return unknown(CLAIM, not_seeded("two runs on one rank", difference)) if difference else verdict
+    if evidence.of_loop:
+        return check_loop([evidence.sightings, evidence.other("alone").sightings])
+    if evidence.trace is not None:
+        return check_traces(evidence.other("alone").sightings, evidence.trace)
+    if not elsewhere:
+        return not_applicable(CLAIM, "one ledger; name others of the same run elsewhere")
+    histories = [evidence.told, *(other.told for other in elsewhere)]
+    if any(each.start is not None and each.start.watched for each in histories):
+        why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
+        return not_applicable(CLAIM, why)
+    return compare(histories)
+
+
+def check_traces(base: Trace, *others: Trace) -> Verdict:
+    """All bits of every update, if the ranks are on devices of one kind."""
+    elsewhere = sorted({other.place for other in others} - {base.place, ""})
+    if elsewhere and base.place:
+        why = f"other kinds of device round otherwise: {' and '.join(elsewhere)} against {base.place}"
+        return not_applicable(CLAIM, why)
+    return compare([base.seen, *(other.seen for other in others)])
+
+
+def check_loop(traces: Sequence[Trace]) -> Verdict:
+    """The first trace against each other one: the same global batches on other numbers of ranks and micro-batches.
+
+    To the bit if the loop promises it (`to_the_bit = True`), else within the measured noise if nothing is drawn.
+    """
+    from andon_falsify.claims.alike import alike
+    from andon_falsify.loops.sightings import first_of
+
+    first = first_of(traces[0])
+    if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
+        return unknown(CLAIM, "one number of ranks and one accumulation: there is nothing to compare")
+    sizes = {trace.case.global_batch for trace in traces}
+    if len(sizes) > 1:
+        return unknown(CLAIM, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
+    if "to_the_bit" in first.claims:
+        return compare([trace.seen for trace in traces])
+    if any(first_of(trace).draws for trace in traces):
+        return not_applicable(CLAIM, "forward passes draw random numbers: other ones on another number of ranks")
+    return alike(CLAIM, traces[0], traces[1:])
+
+
+def compare(histories: Sequence[History]) -> Verdict:
+    """Compare every history with the first, update by update, and name the first update that differs.
+
+    Not applicable if fingerprints differ: bits of another machine are not comparable. Unknown for fewer than two
+    histories, for several of one world size and backend, and if no update is in both.
+    """
+    if len(histories) < 2:
+        return unknown(CLAIM, f"{len(histories)} histories, at least two are needed")
+    first, *others = histories
+    for other in others:
+        if _fingerprint(other) != _fingerprint(first):
+            return not_applicable(CLAIM, f"not comparable: {other.name} has another fingerprint than {first.name}")
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+    if len({_place(history) for history in histories}) < 2:
+        missing = f"every history ran on {_place(first)}"
+    for other in others:
+        compared, difference = _first_difference(first, other)
+        checked += compared
+        found += [] if difference is None else [difference]
+        if not compared:
+            missing = missing or f"{other.name} and {first.name} record nothing that can be compared"
+    return conclude(CLAIM, checked, found, missing)
+
+
+def _first_difference(first: History, other: History) -> tuple[int, Counterexample | None]:
+    """The comparisons made, and the first difference; later ones follow from it. Equal inputs alone prove nothing."""
+    against, checked = f"{other.name} against {first.name}", 0
+    started = [history.start.initial_weights if history.start else None for history in (first, other)]
+    if None not in started and started[0] != started[1]:
+        digests = (str(started[0]), str(started[1]))
+        what = "the initial weights differ"
+        return 1, Counterexample(what, f"before step 1, {against}", *digests, quantity="weights")
+    for number, event in first.trajectory.items():
+        twin = other.trajectory.get(number)
+        if twin is None:
+            continue
+        where = f"step {number}, {other.name} ({_of(twin)}) against {first.name} ({_of(event)})"
+        if event.ids and twin.ids and event.ids != twin.ids:
+            pairs = enumerate(zip_longest(event.ids, twin.ids))
+            index, rows = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+            what = f"the rows differ first, at place {index} of the batch"
+            return checked + 1, Counterexample(what, where, str(rows[0]), str(rows[1]), quantity="rows")
+        mine, theirs = bits(event), bits(twin)
+        both = {name: (mine[name], theirs[name]) for name in mine if name in theirs and name != "rows"}
+        checked += len(both.keys() - INPUTS)
+        differing = [name for name, pair in both.items() if pair[0] != pair[1]]
+        if differing:
+            equal = [name for name in both if name not in differing]
+            what = f"the {differing[0]} differs first" + (f" ({', '.join(equal)} agree)" if equal else "")
+            return checked, Counterexample(what, where, *both[differing[0]], quantity=QUANTITIES[differing[0]])
+    ended = all(history.runs and history.runs[-1].finished for history in (first, other))
+    if not ended or first.trajectory.keys() == other.trajectory.keys():
+        return checked, None
+    expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
+    return checked, Counterexample("another number of updates", against, expected, seen)
+
+
+def _fingerprint(history: History) -> object:
+    return history.start.fingerprint if history.start is not None else None
+
+
+def _place(history: History) -> str:
+    return " then ".join(dict.fromkeys(_of(event) for event in history.steps))
+
+
+def _of(event: StepEvent) -> str:
+    return f"world {event.world} {event.backend}"
+
+
+def check_layouts(base: History, other: History, layout: Mapping[str, int]) -> Verdict:
+    """A script's run `other` against `base`, on one rank. layout: the numbers of `other`'s layout by name.
+
+    Falsified by what other random draws cannot explain, see `_proven`. Unknown, with the remedy, if the two trained on
+    other rows, or if other draws may explain a difference.
+    """
+    ours, theirs = base.trajectory, other.trajectory
+    if not ours:
+        return unknown(CLAIM, "the run on one rank made no update")
+    checked = 0
+    for place, number in enumerate(sorted(ours.keys() & theirs.keys())):
+        step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
+        if rows := different_rows(step, twin, where):
+            said = f"{where}: other rows are trained on (expected {rows[0].expected}, seen {rows[0].seen})"
+            return unknown(CLAIM, f"{said}, so that nothing can be compared. {_DEAL}", checked)
+        compared, apart = different_numbers(step, twin, where, number)
+        if place >= COMPARED:
+            compared, apart = bool(step.lr and twin.lr), {name: apart[name] for name in apart if name == "lr"}
+        checked += compared + bool(step.ids and twin.ids)
+        if apart:
+            if found := _proven(apart, step, theirs, layout):
+                if "lr" in apart and len(ours) != len(theirs):
+                    counts = (f"{len(ours)} updates", f"{len(theirs)} updates")
+                    found.insert(0, Counterexample(_SCHEDULED, other.name, *counts))
+                return conclude(CLAIM, checked, found)
+            draws = next((each.draws for history in (base, other) for each in history.steps if each.draws), "")
+            return unknown(CLAIM, _unproven(apart, step, twin, layout, draws), checked)
+    if len(ours) != len(theirs):
+        what, counts = "another number of updates", (str(len(ours)), str(len(theirs)))
+        if not all(step.ids for step in (*ours.values(), *theirs.values())):
+            said = f"{other.name}: {what} (expected {counts[0]}, seen {counts[1]}), and the rows are not known"
+            return unknown(CLAIM, f"{said}. {_TELL}", checked)
+        return conclude(CLAIM, checked, [Counterexample(what, other.name, *counts)])
+    return conclude(CLAIM, checked, [], note=_not_compared(base))
+
+
+def _proven(
+    apart: Mapping[str, Counterexample], step: StepEvent, theirs: Mapping[int, StepEvent], layout: Mapping[str, int]
+) -> list[Counterexample]:
+    """Which of the numbers that are `apart` in `step`, the first such update, are mistakes whatever was drawn.
+
+    With the same gradient all are: other rows, weights or draws would have given another one. Else: a learning rate,
+    for which nothing is drawn; a ratio that is a product of the layout's numbers; and all of them if the rows are the
+    same and the reported loss too, or if the batch is the first that does not divide evenly.
+    """
+    twin = theirs[step.number]
+    if "grad_norm" not in apart and step.grad_norm is not None and twin.grad_norm is not None:
+        return list(apart.values())
+    if step.ids and twin.ids:
+        if uneven := _unequal_means(theirs, step.number):
+            return [replace(found, what=f"{found.what} ({uneven})") for found in apart.values()]
+        if "loss" not in apart and step.loss is not None and twin.loss is not None:
+            return list(apart.values())
+    scaled = {
+        field
+        for field in apart.keys() & _SCALED
+        if (ratio := apart[field].ratio) is not None and fitting_powers([(ratio, layout)], allowed(step.number))
+    }
+    return [found for field, found in apart.items() if field == "lr" or field in scaled]
+
+
+def _unproven(
+    apart: Mapping[str, Counterexample], step: StepEvent, twin: StepEvent, layout: Mapping[str, int], draws: str
+) -> str:
+    """Why the numbers that are `apart` prove nothing, and what the script would have to do."""
+    first = next(iter(apart.values()))
+    numbers = " and ".join(f"{name} {value}" for name, value in layout.items() if value > 1)
+    ratio = "" if first.ratio is None else f", ratio {show_ratio(first.ratio)}, which no product of {numbers} gives"
+    said = f"{first.where}: {first.what} (expected {first.expected}, seen {first.seen}{ratio})"
+    if draws:
+        return f"{said}. The forward passes draw random numbers, which differ between layouts: {draws}. {_NO_DRAWS}"
+    if step.ids and twin.ids:
+        return f"{said}. The rows are the same: {_DRAWS}"
+    return f"{said}, and the rows are not known. {_DEAL}, or {_TELL}"
+
+
+def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
+    """What distinguishes the first update that differs, "" unless its rows alone do not divide among the ranks."""
+    step = theirs[number]
+    earlier = [theirs[each] for each in theirs if each < number]
+    if not earlier or not _is_uneven(step) or any(map(_is_uneven, earlier)):
+        return ""
+    return f"{len(step.ids)} rows on {step.world} ranks, the first that do not divide evenly: a mean of unequal means?"
+
+
+def _is_uneven(step: StepEvent) -> bool:
+    return len(step.ids) % (step.world or 1) != 0
+
+
+def _not_compared(history: History) -> str:
+    """What a verdict that holds does not say."""
+    updates = list(history.trajectory.values())
+    missing = [] if updates[0].ids else ["rows (w.batch)"]
+    missing += [] if updates[0].loss is not None else ["losses (w.loss)"]
+    notes = [f"not told, so not compared: {' and '.join(missing)}"] if missing else []
+    if len(updates) > COMPARED:
+        notes.append(f"losses and norms are compared in the first {COMPARED} of {len(updates)} updates")
+    return "; ".join(notes)

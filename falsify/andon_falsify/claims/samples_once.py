@@ -1,0 +1,258 @@
+"""Every planned row is used exactly once: by one rank in its batch, and once in an epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING, cast
+
+from andon_falsify.claims.evidence import Evidence
+from andon_falsify.history import History, RowId, RowSet, StepEvent
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Verdict,
+    conclude,
+    first_of_many,
+    merge,
+    not_applicable,
+)
+
+if TYPE_CHECKING:
+    from andon_falsify.claims.laws import LoopLaw
+
+CLAIM = Claim(
+    "samples-once",
+    1,
+    "The ranks' rows of a batch are disjoint and together the batch; an epoch visits every training row exactly once; "
+    "two epochs visit them in different orders.",
+    order=20,
+    subjects=("trainer", "loop", "script", "ledger"),
+    clauses=(
+        Clause("samples-once", "same", "the claim looks at epochs as well, the clause at each batch"),
+        Clause("content-planned", "part", "of a loop, whose rows are recognised by their content"),
+        Clause("updates-planned"),
+        Clause("order-renewed", "part", "of our trainer, whose plan has an order for each epoch"),
+    ),
+)
+_TWICE, _LOST, _STRANGE = "rows are used more than once", "rows are not used", "rows do not belong there"
+"""Causes, which a smaller counterexample must keep."""
+_SHOWN = 8
+_STRANGERS = 3
+_ORDERED = 8
+"""Fewer rows may come in the same order twice by chance."""
+
+
+def check(evidence: Evidence) -> Verdict:
+    """The rows that ranks were observed to train on, or those that the ledger lists."""
+    history = evidence.told
+    if evidence.of_loop:
+        return _of_loop(cast("LoopLaw", evidence.law))
+    if evidence.of_script:
+        return check_visits(history)
+    if history.start is not None and history.start.watched and not any(step.ids for step in history.steps):
+        return not_applicable(CLAIM, "the loop told its watch no rows (w.batch)")
+    return check_history(history)
+
+
+def _rows(what: str, where: str, expected: str, seen: str, cause: str = "") -> Counterexample:
+    return Counterexample(what, where, expected, seen, quantity="rows", cause=cause)
+
+
+def _of_loop(law: LoopLaw) -> Verdict:
+    """Rows as they were recognised at the model on all ranks, each in the update whose gradient it is part of."""
+    made, parts = sorted(law.first.made), law.parts
+    if made and all(set(part.rowless) >= set(made) for part in parts):
+        return not_applicable(CLAIM, "the model is not called with `input_ids`, and the loop tells no rows (told.rows)")
+    found: list[Counterexample] = []
+    strangers = [stranger for part in parts for stranger in part.strangers]
+    if strangers:
+        first = min(strangers, key=lambda stranger: (stranger.step, stranger.rank))
+        where, shown = f"step {first.step}, rank {first.rank}", "; ".join(each.text for each in strangers[:_STRANGERS])
+        found.append(_rows(f"{len(strangers)} rows of no data set", where, "rows of the case, as they are", shown))
+    left = sorted(row for part in parts for row in part.leftover)
+    if left and law.first.violation is None:
+        shown = f"rows {', '.join(map(str, left))}"
+        found.append(_rows("forward passes after the last update", "the end of the run", "none", shown))
+    missing = f"the rows of update {min(law.unknown_updates)} are not all known" if law.unknown_updates else ""
+    verdicts = [conclude(CLAIM, len(made), found, missing), check_history(law.trace.seen)]
+    verdict = merge([*verdicts, conclude(CLAIM, len(made), _sizes(law, made))])
+    weightless = sorted({row for part in parts for row in part.weightless})
+    if not weightless:
+        return verdict
+    shown = first_of_many(weightless, _STRANGERS)
+    note = f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
+    return replace(verdict, reasons=(*verdict.reasons, note))
+
+
+def _sizes(law: LoopLaw, made: Sequence[int]) -> list[Counterexample]:
+    size = law.case.global_batch
+    visits = {step: law.visited(step) for step in made}
+    found = [
+        _rows("more rows than the global batch has", f"step {step}", str(size), str(count))
+        for step, count in visits.items()
+        if count > size
+    ]
+    planned, updates = law.case.updates(size), len(made) + law.first.resumed_from
+    stopped = law.first.violation is not None or law.case.stop_after is not None
+    if updates > planned or (updates < planned and not stopped):
+        found.append(_rows("another number of updates than planned", "", str(planned), str(updates)))
+    return found
+
+
+def check_history(history: History) -> Verdict:
+    """Check every update's split, then every epoch of the trajectory (an update made again after a resume counts once).
+
+    The training rows are those of the start line; if it lists none, only their number is compared. An epoch is complete
+    if a later one began, or the plan was finished and had room for all its batches; an incomplete one may not repeat a
+    row. Orders are compared between complete epochs of at least 8 rows. Unknown if ranks or batches list no rows, or no
+    epoch was complete.
+    """
+    found: list[Counterexample] = []
+    checked, missing = 0, ""
+    for event in history.steps:
+        if not event.ids or not event.ranks:
+            missing = missing or f"step {event.number} lists no rows"
+            continue
+        checked += 1
+        found += _split(event)
+    rows = history.plan.ids
+    size = len(rows) if rows is not None else history.plan.rows
+    epochs: dict[int, list[StepEvent]] = {}
+    for event in history.trajectory.values():
+        if event.epoch is not None:
+            epochs.setdefault(event.epoch, []).append(event)
+    complete = _complete(history, epochs)
+    repeats: list[Counterexample] = []
+    first_with: dict[bytes, int] = {}  # by the digest of an epoch's order: all orders may take gigabytes
+    for epoch, updates in epochs.items():
+        whole, seen, order, once = epoch in complete, RowSet(), hashlib.sha256(), True
+        for event in updates:
+            visits = _visits(event)
+            once = seen.add(visits) and once
+            order.update(repr([*visits])[1:-1].encode() + b", ")
+        all_seen = size in (None, len(seen)) if rows is None else seen == RowSet(rows)
+        if not once or (whole and not all_seen):
+            found += _epoch(epoch, updates, rows if whole else None, size if whole else None)
+        if whole and len(seen) >= _ORDERED:
+            before = first_with.setdefault(order.digest(), epoch)
+            if before != epoch:
+                what = f"the rows came in the order of epoch {before}"
+                repeats.append(_rows(what, f"epoch {epoch}", "another order", "the same order"))
+    found += repeats
+    if not complete:
+        missing = missing or _why_none_complete(history)
+    elif size is None:
+        missing = missing or "neither the training rows nor their number are known"
+    return conclude(CLAIM, checked, found, missing)
+
+
+def check_visits(history: History) -> Verdict:
+    """The same for the ledger of a script, which tells the rows of its ranks but not the plan.
+
+    Of R different rows, every R visits in a row must visit each once: these are the epochs, wherever they begin. For a
+    script that tells no rows, a violation that its watch saw at the data loaders falsifies; none proves nothing.
+    """
+    visits = [row for step in history.trajectory.values() for row in step.ids]
+    if not visits:
+        seen = [event.fields for event in history.of_kind("violation") if event.fields.get("clause") == CLAIM.name]
+        broken = [fields for fields in seen if fields.get("action") != "suspected"]
+        if broken:
+            what, where = f"{broken[0].get('seen')}", f"step {broken[0].get('step')}, at its data loader"
+            return conclude(CLAIM, len(broken), [_rows(what, where, "", "")])
+        return not_applicable(CLAIM, "the script tells no rows (w.batch)")
+    rows = set(visits)
+    for epoch, start in enumerate(range(0, len(visits), len(rows))):
+        own = visits[start : start + len(rows)]
+        if twice := _repeated(own):
+            lost = rows - set(own)
+            what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
+            never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
+            shown = ("each once", f"{never}more than once {listed(twice)}")
+            return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
+    return conclude(CLAIM, -(-len(visits) // len(rows)), [])
+
+
+def _why_none_complete(history: History) -> str:
+    untold = all(event.epoch is None for event in history.steps)
+    if history.start is not None and history.start.watched and untold:
+        return "the watch records no epochs without rows= and plan=, so no epoch is known to be complete"
+    return "no epoch was complete"
+
+
+def _split(event: StepEvent) -> list[Counterexample]:
+    """Rows of the ranks against rows of the batch, as multisets; the count against the rows."""
+    where, found = f"step {event.number}", []
+    if event.count is not None and event.count != len(event.ids):
+        found.append(_rows("the count is not that of the batch", where, str(len(event.ids)), str(event.count)))
+    visits = [row for entry in event.ranks for row in entry.ids]
+    if set(visits) == set(event.ids) and len(set(visits)) == len(visits) == len(event.ids):
+        return found  # almost every update of a long history leaves here
+    used, planned = Counter(visits), Counter(event.ids)
+    if twice := _repeated(visits):
+        holders = ", ".join(str(entry.rank) for entry in event.ranks if not twice.keys().isdisjoint(entry.ids))
+        found.append(_rows(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice), _TWICE))
+    if lost := planned - used:
+        found.append(_rows("rows of the batch that no rank used", where, _named(lost), "", _LOST))
+    if strange := Counter({row: times for row, times in used.items() if row not in planned}):
+        found.append(_rows("rows that are not in the batch", where, "", _named(strange), _STRANGE))
+    return found
+
+
+def _visits(event: StepEvent) -> Sequence[RowId]:
+    """The rows of an update as the ranks used them, but in the batch's order if it has the same rows."""
+    used = [row for entry in event.ranks for row in entry.ids]
+    return event.ids if not used or used == [*event.ids] or Counter(used) == Counter(event.ids) else used
+
+
+def _complete(history: History, epochs: Mapping[int, Sequence[StepEvent]]) -> tuple[int, ...]:
+    """The epochs whose updates are all in the trajectory. A limit on updates may end the last one early."""
+    numbers, plan = list(history.trajectory), history.plan
+    gaps = numbers != list(range(1, len(numbers) + 1))
+    if gaps or not epochs or any(event.epoch is None for event in history.trajectory.values()):
+        return ()
+    finished = history.runs[-1].finished if plan.steps is None else len(numbers) >= plan.steps
+    if plan.rows and plan.batch_size:
+        finished = finished and len(epochs[list(epochs)[-1]]) >= ceil(plan.rows / plan.batch_size)
+    return tuple(epochs if finished else list(epochs)[:-1])
+
+
+def _epoch(
+    epoch: int, updates: Iterable[StepEvent], rows: Sequence[RowId] | None, size: int | None
+) -> list[Counterexample]:
+    """Repeated rows; in a complete epoch also missing rows, and rows outside the training set.
+
+    It counts all visits in one table, which takes gigabytes for an epoch of millions of rows.
+    """
+    visits = [row for event in updates for row in _visits(event)]
+    where, times, found = f"epoch {epoch}", Counter(visits), []
+    if twice := _repeated(visits):
+        what = f"{len(visits)} visits of {len(times)} rows: some were visited more than once"
+        found.append(_rows(what, where, "each once", _named(twice), _TWICE))
+    if rows is not None:
+        if lost := set(rows) - times.keys():
+            found.append(_rows("rows that were never visited", where, _named(Counter(lost)), "", _LOST))
+        if strange := times.keys() - set(rows):
+            found.append(_rows("rows that are not for training", where, "", _named(Counter(strange)), _STRANGE))
+    elif size is not None and len(times) != size:
+        found.append(_rows("another number of rows was visited", where, str(size), str(len(times))))
+    return found
+
+
+def _repeated(visits: Iterable[RowId]) -> Counter[RowId]:
+    """The rows that occur more than once, with how often they do."""
+    return Counter({row: times for row, times in Counter(visits).items() if times > 1})
+
+
+def listed(rows: Counter[RowId]) -> str:
+    """`3, 5 (3 times) and 12 more`."""
+    order = sorted(rows, key=lambda row: (isinstance(row, str), row if isinstance(row, int) else 0, str(row)))
+    return first_of_many([f"{row}" + (f" ({rows[row]} times)" if rows[row] > 1 else "") for row in order], _SHOWN)
+
+
+def _named(rows: Counter[RowId]) -> str:
+    return f"rows {listed(rows)}"

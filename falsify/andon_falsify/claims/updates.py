@@ -1,0 +1,117 @@
+"""What two records of one update must have in common: for runs elsewhere, and for resumed runs.
+
+`bits` are compared if the subject promises equal bits. `NUMBERS` are compared, within rounding, if it only reports
+numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from andon_falsify.claims.evidence import SCRIPT
+from andon_falsify.claims.samples_once import listed
+from andon_falsify.history import History, Number, StepEvent
+from andon_falsify.verdict import Counterexample, Quantity
+
+NUMBERS: Mapping[str, tuple[Quantity, str]] = {
+    "lr": ("learning rate", "the learning rate"),
+    "grad_norm": ("norm", "the norm of the reduced gradient"),
+    "loss": ("loss", "the loss that is told"),
+    "weights_norm": ("weights", "the norm of the weights after the update"),
+}
+"""The numbers of an update, in causal order: what they are of, and their name in words."""
+DIGESTS = ("gradient", "weights", "optimizer")
+"""What an update computes, in causal order."""
+INPUTS = frozenset({"rows", "learning rate", "content"})
+"""The inputs of an update. If an input differs it is the cause; equal inputs alone prove nothing."""
+QUANTITIES: Mapping[str, Quantity] = {
+    **{name: name for name in ("rows", "loss", "gradient", "weights", "optimizer", "learning rate")},
+    "content": "rows",
+    "grad_norm": "norm",
+}
+"""What each name of `bits` is a number of."""
+_DOUBLINGS = 6
+_SEED = (
+    "Begin it with torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) where it draws from these, "
+    "before the model and the data are made"
+)
+
+
+def bits(event: StepEvent) -> dict[str, str]:
+    """Everything that must be equal to the bit, in causal order; what was not recorded is absent."""
+    gradient, weights, optimizer = map(event.digests.get, DIGESTS)
+    found = {
+        "rows": " ".join(map(str, event.ids)) or None,
+        "content": event.digests.get("content"),
+        "loss": event.loss.hex if event.loss else None,
+        "gradient": gradient,
+        "grad_norm": event.grad_norm.hex if event.grad_norm else None,
+        "learning rate": event.lr.hex if event.lr else None,
+        "weights": weights,
+        "optimizer": optimizer,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def different_numbers(
+    ours: StepEvent, theirs: StepEvent, where: str, number: int
+) -> tuple[int, dict[str, Counterexample]]:
+    """How many numbers were compared, and by field those that differ, in causal order.
+
+    number: of the update, counted from the one before which both runs were equal; rounding grows with it.
+    """
+    checked, found = 0, dict[str, Counterexample]()
+    for field, (quantity, what) in NUMBERS.items():
+        before, after = getattr(ours, field), getattr(theirs, field)
+        if before is None or after is None:
+            continue
+        checked += 1
+        if not _close(before, after, number):
+            ratio = after.value / before.value if before.value and after.value is not None else None
+            seen = (str(before), str(after))
+            found[field] = Counterexample(f"{what} is another one", where, *seen, ratio, quantity=quantity)
+    return checked, found
+
+
+def _close(ours: Number, theirs: Number, step: int) -> bool:
+    if ours.value is None or theirs.value is None:
+        return ours.value == theirs.value
+    return abs(theirs.value - ours.value) <= allowed(step) * max(abs(ours.value), 1e-12)
+
+
+def allowed(step: int) -> float:
+    """The relative difference that rounding may cause in a norm by update `step`: it doubles with each of the first."""
+    return float(SCRIPT.norm * 2.0 ** min(step - 1, _DOUBLINGS))
+
+
+def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Counterexample]:
+    """The rows that only one of two updates has; empty if they have the same rows, or either reports none."""
+    if not ours.ids or not theirs.ids or Counter(ours.ids) == Counter(theirs.ids):
+        return []
+    only, extra = Counter(ours.ids) - Counter(theirs.ids), Counter(theirs.ids) - Counter(ours.ids)
+    mine, others = listed(only) or "no further", listed(extra) or "none"
+    return [Counterexample("other rows are trained on", where, mine, others, quantity="rows")]
+
+
+def first_difference(first: History, again: History, *, exact: bool = False) -> str:
+    """The first difference between two runs of one layout, as far as both went, or "".
+
+    exact: compare bits, not norms. A script that is not seeded differs in every run.
+    """
+    started = [run.start.initial_weights for run in (first, again) if run.start is not None]
+    if len(set(started)) > 1 and None not in started:
+        return "the weights that it begins with"
+    for number in sorted(first.trajectory.keys() & again.trajectory.keys()):
+        step, twin = first.trajectory[number], again.trajectory[number]
+        apart = ["the rows"] if different_rows(step, twin, "") else []
+        apart += [NUMBERS[field][1] for field in different_numbers(step, twin, "", 1)[1]]
+        apart += [f"the {name}" for name in DIGESTS if exact and step.digests.get(name) != twin.digests.get(name)]
+        if apart:
+            return f"{apart[0]} at step {number}"
+    return ""
+
+
+def not_seeded(runs: str, difference: str) -> str:
+    """Why two `runs` of one layout, which differ in `difference`, prove nothing, and what to do about it."""
+    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}"
