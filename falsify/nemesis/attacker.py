@@ -1,4 +1,4 @@
-"""Another user of the same machine, who attacks a run through the ports at which it listens.
+"""An attack of another user of the same machine on a run, through the ports at which the run listens.
 
 `Caller` connects to listeners and sends anything. `Forger` is a client of torch's store and writes what ranks write.
 Neither reads the memory or the files of a run, because only the run's own user can.
@@ -54,11 +54,11 @@ def listeners(processes: Iterable[Process]) -> list[Address]:
 
 
 class Caller:
-    """Connects, sends something, and leaves or stays. `said` counts each kind."""
+    """Connects, sends something, and leaves or stays. `sent` counts each kind."""
 
     def __init__(self, seed: int, *, guesses: bool = False) -> None:
         """guesses: also send numbers of 8 bytes, which gloo accepts as the number of a rank while ranks connect."""
-        self.said: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._held: deque[socket.socket] = deque()
         self._kinds: dict[str, Callable[[], bytes]] = {
@@ -79,7 +79,7 @@ class Caller:
             link = socket.create_connection((loopback if host.is_unspecified else str(host), port), _ANSWER_S)
             link.settimeout(_ANSWER_S)
             self._held.append(link)
-            self.said[kind] += 1
+            self.sent[kind] += 1
             link.sendall(self._kinds[kind]())
             if self._random.random() < 0.02:  # the others do not wait for an answer
                 link.recv(64)

@@ -86,7 +86,7 @@ def tried(point: Point, base: Path) -> Found:
         wrong.append(str(hangs))
     code = None if ended is None else ended[0]
     if ended is not None and code == disk_acts.CRASHED:
-        wrong.append(f"an error that nobody foresaw: {ended[1]}")
+        wrong.append(f"an unforeseen error: {ended[1]}")
     if not wrong and not _struck(point, log.read_text(errors="replace"), folder, killed=ended is None):
         wrong.append("the fault did not happen there")
     with _process(disk_acts.look, point.act, str(folder), code) as (_, answers):

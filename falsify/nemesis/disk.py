@@ -240,7 +240,7 @@ NEMESES = (
     ),
     Nemesis(
         *("run folder removed", "the whole folder of the run removed while it trains", _GONE, gone("")),
-        # Without a folder there is no summary either, by which the launcher knows that a run is finished.
+        # The launcher reads from the summary that a run is finished, and the summary is removed too.
         Guard("what cannot be written ends the run", "exit 71 instead of 2", _LAST, _FORGIVEN),
     ),
     Nemesis(

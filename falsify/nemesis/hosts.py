@@ -50,7 +50,7 @@ _CONNECTED_S = 10.0
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a `lan`. pid: of its first process. interface: the one that gloo is told to use."""
+    """A host of a `lan`. pid: of its first process. interface: for gloo."""
 
     pid: int
     hostname: str
@@ -175,8 +175,8 @@ def _started(name: str, address: str, known: str) -> Iterator[Host]:
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        said = process.stdout.readline().strip()
-        if said != "ready":
-            raise OSError(said)
+        answer = process.stdout.readline().strip()
+        if answer != "ready":
+            raise OSError(answer)
         (first,) = psutil.Process(process.pid).children()
         yield Host(first.pid, name, address)

@@ -27,15 +27,15 @@ def _inside(name: str, how: str, promise: Promise, fault: Fault, guard: Guard, w
     return Nemesis(name, how, promise, fault, guard, launched=launched, resumed=resumed)
 
 
-def _other(name: str, how: str, function: str, said: str, **options: Option) -> Nemesis:
+def _other(name: str, how: str, function: str, says: str, **options: Option) -> Nemesis:
     """Rank 1 starts from something else than rank 0."""
     broken = "start-agrees broken|layout-equal broken|content-planned broken"
-    promise = Promise((70,), (broken, said), 15.0, at_once=True)
+    promise = Promise((70,), (broken, says), 15.0, at_once=True)
     return _inside(f"other {name}", how, promise, planted(function, rank=1, **options), _COMPARED, "2")
 
 
-def _config(name: str, key: str, value: Option, said: str = "configuration") -> Nemesis:
-    return _other(name, f"{key}={value} on rank 1", "other_config", said, key=key, value=value)
+def _config(name: str, key: str, value: Option, says: str = "configuration") -> Nemesis:
+    return _other(name, f"{key}={value} on rank 1", "other_config", says, key=key, value=value)
 
 
 def _broken(*says: str) -> Promise:
@@ -133,7 +133,7 @@ NEMESES = (
         *("learning-rate-planned broken", "rank 1"),
     ),
     _wrong(
-        *("step passed over", "rank 1 of 3 goes on with the next", _at_step("skips_a_step")),
+        *("step passed over", "rank 1 of 3 skips one batch", _at_step("skips_a_step")),
         *("halt-together", "rank 1"),
     ),
 )

@@ -143,9 +143,9 @@ class Phase:
 class Row:
     """The measurement of one nemesis.
 
-    skipped: what this machine lacks. failed: why it could not be measured. wrong: the broken promises. calm, unguarded:
-    what is wrong in the control without faults, and in the one without the guard; None if it did not run. doubt: why
-    the control without the guard proves nothing.
+    skipped: what this machine lacks. failed: why it could not be measured. wrong: the broken promises. without_fault,
+    unguarded: what is wrong in the two controls; None if the control did not run. doubt: why the control without the
+    guard proves nothing.
     """
 
     nemesis: Nemesis
@@ -153,7 +153,7 @@ class Row:
     failed: str = ""
     phase: Phase | None = None
     wrong: tuple[str, ...] = ()
-    calm: tuple[str, ...] | None = None
+    without_fault: tuple[str, ...] | None = None
     unguarded: tuple[str, ...] | None = None
     doubt: str = ""
 
@@ -164,4 +164,5 @@ class Row:
             return True
         if self.doubt or self.failed or self.phase is None:
             return False
-        return not self.wrong and self.calm == () and (bool(self.unguarded) or isinstance(self.nemesis.guard, str))
+        noticed = bool(self.unguarded) or isinstance(self.nemesis.guard, str)
+        return not self.wrong and self.without_fault == () and noticed

@@ -147,7 +147,7 @@ def slowed(*, ends: bool = False) -> Fault:
         if not bucket.startswith("qdisc tbf "):
             raise NotStruckError(f"the last host sends by {bucket}")
         if not ends:
-            run.wait_for(lambda: "usually takes" in run.said(), "said to be slow", _ANSWER_S)
+            run.wait_for(lambda: "usually takes" in run.output(), "said to be slow", _ANSWER_S)
             last.unthrottle()
             made = f"; {run.steps - step} updates were made in {time.monotonic() - at:.1f} s"
         return Struck(at, step, f"the last host sends by {bucket}{made}")
@@ -268,7 +268,7 @@ NEMESES = (
         Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
     ),
     _between(
-        *("wrong interface", "GLOO_SOCKET_IFNAME names one that does not exist"),
+        *("wrong interface", "GLOO_SOCKET_IFNAME names an interface that does not exist"),
         Fault(lambda run: _interface(run, "nowhere0"), lambda run: _interface(run, INTERFACE), before_start=True),
         Promise(
             (2, 71),

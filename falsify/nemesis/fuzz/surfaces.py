@@ -1,7 +1,7 @@
 """Everything that Andon reads from a file, with the permitted answers to a damaged one.
 
 A surface writes one damaged input into an empty folder and lets Andon read it. It returns what went wrong: an error of
-another kind than the promised one, or an accepted input that differs from the one that was written; "" is right.
+another kind than the promised one, or an accepted input that differs from the written one. "" means that all is right.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def message(draw: random.Random, _folder: Path) -> str:
     value, form = draw.choice(samples.messages())
     raw, checked = damaged(draw, value), StrictReader()
     found = checked.read("key", raw, form)
-    return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
+    return "" if (found is None) == (checked.dropped == 1) else "the message was neither read nor counted as dropped"
 
 
 @cache
