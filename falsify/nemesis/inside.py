@@ -73,7 +73,6 @@ def _flip_from_outside(run: Run) -> Struck:
 
 
 _at_step = partial(planted, rank=1, step=_AT)
-_SHOWS = (Plant.of("shows_weights", rank=1, step=_AT),)
 
 NEMESES = (
     _inside(
@@ -112,7 +111,7 @@ NEMESES = (
     _inside(
         *("weight flipped from outside", "the sign of a weight of rank 1 of 3 flips, by /proc/PID/mem"),
         _broken("replicas-agree broken", "rank 1"),
-        Fault(_flip_from_outside, plants=_SHOWS),
+        Fault(_flip_from_outside, plants=_at_step("shows_weights").plants),
         _CHECKED,
     ),
     _flipped(

@@ -146,7 +146,7 @@ class Run:
         """The last arguments of torchrun. Ranks write to stdout only, torchrun to stderr."""
         return ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *self.arguments(launch)]
 
-    def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
+    def spawn(self, command: Sequence[str], launch: Launch) -> None:
         """Start a command of this run in a new session and record its output.
 
         Raises `ClosingError` if this command is to end.
@@ -162,7 +162,6 @@ class Run:
         self.commands.append(started)
         self._logs.append(log)
         self._raise_if_closing()  # `Bench.close` may have missed this process; then `Bench.play` kills it
-        return started
 
     def _raise_if_closing(self) -> None:
         if self.closing.is_set():

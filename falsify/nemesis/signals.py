@@ -57,10 +57,6 @@ def _asked(target: str, victim: str | int, signum: signal.Signals, how: str) -> 
     return _on_three(name, f"{signum.name} to {how}", promise, sent(signum, victim), _DEAF)
 
 
-def _timeout(name: str, how: str, promise: Promise, fault: Fault, guard: Guard) -> Nemesis:
-    return _on_three(name, f"SIGSTOP to rank 1 of 3{how}, run.timeout_s={TIMEOUT_S:g}", promise, fault, guard)
-
-
 NEMESES = (
     _killed("rank killed", "rank 1 of 3", 1),
     _killed("rank 0 killed", "rank 0 of 3, which holds the store and writes the files", 0),
@@ -72,14 +68,15 @@ NEMESES = (
     _asked("a rank", 1, signal.SIGTERM, "rank 1 of 3"),
     _asked("the launcher", "launcher", signal.SIGTERM, "`andon train`"),
     _asked("the launcher", "launcher", signal.SIGUSR1, "`andon train`"),
-    _timeout(
-        *("rank stopped", " for good"),
+    _on_three(
+        *("rank stopped", f"SIGSTOP to rank 1 of 3 for good, run.timeout_s={TIMEOUT_S:g}"),
         Promise((72,), ("rank 1 of 3 gave no answer",), TIMEOUT_S + 3.0),
         sent(_STOP, 1),
         Guard("run.timeout_s", "not over", ("run.timeout_s=600",)),
     ),
-    _timeout(
-        *("rank paused", ", SIGCONT 4 s later", Promise((0,)), sent(_STOP, 1, pause_s=4.0)),
+    _on_three(
+        *("rank paused", f"SIGSTOP to rank 1 of 3, SIGCONT 4 s later, run.timeout_s={TIMEOUT_S:g}"),
+        *(Promise((0,)), sent(_STOP, 1, pause_s=4.0)),
         Guard("a timeout above the pause", "exit 72 instead of 0", ("run.timeout_s=1.5",)),
     ),
     _on_three(
