@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,19 +26,75 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from andon_falsify.claims.ledgers import RecordedRun as Ledger
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome as Decided
 from falsify.nemesis import judging
 from falsify.nemesis.bench import Bench
-from falsify.nemesis.run import UPDATES, Ending, Launch
-from falsify.nemesis.schedule import KILL, PREEMPT, STOP, Fault, Schedule, strike
+from falsify.nemesis.processes import family, ranks, send
+from falsify.nemesis.run import UPDATES, Ending, Launch, steps_of
 
+KILL, PAUSE, STOP, PREEMPT = "kill", "pause", "stop", "preempt"
+_SIGNALS = {KILL: signal.SIGKILL, PAUSE: signal.SIGSTOP, STOP: signal.SIGSTOP, PREEMPT: signal.SIGTERM}
 _LIMIT_S = 300.0
 """A launch that takes longer hangs; normally it takes seconds."""
 _KEPT = ("training.keep_checkpoints=3",)
 """The default, so that checkpoints are pruned under faults too."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """After `step` updates in the ledger do `kind` to `victim`: the launcher, or the rank `number`.
+
+    kind: SIGKILL; SIGSTOP, and SIGCONT after `seconds`; SIGSTOP alone; or SIGTERM.
+    """
+
+    step: int
+    kind: str
+    victim: str
+    number: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        whom = self.victim + (f" {self.number}" if self.victim != "launcher" else "")
+        return f"{self.kind} {whom}" + (f" {self.seconds:.2f} s" if self.kind == PAUSE else "") + f" at {self.step}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run: its number of workers, its `run.max_restarts`, its faults in order, the workers that resume it."""
+
+    number: int
+    workers: int
+    restarts: int
+    faults: tuple[Fault, ...]
+    heal: int
+
+    @classmethod
+    def draw(cls, seed: int, number: int, steps: int) -> Schedule:
+        """The schedule of this number. (seed, number) determines it."""
+        draw = random.Random(f"schedule {seed} {number}")
+        workers, restarts = draw.randrange(2, 5), draw.choice((0, 3))
+        at = sorted(draw.sample(range(1, steps), draw.randrange(1, 4 if restarts else 3)))
+        return cls(number, workers, restarts, tuple(_fault(draw, step, workers) for step in at), draw.randrange(1, 5))
+
+
+def _fault(draw: random.Random, step: int, workers: int) -> Fault:
+    kind = draw.choice([KILL, KILL, KILL, PAUSE, PAUSE, STOP, PREEMPT])
+    victim = {STOP: "rank", PREEMPT: "launcher"}.get(kind) or draw.choice(["rank", "rank", "launcher"])
+    return Fault(step, kind, victim, draw.randrange(workers), draw.uniform(0.1, 2.0) if kind == PAUSE else 0.0)
+
+
+def strike(fault: Fault, folder: Path, launcher: subprocess.Popen[Any]) -> bool:
+    """Wait for the step and cause the fault. Returns False if the run has ended, or has no such process."""
+    while steps_of(folder) < fault.step and launcher.poll() is None:
+        time.sleep(0.003)
+    found = ranks(launcher.pid) if fault.victim == "rank" else family(launcher.pid)[:1]
+    if launcher.poll() is not None or not found:
+        return False
+    return send(found[fault.number % len(found)], _SIGNALS[fault.kind], pause_s=fault.seconds) is not None
 
 
 @dataclass(frozen=True)
@@ -93,11 +151,11 @@ class Stage:
     def controls(self) -> list[tuple[str, bool]]:
         calm = self.play(Schedule(-1, 3, 0, (), 2))
         forged = self.bench.base / "forged"
-        shutil.copytree(self.bench.whole.folder, forged)
+        shutil.copytree(self.bench.reference.folder, forged)
         summary = json.loads((forged / "summary.json").read_text())
         summary["weights_digest"] = f"{int(summary['weights_digest'], 16) ^ 1:016x}"
         (forged / "summary.json").write_text(json.dumps(summary))
-        caught = bool(self.bench.whole.differs(forged))
+        caught = bool(self.bench.reference.differs(forged))
         return [("no fault passes", calm.codes == (0,) and not calm.wrong), ("another digest is caught", caught)]
 
     def play(self, schedule: Schedule) -> Outcome:
@@ -113,17 +171,17 @@ class Stage:
             if not wrong and endings[0].codes != (0,):
                 run.start(replace(launch, workers=str(schedule.heal)))
                 endings.append(run.end(_LIMIT_S, time.monotonic()))
-                wrong = "; ".join(judging.not_calm(endings[1], ""))
+                wrong = "; ".join(judging.wrong_without_fault(endings[1], ""))
         finally:
             run.kill()
-        wrong = wrong or self.bench.whole.differs(run.folder) or self._falsified(run.folder)
+        wrong = wrong or self.bench.reference.differs(run.folder) or self._falsified(run.folder)
         if not wrong:
             shutil.rmtree(run.scratch)
         return Outcome(schedule, struck, tuple(code for each in endings for code in each.codes), wrong)
 
     @cached_property
     def _whole(self) -> Ledger:
-        return read_run(self.bench.whole.folder)
+        return read_run(self.bench.reference.folder)
 
     def _falsified(self, folder: Path) -> str:
         verdicts = verify([self._whole, read_run(folder)])
@@ -139,8 +197,8 @@ def unexplained(happened: Sequence[Fault], ending: Ending) -> str:
         may |= {KILL: {lost}, STOP: {71, 72}, PREEMPT: {75}}.get(fault.kind, set())
     (code,) = ending.codes
     expected = replace(ending, codes=(0,)) if code in may and not ending.hung else ending
-    found = "; ".join(judging.not_calm(expected, ""))
-    return f"{found}: {ending.said[-300:]}" if found else ""
+    found = "; ".join(judging.wrong_without_fault(expected, ""))
+    return f"{found}: {ending.output[-300:]}" if found else ""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Verdicts with counterexamples, how they merge, and the closing line that counts what was checked.
 
 The rules are Jepsen's and Elle's: verdicts merge in the order holds < unknown < falsified, a checker that throws says
-unknown, and one that inferred nothing may not say holds.
+unknown, and holds needs at least one comparison.
 """
 
 from __future__ import annotations

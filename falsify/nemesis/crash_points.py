@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from . import disk_acts
-from .table import table as markdown_table
 from .tracing import attached, missing
 
 KILL, EIO, ENOSPC = "SIGKILL", "EIO", "ENOSPC"
@@ -33,10 +32,6 @@ _FILLING = ("openat", "write", "pwrite64", "fsync", "fdatasync", "close", "renam
 _CALL = re.compile(r"^(\w+)\(")
 _LIMIT_S = 60.0
 """How long each of an act, its preparation and its check may take."""
-
-
-class HangsError(RuntimeError):
-    """An act does not end."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +68,7 @@ def points(act: str, base: Path, faults: Sequence[str] = (KILL, EIO, ENOSPC)) ->
         if call is None:
             continue
         count[call[1]] += 1
-        for fault in faults if _names(line, folder) else ():
+        for fault in faults if str(folder) in line else ():
             if (fault != KILL or disk_acts.ACTS_AND_CONTROL[act].kills) and (fault != ENOSPC or call[1] in _FILLING):
                 found.append(Point(act, call[1], count[call[1]], fault))
     return found
@@ -87,11 +82,11 @@ def tried(point: Point, base: Path) -> Found:
     wrong, ended = [], None
     try:
         ended = _acted(point.act, folder, ["-o", str(log), *selected])
-    except HangsError as hangs:
+    except TimeoutError as hangs:
         wrong.append(str(hangs))
     code = None if ended is None else ended[0]
     if ended is not None and code == disk_acts.CRASHED:
-        wrong.append(f"an error that nobody foresaw: {ended[1]}")
+        wrong.append(f"an unforeseen error: {ended[1]}")
     if not wrong and not _struck(point, log.read_text(errors="replace"), folder, killed=ended is None):
         wrong.append("the fault did not happen there")
     with _process(disk_acts.look, point.act, str(folder), code) as (_, answers):
@@ -100,8 +95,7 @@ def tried(point: Point, base: Path) -> Found:
             wrong += answers.recv() if answers.poll(_LIMIT_S) else [late]
         except EOFError:
             wrong.append("looking at the folder did not end")
-    for each in (folder, folder.with_name(f"{folder.name}-rehearsal")):
-        shutil.rmtree(each, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return Found(point, code, tuple(wrong))
 
 
@@ -109,7 +103,6 @@ def tried(point: Point, base: Path) -> Found:
 def _process(
     target: Callable[..., None], *arguments: object
 ) -> Iterator[tuple[multiprocessing.context.ForkServerProcess, Connection]]:
-    """Call `target` in a new process, with a connection as its last argument. Yields the process and the other end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([disk_acts.__name__])
     here, there = context.Pipe()
@@ -126,7 +119,7 @@ def _process(
 def _acted(act: str, folder: Path, options: Sequence[str]) -> tuple[int, str] | None:
     """Perform an act under strace with these options. Returns how it ended; None: it was killed.
 
-    Raises `HangsError` if it does not end.
+    Raises `TimeoutError` if it does not end.
     """
     with _process(disk_acts.play, act, str(folder)) as (writer, answers):
         if not answers.poll(_LIMIT_S) or answers.recv_bytes() != b"ready":
@@ -135,22 +128,17 @@ def _acted(act: str, folder: Path, options: Sequence[str]) -> tuple[int, str] | 
             try:
                 answers.send_bytes(b"go")
                 if not answers.poll(_LIMIT_S):
-                    raise HangsError(f"the writer hangs: nothing in {_LIMIT_S:g} s")
+                    raise TimeoutError(f"the writer hangs: nothing in {_LIMIT_S:g} s")
                 try:
                     code, error = answers.recv()
                 except (EOFError, ConnectionResetError):
                     return None
                 writer.join(_LIMIT_S)
                 if writer.is_alive():
-                    raise HangsError("the writer hangs at its end")
+                    raise TimeoutError("the writer hangs at its end")
                 return code, error
             finally:
                 writer.kill()
-
-
-def _names(line: str, folder: Path) -> bool:
-    """True if a line of the trace names the folder or a file in it."""
-    return re.search(re.escape(str(folder)) + r"(?!-rehearsal)", line) is not None
 
 
 def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
@@ -158,49 +146,36 @@ def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
     lines = log.splitlines()
     if point.fault == KILL:
         calls = [line for line in lines if _CALL.match(line)]
-        return killed and bool(calls) and _names(calls[-1], folder) and "killed by SIGKILL" in lines[-1]
-    return any("(INJECTED)" in line and _names(line, folder) for line in lines)
-
-
-def table(found: Sequence[Found]) -> str:
-    """A Markdown table with a row for each act and call: points by fault, by ending, and how many are wrong."""
-    rows: dict[tuple[str, str], list[Found]] = defaultdict(list)
-    for each in found:
-        rows[each.point.act, each.point.call].append(each)
-    counted = []
-    for (act, call), members in rows.items():
-        faults = Counter(each.point.fault for each in members)
-        codes = Counter(each.code for each in members)
-        cells = (act, call, faults[KILL], faults[EIO], faults[ENOSPC], codes[2] + codes[70], codes[0])
-        counted.append((*cells, sum(bool(each.wrong) for each in members)))
-    return markdown_table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
+        return killed and bool(calls) and str(folder) in calls[-1] and "killed by SIGKILL" in lines[-1]
+    return any("(INJECTED)" in line and str(folder) in line for line in lines)
 
 
 def main() -> int:
     """Try every point. 0 if nothing is wrong, or if this machine does not allow it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--act", action="append", help="part of the name of an act; may be given again; default: all")
+    parser.add_argument("--act", action="append", help="part of the name of an act; may be repeated; default: all")
     options = parser.parse_args()
     reason = missing()
     if reason is not None:
         print(f"skipped: {reason}")
         return 0
-    began, found = time.monotonic(), []
+    began, count, wrong = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         for act in disk_acts.ACTS:
             if not options.act or any(part in act for part in options.act):
-                for point in points(act, base):
-                    found.append(tried(point, base))
-                    for each in found[-1].wrong:
-                        print(f"WRONG: {point}: {each}", flush=True)
+                found = [tried(point, base) for point in points(act, base)]
+                for each in found:
+                    for what in each.wrong:
+                        print(f"WRONG: {each.point}: {what}")
+                faults = ", ".join(f"{n} {fault}" for fault, n in Counter(each.point.fault for each in found).items())
+                print(f"{act}: {faults}; {sum(each.code == disk_acts.DONE for each in found)} went on", flush=True)
+                count, wrong = count + len(found), wrong + sum(bool(each.wrong) for each in found)
         control = [tried(point, base) for point in points(disk_acts.CONTROL, base, (KILL,))]
     caught = sum(bool(each.wrong) for each in control)
-    print(table(found))
     print(f"control: of {len(control)} points of a writer that uses the final name at once, {caught} are found wrong")
-    wrong = sum(bool(each.wrong) for each in found)
-    print(f"{len(found)} points tried, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return 0 if found and caught and not wrong else 1
+    print(f"{count} points tried, {wrong} wrong, {time.monotonic() - began:.0f} s")
+    return 0 if count and caught and not wrong else 1
 
 
 if __name__ == "__main__":

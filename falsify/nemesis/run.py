@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from .hosts import Host
 from .left_behind import Undisturbed
-from .planting import VARIABLE, Plant, Struck, first_strike, written
-from .processes import marked, processes_of, session
+from .planting import VARIABLE, ClosingError, NotStruckError, Plant, Struck, first_strike, written
+from .processes import marked
 
 SETTINGS = (
     "training.batch_size=8",
@@ -35,13 +36,13 @@ SETTINGS = (
     "model.num_key_value_heads=2",
     "adapter.r=2",
 )
-"""For 86 rows, so the last batch of an epoch is short. All checkpoints stay, for the comparison."""
+"""With 86 training rows the last batch of an epoch is short. All checkpoints stay, for the comparison."""
 UPDATES = 33
 """The number of updates with 86 training rows and 10 validation rows."""
 TIMEOUT_S = 5.0
 """`run.timeout_s` of `SETTINGS`: how long a rank may be silent."""
 LIMIT_S = 120.0
-"""A launch without a bound of its own takes seconds. After this time it hangs."""
+"""A launch takes seconds. One that takes longer than this hangs."""
 SLACK_S = 4.0
 """How long beyond its bound a launch is watched before it is killed."""
 GONE_S = 3.0
@@ -50,22 +51,14 @@ OWNER = "ANDON_NEMESIS_RUN"
 """Environment variable of every process of a run: the run's `scratch`, which identifies it."""
 
 
-class NotStruckError(RuntimeError):
-    """The fault did not happen: the run ended first, or has no such process. Says nothing about the trainer."""
-
-
-class ClosingError(NotStruckError):
-    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
-
-
 @dataclass(frozen=True)
 class Launch:
-    """`andon train --workers WORKERS --set SETTING ...`, with plants, and with further environment variables."""
+    """`andon train --workers WORKERS --set SETTING ...`, with plants. torchrun: its number of ranks; 0: not used."""
 
     workers: str = "2"
     settings: tuple[str, ...] = ()
     plants: tuple[Plant, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
+    torchrun: int = 0
 
     def plus(self, settings: tuple[str, ...] = (), plants: tuple[Plant, ...] = ()) -> Launch:
         """The same launch with more settings and plants. The last of several values of a setting counts."""
@@ -76,12 +69,12 @@ class Launch:
 class Ending:
     """How one launch ended.
 
-    codes: of its commands. said: their output. left: processes that had to be killed after `GONE_S`. seconds: from the
-    fault to the end of the last process. hung: the commands had to be killed.
+    codes, output: of its commands. left: processes that had to be killed after `GONE_S`. seconds: from the fault to the
+    end of the last process. hung: the commands had to be killed.
     """
 
     codes: tuple[int, ...]
-    said: str
+    output: str
     left: int = 0
     seconds: float = 0.0
     hung: bool = False
@@ -96,11 +89,6 @@ def row_lines(name: str, count: int) -> list[bytes]:
         for number in range(count)
     ]
     return [json.dumps(row).encode() + b"\n" for row in rows]
-
-
-def command(folder: Path, *arguments: str) -> list[str]:
-    """The command line of a training run in `folder`."""
-    return [sys.executable, "-m", "andon", "train", "--run-dir", str(folder), *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -121,47 +109,52 @@ def steps_of(folder: Path) -> int:
 class Run:
     """One run. Faults act on it.
 
-    folder: the run folder. scratch: a folder for anything else. rows, held: data files, shared until a fault replaces
-    them. whole: the run to compare with. draw: the source of random choices. closing: set once this command is to end.
-    hosts: the hosts of a run on several.
+    folder: the run folder. scratch: a folder for anything else. rows, eval_rows: data files, shared until a fault
+    replaces them. reference: the run to compare with. draw: the source of random choices. closing: set once this
+    command must end. hosts: of a run on several.
     """
 
     scratch: Path
     folder: Path
     rows: Path
-    held: Path
-    whole: Undisturbed
+    eval_rows: Path
+    reference: Undisturbed
     draw: random.Random
     closing: threading.Event = field(default_factory=threading.Event)
     hosts: tuple[Host, ...] = ()
     commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _logs: list[Path] = field(default_factory=list)
-    _started: int = 0
 
     def arguments(self, launch: Launch) -> list[str]:
-        """The arguments of `python`, or the last ones of torchrun. Resumes a run that exists."""
+        """The arguments of `python`. Resumes a run that exists."""
         module = f"{__package__}.planting" if launch.plants else "andon"
         settings = [part for value in (*SETTINGS, *launch.settings) for part in ("--set", value)]
-        files = ["--data", str(self.rows), "--eval-data", str(self.held)]
+        files = ["--data", str(self.rows), "--eval-data", str(self.eval_rows)]
         place = ["--run-dir", str(self.folder), "--resume", "auto"]
         workers = ["--workers", launch.workers] if launch.workers else []
         return ["-m", module, "train", *place, *workers, *files, *settings]
 
     def start(self, launch: Launch) -> None:
-        """Start `andon train` on this machine."""
-        self.spawn([sys.executable, *self.arguments(launch)], launch)
+        command = [sys.executable, *self.arguments(launch)]
+        if launch.torchrun:  # the output of torchrun itself is dropped
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(launch.torchrun), *self.rank_command(launch)]
+            command = ["sh", "-c", 'exec "$@" 2>"$0"', str(self.scratch / "torchrun"), *torchrun]
+        self.spawn(command, launch)
 
-    def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
+    def rank_command(self, launch: Launch) -> list[str]:
+        """The last arguments of torchrun. Ranks write to stdout only, torchrun to stderr."""
+        return ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *self.arguments(launch)]
+
+    def spawn(self, command: Sequence[str], launch: Launch) -> None:
         """Start a command of this run in a new session and record its output.
 
         Raises `ClosingError` if this command is to end.
         """
         self._raise_if_closing()
-        variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
-        variables[OWNER] = str(self.scratch)
+        variables = {**environment(), "OMP_NUM_THREADS": "1", OWNER: str(self.scratch)}
         variables[VARIABLE] = written(launch.plants, self.scratch)
-        self._started += 1
-        log = self.scratch / f"said-{self._started}"
+        log = self.scratch / f"output-{len(list(self.scratch.glob('output-*'))) + 1}"
         with log.open("wb") as file:
             started = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -169,7 +162,6 @@ class Run:
         self.commands.append(started)
         self._logs.append(log)
         self._raise_if_closing()  # `Bench.close` may have missed this process; then `Bench.play` kills it
-        return started
 
     def _raise_if_closing(self) -> None:
         if self.closing.is_set():
@@ -177,7 +169,6 @@ class Run:
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
-        """The first command of this launch."""
         return self.commands[0]
 
     @property
@@ -185,7 +176,6 @@ class Run:
         return steps_of(self.folder)
 
     def over(self) -> bool:
-        """True once every command of this launch has ended."""
         return all(command.poll() is not None for command in self.commands)
 
     def wait_for(self, seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
@@ -193,8 +183,8 @@ class Run:
         deadline = time.monotonic() + limit_s
         while not seen():
             self._raise_if_closing()
-            if self.over():
-                raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
+            if self.over() and not seen():  # what it waits for may itself have ended the run
+                raise NotStruckError(f"the run ended before {what}: {self.output()[-300:]}")
             if time.monotonic() > deadline:
                 raise NotStruckError(f"not {what} within {limit_s:g} s")
             time.sleep(0.003)
@@ -210,23 +200,15 @@ class Run:
 
     def planted_strike(self) -> Struck:
         """Wait until a plant of this run strikes. Raises `NotStruckError` if the run ends first."""
-        try:
-            self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
-        except NotStruckError:  # the strike itself may have ended the run
-            if first_strike(self.scratch) is None:
-                raise
+        self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
         found = first_strike(self.scratch)
         assert found is not None
         return found
 
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks that `andon train` has started, in order."""
-        return processes_of("rank", self.launcher.pid)
-
-    def said(self) -> str:
+    def output(self) -> str:
         """The output of this launch so far, with paths relative to `scratch`."""
-        said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
-        return said.replace(f"{self.scratch}/", "")
+        output = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
+        return output.replace(f"{self.scratch}/", "")
 
     def end(self, limit_s: float = LIMIT_S, since: float | None = None) -> Ending:
         """Wait until all commands and all of their processes have ended, and forget this launch.
@@ -245,7 +227,7 @@ class Run:
         seconds = time.monotonic() - (began if since is None else since)
         left = self._members()
         self.kill()
-        ending = Ending(tuple(each.returncode for each in self.commands), self.said(), len(left), seconds, hung)
+        ending = Ending(tuple(each.returncode for each in self.commands), self.output(), len(left), seconds, hung)
         self.commands, self._logs = [], []
         return ending
 
@@ -253,14 +235,12 @@ class Run:
         """Kill every process of this launch, those that start meanwhile too."""
         deadline = time.monotonic() + GONE_S
         while (members := self._members()) and time.monotonic() < deadline:
-            for pid in members:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for process in members:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.003)
         for command in self.commands:
             command.wait()
 
-    def _members(self) -> list[int]:
-        """Found by session and by environment: torchrun starts each rank in its own session."""
-        sessions = (pid for command in self.commands for pid in session(command.pid))
-        return sorted({*sessions, *marked(OWNER, str(self.scratch))})
+    def _members(self) -> list[psutil.Process]:
+        return marked(OWNER, str(self.scratch))

@@ -207,7 +207,7 @@ def opened(request: Request) -> Iterator[Campaign]:
 
 
 def _version(make: str) -> str:
-    """The version of the subject's package. Raises `InputError` if there is no such package."""
+    """The version of the subject's package. Raises `InputError` if the package is missing."""
     package = make.partition(":")[0].partition(".")[0]
     if package not in sys.modules and find_spec(package) is None:
         msg = f"there is no module {package!r}, in the current folder or installed, so that nothing can be tried"

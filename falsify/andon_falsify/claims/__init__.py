@@ -16,7 +16,7 @@ from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.verdict import Claim, Kind, Verdict, not_applicable, unknown
 
 _SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "updates"}
-"""Modules that several claims use, or that use the claims. `alike` and `laws` import torch."""
+"""Modules that several claims use, or that use the claims; two of them import torch."""
 _MODULES = [
     import_module(f"{__name__}.{module.name}")
     for module in pkgutil.iter_modules(__path__)

@@ -95,7 +95,7 @@ class Evidence:
         return self.configuration()
 
     @property
-    def told(self) -> History:
+    def history(self) -> History:
         """The witness's account, else the subject's own. Raises `LookupError` if there is neither."""
         found = self.seen if self.seen is not None else self.ledger
         if found is None:
@@ -104,7 +104,7 @@ class Evidence:
         return found
 
     @property
-    def sightings(self) -> Trace:
+    def observed(self) -> Trace:
         """Tensors and facts of the witness. Raises `LookupError` if there was no witness."""
         if self.trace is None:
             msg = "no witness observed the run"
@@ -126,14 +126,14 @@ class Evidence:
 
     def declares(self, name: str) -> bool:
         """Whether a loop offers or promises `name`, as "halts". Always true of other subjects."""
-        return not self.of_loop or name in getattr(self.sightings.first, "claims", ())
+        return not self.of_loop or name in getattr(self.observed.first, "claims", ())
 
     @cached_property
     def law(self) -> RunLaw:
         """The float64 reference of the updates, computed on first use."""
         from andon_falsify.claims.laws import LoopLaw, TrainerLaw
 
-        return LoopLaw(self.sightings) if self.of_loop else TrainerLaw(self.sightings)
+        return LoopLaw(self.observed) if self.of_loop else TrainerLaw(self.observed)
 
 
 def of_trace(trace: Trace, **others: Trace | None) -> Evidence:

@@ -29,8 +29,9 @@ def _halts(evidence: Evidence) -> str:
 
 
 def _is_poisoned(evidence: Evidence) -> str:
-    trainer = evidence.kind == "trainer" and evidence.trace is not None
-    return "no NaN was planted" if trainer and evidence.sightings.case.poison is None else ""
+    if evidence.of_loop or evidence.trace is None or evidence.trace.case.poison is not None:
+        return ""
+    return "a NaN was not planted"
 
 
 CLAIM = Claim(
@@ -62,8 +63,8 @@ CLAIM = Claim(
 def check(evidence: Evidence) -> Verdict:
     """A run in which a NaN was planted (of a loop `others["poisoned"]`); or the halts that a ledger records."""
     if evidence.trace is None:
-        return _check_ledger(evidence.told)
-    trace = evidence.other("poisoned").sightings if evidence.of_loop else evidence.trace
+        return _check_ledger(evidence.history)
+    trace = evidence.other("poisoned").observed if evidence.of_loop else evidence.trace
     poison = trace.case.poison
     assert poison is not None
     if evidence.of_loop and trace.errors:  # ranks that end by errors of their own have not stopped together

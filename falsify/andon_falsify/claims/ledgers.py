@@ -67,7 +67,7 @@ def read_run(path: Path) -> RecordedRun:
     folder = path if path.is_dir() else None
     ledger = path / "ledger.jsonl" if folder is not None else path
     if ledger.exists() and not ledger.is_file():  # opening a pipe would wait for a writer
-        raise OSError(errno.EINVAL, "is no file, but a pipe or a device", str(ledger))
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(ledger))
     if folder is not None and ledger.is_symlink():
         raise OSError(errno.EINVAL, "is a link; put what it leads to in its place", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)

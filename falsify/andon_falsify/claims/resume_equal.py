@@ -68,14 +68,13 @@ _ONE_ORDER = 2
 def check(evidence: Evidence) -> Verdict:
     """The run against a killed one (`others["cut"]`) and the run that resumed it (`others["resumed"]`).
 
-    A ledger alone is judged by the updates that it holds twice, and against an uninterrupted one that
-    is `elsewhere`.
+    A ledger is judged by the updates that it holds twice, and against an uninterrupted run `elsewhere`.
     """
     if evidence.of_script:
-        return check_script(evidence.told, evidence.other("cut").told, evidence.other("resumed").told)
+        return check_script(evidence.history, evidence.other("cut").history, evidence.other("resumed").history)
     if evidence.trace is None:
         return _check_ledgers([evidence, *evidence.elsewhere])
-    cut, again = evidence.other("cut").sightings, evidence.other("resumed").sightings
+    cut, again = evidence.other("cut").observed, evidence.other("resumed").observed
     if evidence.declares("to_the_bit"):
         return _check_bits(evidence.trace, cut, again)
     from andon_falsify.claims.alike import alike
@@ -100,7 +99,7 @@ def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
 
 def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
     """Each resumed run by itself and, if there is one, against the first that was not resumed."""
-    histories = [run.told for run in runs]
+    histories = [run.history for run in runs]
     cut = [each for each in histories if any(run.resumed for run in each.runs) or disowned(each)]
     whole = [history for history in histories if history not in cut]
     if not cut:

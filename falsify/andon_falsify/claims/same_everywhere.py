@@ -70,7 +70,7 @@ _DEAL = (
 )
 _DRAWS = (
     "dropout and augmentation that draw by rank do this, and so does a mean of unequal means. Switch those off, or "
-    "tell the loss with w.loss: one that is the same on both shows that nothing else was drawn"
+    "tell the loss with w.loss: the same loss on both shows that nothing else was drawn"
 )
 _SCHEDULED = "another number of updates, and so other learning rates where a schedule is as long as the run"
 _NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
@@ -82,19 +82,19 @@ def check(evidence: Evidence) -> Verdict:
     If a script differs, `others["again"]` shows whether its run on one rank differs from itself too.
     """
     if evidence.of_script:
-        alone = evidence.other("alone").told
-        verdict = check_layouts(alone, evidence.told, evidence.layout)
+        alone = evidence.other("alone").history
+        verdict = check_layouts(alone, evidence.history, evidence.layout)
         if verdict.outcome is Outcome.HOLDS:
             return verdict
-        difference = first_difference(alone, evidence.other("again").told)
+        difference = first_difference(alone, evidence.other("again").history)
         return unknown(CLAIM, not_seeded("two runs on one rank", difference)) if difference else verdict
     if evidence.of_loop:
-        return check_loop([evidence.sightings, evidence.other("alone").sightings])
+        return check_loop([evidence.observed, evidence.other("alone").observed])
     if evidence.trace is not None:
-        return check_traces(evidence.other("alone").sightings, evidence.trace)
+        return check_traces(evidence.other("alone").observed, evidence.trace)
     if not evidence.elsewhere:
         return not_applicable(CLAIM, "one ledger; name others of the same run elsewhere")
-    histories = [evidence.told, *(other.told for other in evidence.elsewhere)]
+    histories = [evidence.history, *(other.history for other in evidence.elsewhere)]
     if any(each.start is not None and each.start.watched for each in histories):
         why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
         return not_applicable(CLAIM, why)
