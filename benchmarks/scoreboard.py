@@ -13,12 +13,11 @@ from pathlib import Path
 
 from andon.run.atomic import write_whole
 from andon_contracts.legible import legible
-from andon_falsify.campaign.budget import BUDGETS
-from andon_falsify.campaign.findings import Report, joined
-from andon_falsify.campaign.request import OURS, Options, understood
-from andon_falsify.campaign.runner import run_campaign
+from andon_falsify.campaign.request import OURS, read_request
+from andon_falsify.campaign.run import run_campaign
+from andon_falsify.campaign.trial import BUDGETS
 from andon_falsify.peers.registry import PEERS
-from andon_falsify.report.cells import Cell, Column, Mark, Table, tabulate
+from andon_falsify.report.findings import Cell, Column, Mark, Report, Table
 from andon_falsify.verdict import Outcome
 
 _INTRODUCTION = """# Scoreboard
@@ -45,9 +44,10 @@ def main() -> int:
     print(text)
     if options.write is not None:
         write_whole(options.write, text.encode())
-    for surprise in report.surprises:
+    found_otherwise = list(surprises(report))
+    for surprise in found_otherwise:
         print(f"unexpected: {surprise}")
-    return 1 if report.surprises else 0
+    return 1 if found_otherwise else 0
 
 
 def campaigns(subjects: Sequence[str], budget: str) -> Iterator[Report]:
@@ -55,15 +55,47 @@ def campaigns(subjects: Sequence[str], budget: str) -> Iterator[Report]:
         if name in PEERS and PEERS[name].missing:
             print(f"skipped: {PEERS[name].missing}", flush=True)
             continue
-        report = run_campaign(understood(Options(subject=name, budget=budget, seed="0")))
+        report = run_campaign(read_request(subject=name, budget=budget, seed="0"))
         print(f"{name}: {report.closing_line}", flush=True)
         yield report
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Reports of several subjects as one, with the machine of the first. Raises `ValueError` if there are none."""
+    if not reports:
+        msg = "no report to join"
+        raise ValueError(msg)
+    versions: dict[str, dict[str, None]] = {}
+    for name, value in ((name, value) for report in reports for name, value in report.versions.items()):
+        versions.setdefault(name, {})[value] = None
+    return Report(
+        started=min(report.started for report in reports),
+        versions={name: " or ".join(values) for name, values in versions.items()},
+        machine=reports[0].machine,
+        runs=sum(report.runs for report in reports),
+        findings=tuple(finding for report in reports for finding in report.findings),
+        not_selected=tuple(name for report in reports for name in report.not_selected),
+        expected=tuple(each for report in reports for each in report.expected),
+        statements={name: text for report in reports for name, text in report.statements.items()},
+        untried={backend: why for report in reports for backend, why in report.untried.items()},
+        unfinished=next((report.unfinished for report in reports if report.unfinished), ""),
+    )
+
+
+def surprises(report: Report) -> Iterator[str]:
+    """Differences from what is expected, among the claims that were judged."""
+    for cell in report.cells:
+        name, outcome = cell.subject.name, cell.verdict.outcome
+        if outcome is Outcome.FALSIFIED and cell.expected is None:
+            yield f"{name}: {cell.claim} is falsified, and was not expected to be"
+        elif outcome is not Outcome.FALSIFIED and cell.expected is not None:
+            yield f"{name}: {cell.claim} is {outcome.value}, but was expected to be falsified: {cell.expected.reason}"
 
 
 _WORDS = {
     Mark.FALSIFIED: "**falsified**",
     Mark.EXPECTED: "**falsified** (expected)",
-    Mark.PASSED: "**UNEXPECTED PASS**",
+    Mark.UNEXPECTED_PASS: "**UNEXPECTED PASS**",
     Mark.UNKNOWN: "unknown",
     Mark.HOLDS: "holds",
     Mark.NOT_APPLICABLE: "-",
@@ -77,9 +109,9 @@ _LEGEND = (
 
 
 def scoreboard(report: Report) -> str:
-    table = tabulate(report)
+    table = Table(report)
     sections = {
-        "Surprises": [f"- {plain(surprise)}" for surprise in report.surprises],
+        "Surprises": [f"- {plain(surprise)}" for surprise in surprises(report)],
         "What falls": _fallen(table),
         "What each does right": _right(table),
         "What could not be told": _open(table),
@@ -140,8 +172,8 @@ def _counterexample(cell: Cell) -> Iterator[str]:
     if found.expected or found.seen:
         said += f"; expected {found.expected or 'nothing'}, seen {found.seen or 'nothing'}"
     yield f"- {code(cell.claim)}{place}{ratio}: {plain(said)}"
-    if cell.reason is not None:
-        yield f"  - expected, strictly: {plain(cell.reason)}"
+    if cell.expected is not None:
+        yield f"  - expected, strictly: {plain(cell.expected.reason)}"
     if found.repro:
         yield f"  - repeat with {code(found.repro)}"
 
@@ -150,7 +182,7 @@ def _right(table: Table) -> Iterator[str]:
     for subject in table.subjects:
         held = _marked(table, subject, Outcome.HOLDS)
         if held:
-            named = ", ".join(f"{code(cell.claim)} ({cell.checked} comparisons)" for cell in held)
+            named = ", ".join(f"{code(cell.claim)} ({cell.verdict.checked} comparisons)" for cell in held)
             decided = len(held) + len(_marked(table, subject, Outcome.FALSIFIED))
             yield f"- **{plain(str(subject))}**, {len(held)} of {decided}: {named}"
 
@@ -163,7 +195,7 @@ def _open(table: Table) -> Iterator[str]:
 
 
 def _marked(table: Table, subject: Column, outcome: Outcome) -> list[Cell]:
-    return [cell for cell in table.of(subject) if cell.outcome is outcome]
+    return [cell for cell in table.of(subject) if cell.verdict.outcome is outcome]
 
 
 def _measured(report: Report) -> Iterator[str]:

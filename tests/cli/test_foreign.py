@@ -49,7 +49,7 @@ from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular
 from andon_contracts.violation import Finding, Violation
 from andon_falsify.claims.ledgers import read_run, verify
-from andon_falsify.cli.command import internal
+from andon_falsify.cli.falsify import internal
 from andon_falsify.history import read_history
 from andon_falsify.verdict import Outcome
 from tests.cli.command import cli

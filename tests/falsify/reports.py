@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from andon_falsify.campaign.findings import Finding, Report
+from andon_falsify.report.findings import Expected, Finding, Report
 from andon_falsify.verdict import Counterexample, Outcome
 
 STATEMENTS = {
@@ -44,7 +44,7 @@ def finding(claim: str, subject: str = "andon", outcome: Outcome | str = Outcome
         known["checked"] = 12
     if outcome == Outcome.FALSIFIED:
         known["counterexamples"] = (RATIO,)
-    return Finding(claim, 1, subject=subject, outcome=Outcome(outcome), **(known | rest))
+    return Finding(claim, Outcome(outcome), version=1, subject=subject, **(known | rest))
 
 
 def campaign() -> Report:
@@ -57,8 +57,8 @@ def campaign() -> Report:
         finding("samples-once", "hf_trainer", "falsified", counterexamples=(REPEATED,), **trainer),
         finding("gradient-law", "hf_trainer", world=1, accumulation=1, **trainer),
         finding("gradient-law", "hf_trainer", "falsified", **trainer, **curve),
-        finding("losses-close", "hf_trainer", "unknown", why="the loop told no loss", **trainer),
-        finding("resume-equal", "hf_trainer", "not applicable", why="the loop does not save", **trainer),
+        finding("losses-close", "hf_trainer", "unknown", reasons=("the loop told no loss",), **trainer),
+        finding("resume-equal", "hf_trainer", "not applicable", reasons=("the loop does not save",), **trainer),
     ]
     found += [
         finding("replicas-agree", "ddp"),
@@ -73,7 +73,10 @@ def campaign() -> Report:
         findings=tuple(found),
         runs=31,
         not_selected=("memory-budget",),
-        expected={("hf_trainer", "gradient-law"): REASON, ("ddp", "losses-close"): "each rank reports its own loss"},
+        expected=(
+            Expected("hf_trainer", "gradient-law", REASON),
+            Expected("ddp", "losses-close", "each rank reports its own loss"),
+        ),
         statements=STATEMENTS,
     )
 
@@ -81,7 +84,8 @@ def campaign() -> Report:
 def hostile(text: str) -> Report:
     """A report that has `text` everywhere where a text may stand."""
     example = Counterexample(text, text, text, text, 2.0, text, 1, text)
-    places: dict[str, Any] = dict.fromkeys(("backend", "subject_version", "why", "curve_name"), text)
+    places: dict[str, Any] = dict.fromkeys(("backend", "subject_version", "curve_name"), text)
+    places["reasons"] = (text,)
     places["curve"] = (1.0, 2.0)
     return Report(
         started=text,
@@ -95,7 +99,7 @@ def hostile(text: str) -> Report:
             finding(text, f"{text} 2", **places),
         ),
         not_selected=(text,),
-        expected={(text, text): text, (f"{text} 2", text): text},
+        expected=(Expected(text, text, text), Expected(f"{text} 2", text, text)),
         statements={text: text},
     )
 

@@ -5,42 +5,42 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from andon_falsify.campaign.budget import BUDGETS
-from andon_falsify.campaign.findings import Report
-from andon_falsify.campaign.generator import Layout, draw
-from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter
 from andon_falsify.campaign.loop_bench import LoopBench
-from andon_falsify.campaign.reporting import Origin, report
-from andon_falsify.campaign.request import Options, understood
-from andon_falsify.campaign.runner import Listeners, carried_out, planned
+from andon_falsify.campaign.request import read_request
+from andon_falsify.campaign.run import Bench, Campaign, plan
 from andon_falsify.campaign.script_bench import ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
 from andon_falsify.campaign.trainer_bench import AndonBench
-from andon_falsify.campaign.trial import HALT, KINDS, LAW, MEMORY, RESUME, Trial, read_trial
+from andon_falsify.campaign.trial import BUDGETS, HALT, KINDS, LAW, MEMORY, RESUME, Layouts, Trial, draw, read_trial
+from andon_falsify.cli.campaign import ReportFiles, run
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
-from andon_falsify.scripts.command import Command
+from andon_falsify.report.findings import Report
+from andon_falsify.scripts import Command
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
-from tests.falsify.oracle import SUM, Oracle, falls_with, holds
+from andon_falsify.verdict import Counterexample, Outcome, Quantity, Verdict, conclude, not_applicable, unknown
+from tests.falsify.oracle import HALTS, SUM, Oracle, falls_with, holds
 
-LAYOUT = Layout(("inline", "gloo"), (2, 3), (1, 2))
+LAYOUT = Layouts(("inline", "gloo"), (2, 3), (1, 2))
 
 
-def drawn(seed: int = 7, budget: str = "standard", layout: Layout = LAYOUT) -> list[Trial]:
+def drawn(seed: int = 7, budget: str = "standard", layout: Layouts = LAYOUT) -> list[Trial]:
     return list(draw(seed, BUDGETS[budget], layout, KINDS))
 
 
 def again(trial: Trial) -> Trial:
     backend, world, accumulation = trial.place
-    return read_trial(trial.written(), backend=backend, world=world, accumulation=accumulation, seed=trial.seed)
+    return read_trial(trial.written, backend=backend, world=world, accumulation=accumulation, seed=trial.seed)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7, 10**6])
@@ -54,7 +54,7 @@ def test_of_a_scripts_case_only_its_layout_is_written(kind: str) -> None:
     command = Command.read("train --world {world} --batch {local_batch} --accumulate {accumulation}")
     case = ScriptBench(command, 1.0).suited(Case(world=3, micro_batches=6))
     trial = Trial(kind, case, seed=5)
-    assert json.loads(trial.written()).keys() - {"kind"} == {"batch_size"}
+    assert json.loads(trial.written).keys() - {"kind"} == {"batch_size"}
     read = again(trial)
     assert read.kind == kind
     assert command.words(read.case, "run") == command.words(case, "run")
@@ -64,8 +64,8 @@ def test_rows_that_were_not_drawn_are_written_out() -> None:
     rows = Rows(((40, 41), (50,), (60,)), (0, 1, 1), 2)
     trial = Trial(LAW, Case(rows=rows, batch_size=4))
     assert again(trial) == trial
-    assert json.loads(trial.written())["rows"]["tokens"] == [[40, 41], [50], [60]]
-    assert Trial(LAW, Case(world=4, backend="gloo", micro_batches=4)).written() == "{}"
+    assert json.loads(trial.written)["rows"]["tokens"] == [[40, 41], [50], [60]]
+    assert Trial(LAW, Case(world=4, backend="gloo", micro_batches=4)).written == "{}"
 
 
 @pytest.mark.parametrize(
@@ -73,17 +73,17 @@ def test_rows_that_were_not_drawn_are_written_out() -> None:
     [
         ("nonsense", "is not JSON"),
         ("[]", "must be a JSON object"),
-        ('{"lr": "fast", "colour": 1}', "lr must be a number from 0, not 'fast'; a case has no 'colour'"),
-        ('{"kind": "dance"}', "kind must be one of law"),
-        ('{"batch_size": 0}', "batch_size must be a whole number from 1, not 0"),
+        ('{"lr": "fast", "colour": 1}', "a case has no 'colour'; it has "),
+        ('{"kind": "dance"}', "kind must match '^(law|halt"),
+        ('{"batch_size": 0}', "batch_size must be greater than 0, not 0"),
         ('{"epochs": true}', "epochs must be"),
-        ('{"rows": [0, 1]}', "rows must be"),
-        ('{"rows": {"tokens": [[]], "labels": [0], "classes": 1}}', "rows must be"),
-        ('{"poison": [1, 9, "nan"]}', "poison in micro-batch 9, but there are only 4"),
-        ('{"poison": [1, 0, "wine"]}', "poison must be"),
+        ('{"rows": [0, 1]}', "rows[0] must be greater than 0"),
+        ('{"rows": {"tokens": [[]], "labels": [0], "classes": 1}}', "rows need a label and"),
+        ('{"poison": {"step": 1, "leaf": 9, "kind": "nan"}}', "poison in micro-batch 9, but there are only 4"),
+        ('{"poison": {"step": 1, "leaf": 0, "kind": "wine"}}', "poison.kind must match"),
         ('{"hidden": 9}', "hidden 9 cannot be divided among 2 heads"),
         ('{"class_weights": [1.0]}', "1 class_weights for 3 classes"),
-        ('{"dropout": 1}', "dropout must be a number from 0 and below 1, not 1"),
+        ('{"dropout": 1}', "dropout must be less than 1, not 1"),
         ('{"longest": 2}', "longest is 2"),
     ],
 )
@@ -100,7 +100,7 @@ def test_the_same_seed_draws_the_same_and_another_one_others() -> None:
         for backend in LAYOUT.backends
     ]
     assert by_backend[0] == by_backend[1]
-    fewer = drawn(layout=Layout(("inline",), (3,), (2,)))
+    fewer = drawn(layout=Layouts(("inline",), (3,), (2,)))
     assert {trial for trial in fewer if trial.kind == LAW} <= set(drawn())
     assert MEMORY not in {trial.kind for trial in drawn(budget="quick")}
     assert {trial.kind for trial in draw(7, BUDGETS["deep"], LAYOUT, [LAW])} == {LAW}
@@ -170,14 +170,14 @@ QUICK = BUDGETS["quick"]
 
 
 def campaign(bench: Bench, *kinds: str, worlds: tuple[int, ...] = (2, 3), **changes: object) -> Campaign:
-    trials = tuple(draw(7, QUICK, Layout(("gloo",), worlds, (1, 2)), kinds or (LAW,)))
+    trials = tuple(draw(7, QUICK, Layouts(("gloo",), worlds, (1, 2)), kinds or (LAW,)))
     judged = frozenset().union(*(bench.kinds[kind] for kind in kinds or (LAW,)))
     return replace(Campaign(bench, trials, judged, QUICK), **changes)  # type: ignore[arg-type]
 
 
 def found(one: Campaign) -> Report:
-    said = Interpreter(one).run()
-    return report(one.bench, said, one.claims, Origin("now", {}, {}, {}))
+    list(one.run())
+    return one.report()
 
 
 def test_every_place_and_every_claim_has_a_finding_of_its_own() -> None:
@@ -194,17 +194,17 @@ def test_every_place_and_every_claim_has_a_finding_of_its_own() -> None:
 
 def test_a_fall_is_shrunk_unless_exact_explained_and_repeatable() -> None:
     whole = found(campaign(Oracle(falls_with(lambda case: float(case.world * case.accumulation)))))
-    first = whole.verdicts[0].counterexamples[0]
+    first = whole.cells[0].verdict.counterexamples[0]
     assert first.equals == "4.000 = accumulation 2 x world 2: the loss was not divided"
     words = shlex.split(first.repro)
     assert words[:4] == ["andon", "falsify", "--subject", "a b:make"]
     given = dict(zip(words[2::2], words[3::2], strict=True))
     assert (given["--world"], given["--accumulation"], given["--seed"], given["--claim"]) == ("2", "2", "7", "sum")
     assert '"rows":[3,0]' in given["--case"]
-    assert all(each.repro for verdict in whole.verdicts for each in verdict.counterexamples)
-    assert all(each.seed == 7 for verdict in whole.verdicts for each in verdict.counterexamples)
+    assert all(each.repro for cell in whole.cells for each in cell.verdict.counterexamples)
+    assert all(each.seed == 7 for cell in whole.cells for each in cell.verdict.counterexamples)
     whole = found(campaign(Oracle(falls_with(lambda case: float(case.world)))))
-    explained = {each.equals for verdict in whole.verdicts for each in verdict.counterexamples}
+    explained = {each.equals for cell in whole.cells for each in cell.verdict.counterexamples}
     assert explained == {f"{world}.000 = world {world}: summed over the ranks instead of averaged" for world in (2, 3)}
     bench = Oracle(falls_with(lambda case: 2.0))
     found(campaign(bench, exact=True))
@@ -232,7 +232,7 @@ def test_options_in_another_order_ask_for_the_same_trials() -> None:
     with RankPools() as pools:
         bench = AndonBench(AndonTrainer(pools))
         plans = [
-            planned(understood(Options(backend=backend, world=world, accumulation=accumulation)), bench).trials
+            plan(read_request(backend=backend, world=world, accumulation=accumulation), bench).trials
             for backend, world, accumulation in orders
         ]
     assert {trial.kind for trial in plans[0]} == {LAW, HALT, RESUME}
@@ -243,7 +243,8 @@ def test_a_loop_that_declares_no_brakes_is_run_once_to_see_that() -> None:
     case = loop_case(epochs=1)
     with RankPools() as pools:
         bench = LoopBench(LoopSubject("andon_falsify.peers.ddp:make", "ddp", pools), "ddp")
-        verdicts = [bench.attempt(Trial(kind, case.but(world=world))) for kind in (HALT, RESUME) for world in (2, 3)]
+        trials = [Trial(kind, case.but(world=world)) for kind in (HALT, RESUME) for world in (2, 3)]
+        verdicts = [bench.attempt(trial) for trial in trials]
     assert {each.outcome for found in verdicts for each in found.values()} == {Outcome.NOT_APPLICABLE}
     assert bench.runs == 1
 
@@ -267,7 +268,7 @@ def test_a_place_that_fails_does_not_give_up_another(backwards: bool) -> None:
 
 def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr("andon_falsify.campaign.interpreter.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("andon_falsify.campaign.run.time.monotonic", lambda: clock[0])
 
     def says(trial: Trial) -> Verdict:
         if trial.case.world == 2:
@@ -285,27 +286,54 @@ def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.Mon
 
 def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:
     def says(trial: Trial) -> Verdict:
-        what = "the weights differ" if len(trial.case.rows) > 4 else "the optimizer differs"
-        return conclude(SUM, 1, [Counterexample(f"{what} in {len(trial.case.rows)} rows")])
+        quantity: Quantity = "weights" if len(trial.case.rows) > 4 else "optimizer"
+        return conclude(SUM, 1, [Counterexample(f"{quantity} in {len(trial.case.rows)} rows", quantity=quantity)])
 
-    first = found(campaign(Oracle(says), worlds=(2,))).verdicts[0].counterexamples[0]
-    assert first.what == "the weights differ in 5 rows"
+    first = found(campaign(Oracle(says), worlds=(2,))).cells[0].verdict.counterexamples[0]
+    assert first.what == "weights in 5 rows"
 
 
-def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial() -> None:
-    bench = Oracle(lambda trial: falls_with(lambda _: 2.0)(trial) if trial.seed == 0 else holds(trial))
-    trials = [each for seed in range(40) for each in draw(seed, QUICK, Layout(("gloo",), (2, 3), (1, 2)), (LAW,))]
+def test_the_search_for_a_smaller_counterexample_judges_one_claim_and_keeps_its_time() -> None:
+    judged, limits = list[frozenset[str]](), list[float]()
+
+    class Several(Oracle):
+        claims = (SUM, HALTS)
+        kinds: Mapping[str, frozenset[str]] = {LAW: frozenset({"sum", "halts"})}
+
+        def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
+            judged.append(frozenset(claims))
+            said = {"sum": falls_with(lambda _: 2.0)(trial), "halts": holds(trial)}
+            return {name: replace(said[name], claim=name) for name in claims}
+
+    found(campaign(Several(holds), limit=limits.append))
+    assert set(judged[:12]) == {frozenset({"sum", "halts"})}
+    assert set(judged[12:]) == {frozenset({"sum"})}
+    assert set(limits[:12]) == {QUICK.deadline_s}
+    assert all(0 < limit <= QUICK.shrink_s for limit in limits[12:])
+
+
+def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = list[Report]()
+
+    class Files(ReportFiles):
+        def write(self, report: Report, *, html: bool = True) -> None:
+            known.append(report)
+
+    bench = Oracle(lambda trial: falls_with(lambda _: 2.0)(trial) if trial.seed == 0 else holds(trial))
+    trials = [each for seed in range(40) for each in draw(seed, QUICK, Layouts(("gloo",), (2, 3), (1, 2)), (LAW,))]
     one = replace(campaign(bench, exact=True), trials=tuple(trials))
-    whole = carried_out(one, Origin("now", {}, {}, {}), Listeners(known=known.append))
+    monkeypatch.setattr("andon_falsify.cli.campaign.opened", lambda _: nullcontext(one))
+    run(read_request(), Files({"--json": tmp_path / "r"}), None)
+    *known, whole = known
     reported = [sum(finding.checked for finding in each.findings) for each in known]
     assert len(trials) == 480
     assert reported[:31] == list(range(31))
     assert all(after - before <= max(1, after / 20) for before, after in pairwise([*reported, 480]))
     assert len(reported) < 100
-    found = [found for each in known for verdict in each.verdicts for found in verdict.counterexamples]
-    assert {each.equals for each in found} == {""}
-    assert whole.verdicts[0].counterexamples[0].equals.startswith("2.000 = ")
+    assert {example.equals for each in known for cell in each.cells for example in cell.verdict.counterexamples} == {""}
+    assert whole.cells[0].verdict.counterexamples[0].equals.startswith("2.000 = ")
 
 
 def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
@@ -315,8 +343,8 @@ def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
     with RankPools() as pools:
         bench = AndonBench(AndonTrainer(pools))
         one = Campaign(bench, (Trial(LAW, case),), frozenset({"gradient-law"}), replace(QUICK, shrink_s=60.0))
-        said = Interpreter(one).run()
-        (small,) = [each for each in said if each.shrunk]
+        list(one.run())
+        (small,) = [each for each in one.said if each.shrunk]
         assert small.trial.case.world == 2
         assert len(small.trial.case.rows) < 5
         assert small.trial.case.max_steps == 1 or len(small.trial.case.rows) <= small.trial.case.batch_size

@@ -24,8 +24,7 @@ from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.claims.updates import first_difference
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import run
+from andon_falsify.scripts import Command, run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.written_runs import PLAIN, copying, lines

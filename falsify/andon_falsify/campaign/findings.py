@@ -1,157 +1,231 @@
-"""What a campaign found: one finding for each claim, subject, backend, world size and accumulation. Plain values.
+"""Turns the verdicts of trials into findings: ratios are explained, and every counterexample gets its command.
 
-It is the one data model of all reports (`report.document` has it as JSON), and needs no torch.
+A ratio is explained by a product of the case's numbers: "4.000 = accumulation 2 x world 2". One case cannot tell
+accumulation 2 from world 2, so the ratios of all cases in which a claim fell are explained together.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from math import isclose, isfinite, prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
+from andon_falsify.campaign.trial import Trial
+from andon_falsify.claims.explain import fitting_powers, name_product, show_ratio
+from andon_falsify.report.findings import Finding
+from andon_falsify.subjects.case import Case
+from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, merge, unknown
 
-SCHEMA = 1
+if TYPE_CHECKING:
+    from andon_falsify.campaign.bench import Bench
 
+_KEPT = 3
+"""Counterexamples of one trial in a report; the later ones usually follow from the first."""
+_LAYOUT = ("accumulation", "world")
+_NO_SUMS = ("learning rate", "loss", "weights")
+"""Quantities that are not summed over ranks or micro-batches, so that no sum can be their mistake."""
 
-@dataclass(frozen=True)
-class Finding:
-    """What was found of one claim at one place.
+Powers = Mapping[str, int]
+Measured = tuple[float, Case]
+Held = Mapping[Case, Sequence[Case]]
+"""Cases in which a claim holds, by the case without its layout; see `held_by_rest`."""
 
-    world, accumulation: of the cases behind it, 0 where the claim says nothing of ranks. checked: comparisons made.
-    seed: the campaign's. curve: what is best seen as a picture, one number an update; empty where nothing is.
-    curve_name: what its numbers are ("gradient / law"). curve_law: what each should be, where that is one number.
-    """
-
-    claim: str
-    version: int
-    subject: str
-    subject_version: str
-    backend: str
-    world: int
-    accumulation: int
-    outcome: Outcome
-    why: str = ""
-    checked: int = 0
-    counterexamples: tuple[Counterexample, ...] = ()
-    seed: int = 0
-    curve: tuple[float, ...] = ()
-    curve_name: str = ""
-    curve_law: float | None = None
-
-    def __post_init__(self) -> None:
-        _ = self.verdict  # what is no verdict is no finding
-
-    @property
-    def verdict(self) -> Verdict:
-        """The finding without its place. Raises `ValueError` for one that contradicts itself."""
-        return Verdict(self.claim, self.outcome, (self.why,) if self.why else (), self.checked, self.counterexamples)
-
-    @property
-    def place(self) -> str:
-        """`gloo, world 2, accumulation 2`, as far as it is known."""
-        layout = {"world": self.world, "accumulation": self.accumulation}
-        named = [f"{name} {number}" for name, number in layout.items() if number]
-        return ", ".join([self.backend, *named] if self.backend else named)
-
-
-@dataclass(frozen=True)
-class Report:
-    """A whole campaign, or several.
-
-    started: ISO 8601, UTC. versions: of every library that matters, by name. machine: fingerprint by name (cpu, torch).
-    runs: cases that were run. not_selected: claims that the budget or the user left out, by name.
-    expected: the claims that are known to fall, by (subject, claim), each with its reason.
-    statements: what each claim says, by its name, for those who read the report without the code.
-    excused: of the claims that are expected to fall, by name, those that fail nothing when they do.
-    untried: the backends that were named by hand and on which nothing could be run here, each with the reason.
-    unfinished: why there is more to be tried than was, "" where there is not.
-    """
-
-    started: str
-    versions: Mapping[str, str] = field(default_factory=dict)
-    machine: Mapping[str, str] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
-    runs: int = 0
-    not_selected: tuple[str, ...] = ()
-    expected: Mapping[tuple[str, str], str] = field(default_factory=dict)
-    excused: tuple[str, ...] = ()
-    statements: Mapping[str, str] = field(default_factory=dict)
-    untried: Mapping[str, str] = field(default_factory=dict)
-    unfinished: str = ""
-    schema: int = SCHEMA
-
-    @property
-    def verdicts(self) -> tuple[Verdict, ...]:
-        """One verdict for each subject and claim: findings merged over backends, world sizes and accumulation."""
-        held: dict[tuple[str, str], list[Verdict]] = {}
-        for finding in self.findings:
-            held.setdefault((finding.subject, finding.claim), []).append(finding.verdict)
-        return tuple(merge(found) for found in held.values())
-
-    @property
-    def closing_line(self) -> str:
-        """`checked K of N claims, R runs, S not applicable, U unknown`."""
-        return closing_line(self.verdicts, self.runs, len(self.not_selected))
-
-    @property
-    def exit_code(self) -> int:
-        """1 if any claim is falsified that is not excused; else 2 if any is unknown, none was checked, or none where it
-        was asked for, an excused one holds, or there is more to be tried; else 0.
-        """
-        counted, passed = [], False
-        for (_, claim), verdict in zip(self.outcomes(), self.verdicts, strict=True):
-            if claim in self.excused and verdict.outcome is Outcome.FALSIFIED:
-                verdict = Verdict(claim, Outcome.HOLDS, checked=max(verdict.checked, 1))
-            elif claim in self.excused:
-                passed = passed or verdict.outcome is Outcome.HOLDS
-            counted.append(verdict)
-        return exit_code(counted) or (2 if self.untried or self.unfinished or passed else 0)
-
-    @property
-    def surprises(self) -> tuple[str, ...]:
-        """Where verdicts differ from `expected`: a claim that fell unannounced, or was to fall and did not.
-
-        An expectation about a subject or claim that was not judged is no surprise.
-        """
-        found = []
-        for (subject, claim), outcome in self.outcomes().items():
-            reason = self.expected.get((subject, claim))
-            if outcome is Outcome.FALSIFIED and reason is None:
-                found.append(f"{subject}: {claim} is falsified, and was not expected to be")
-            elif outcome is not Outcome.FALSIFIED and reason is not None:
-                found.append(f"{subject}: {claim} is {outcome.value}, but was expected to be falsified: {reason}")
-        return tuple(found)
-
-    def outcomes(self) -> dict[tuple[str, str], Outcome]:
-        """The merged outcome by (subject, claim)."""
-        pairs = dict.fromkeys((finding.subject, finding.claim) for finding in self.findings)
-        return dict(zip(pairs, (verdict.outcome for verdict in self.verdicts), strict=True))
-
-
-def joined(reports: Sequence[Report]) -> Report:
-    """Reports of several subjects as one. The first one's start and machine stand. Raises `ValueError` for none."""
-    if not reports:
-        msg = "no report to join"
-        raise ValueError(msg)
-    first = reports[0]
-    return Report(
-        started=min(report.started for report in reports),
-        versions=_united(report.versions for report in reports),
-        machine=first.machine,
-        findings=tuple(finding for report in reports for finding in report.findings),
-        runs=sum(report.runs for report in reports),
-        not_selected=tuple(name for report in reports for name in report.not_selected),
-        expected={key: reason for report in reports for key, reason in report.expected.items()},
-        excused=tuple(dict.fromkeys(name for report in reports for name in report.excused)),
-        statements={name: text for report in reports for name, text in report.statements.items()},
-        untried={backend: why for report in reports for backend, why in report.untried.items()},
-        unfinished=next((report.unfinished for report in reports if report.unfinished), ""),
+_CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
+    frozenset(powers.items()): cause
+    for powers, cause in (
+        ({"accumulation": 1, "world": 1}, "the loss was not divided"),
+        ({"world": 1}, "summed over the ranks instead of averaged"),
+        ({"accumulation": 1}, "summed over the micro-batches of a rank instead of averaged"),
+        ({"world": -1}, "divided by the number of ranks once too often, or not summed over them"),
+        ({"accumulation": -1}, "divided by the accumulation once too often, or only one micro-batch of it counts"),
+        ({"accumulation": -1, "world": -1}, "divided by accumulation and world size once too often"),
+        ({"world": 2}, "multiplied by the number of ranks twice"),
+        ({"world": -2}, "divided by the number of ranks twice"),
+        ({"global batch": 1}, "summed over the rows instead of averaged"),
+        ({"global batch": -1}, "divided by the rows of the batch once too often"),
+        ({"local batch": 1}, "summed over the rows of a micro-batch instead of averaged"),
+        ({"local batch": -1}, "divided by the rows of a micro-batch once too often"),
+        ({"updates of an epoch": 1}, "summed over the updates of an epoch"),
     )
+}
+"""The usual mistake behind a ratio, by the powers of its factors."""
 
 
-def _united(mappings: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    held: dict[str, dict[str, None]] = {}
-    for mapping in mappings:
-        for name, value in mapping.items():
-            held.setdefault(name, {})[value] = None
-    return {name: " or ".join(values) for name, values in held.items()}
+@dataclass(frozen=True)
+class TrialVerdict:
+    """The verdict of one trial on one claim. shrunk: it is the smallest counterexample that was found."""
+
+    trial: Trial
+    verdict: Verdict
+    shrunk: bool = False
+
+
+def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explained: bool = True) -> list[Finding]:
+    """One finding for each place, the smallest counterexample first; unknown if no trial judged the claim.
+
+    explained: explain ratios. Reports that are written while a campaign goes on do without.
+    """
+    found = dict[tuple[str, int, int], list[TrialVerdict]]()
+    for each in sorted(said, key=lambda each: not each.shrunk):
+        found.setdefault(each.trial.place, []).append(each)
+    held = held_by_rest(each.trial.case for each in said if each.verdict.outcome is Outcome.HOLDS)
+    firsts = [(example, each.trial.case) for each in said for example in each.verdict.counterexamples[:1]]
+    measured = [(each.ratio, case) for each, case in firsts if each.ratio is not None and not each.cause]
+    common = explain(measured, held) if explained else None
+
+    def named(each: TrialVerdict) -> Verdict:
+        case, kept = each.trial.case, each.verdict.counterexamples[:_KEPT]
+        if not kept:
+            return each.verdict
+        seed, command = each.trial.seed, repeating(bench, each.trial, claim.name)
+        kept = tuple(diagnosed(example, case, common, held) for example in kept) if explained else kept
+        return replace(
+            each.verdict, counterexamples=tuple(replace(example, seed=seed, repro=command) for example in kept)
+        )
+
+    def finding(place: tuple[str, int, int], verdict: Verdict, seed: int = 0, curve: tuple[float, ...] = ()) -> Finding:
+        backend, world, accumulation = place
+        return Finding(
+            **vars(verdict),
+            version=claim.version,
+            subject=bench.subject,
+            subject_version=bench.version,
+            backend=backend,
+            world=world,
+            accumulation=accumulation,
+            seed=seed,
+            curve=curve,
+            curve_name="seen / law, by update" if curve else "",
+            curve_law=1.0 if curve else None,
+        )
+
+    if not said:
+        return [finding(("", 0, 0), unknown(claim, "no case that was run says anything of it"))]
+    return [
+        finding(place, merge(map(named, own)), own[0].trial.seed, next(filter(None, map(_curve, own)), ()))
+        for place, own in found.items()
+    ]
+
+
+def _curve(said: TrialVerdict) -> tuple[float, ...]:
+    """The ratios, if there are several and all are finite."""
+    ratios = [found.ratio for found in said.verdict.counterexamples if found.ratio is not None]
+    return tuple(ratios) if len(ratios) > 1 and all(map(isfinite, ratios)) else ()
+
+
+def repeating(bench: Bench, trial: Trial, claim: str) -> str:
+    """The command that runs exactly this trial again and judges the claim."""
+    backend, world, accumulation = trial.place
+    words = ["andon", "falsify", *bench.words, "--backend", backend, "--world", str(world)]
+    words += ["--accumulation", str(accumulation), "--seed", str(trial.seed), "--claim", claim, "--case", trial.written]
+    return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Powers of factors that give every measured ratio; several if the cases cannot tell them apart.
+
+    sign: -1 if all ratios are negative. Without powers the ratio is the sign alone.
+    """
+
+    products: tuple[Powers, ...]
+    sign: int = 1
+
+    def fits(self, ratio: float, case: Case) -> bool:
+        """Whether it gives this ratio too."""
+        factors = _factors(case)
+        return all(
+            isclose(self.sign * _product(factors, powers), ratio, rel_tol=1e-3) for powers in self.products or ({},)
+        )
+
+    def of(self, ratio: float, case: Case, quantity: str = "other") -> str:
+        """`4.000 = accumulation 2 x world 2: the loss was not divided`, for a ratio that it fits."""
+        named = " or ".join(sorted(name_product(_factors(case), powers) for powers in self.products)) or "the sign"
+        signed = f"-1 x {named}" if self.sign < 0 and self.products else named
+        if quantity in _NO_SUMS:
+            return f"{show_ratio(ratio)} = {signed.replace('world ', 'world size ')}"
+        cause = _CAUSES.get(frozenset(self.products[0].items()), "") if len(self.products) == 1 else ""
+        return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause and self.sign > 0 else "")
+
+
+def held_by_rest(cases: Iterable[Case]) -> Held:
+    """`cases` by the case without its layout."""
+    found: dict[Case, list[Case]] = {}
+    for case in cases:
+        found.setdefault(_without_layout(case), []).append(case)
+    return found
+
+
+def explain(measured: Sequence[Measured], held: Held = MappingProxyType({})) -> Explanation | None:
+    """The simplest products that give every ratio of `measured`; None if there are none, or if all ratios are 1.
+
+    A product is ruled out if it would have shown in a case of `held` that differs in its layout alone. World size and
+    accumulation are preferred to batch sizes that are no simpler: a batch is a product of the two, so that it fits by
+    chance whatever they fit.
+    """
+    signs = {1 if ratio > 0 else -1 for ratio, _ in measured}
+    if len(signs) != 1 or any(not isfinite(ratio) or ratio == 0 for ratio, _ in measured):
+        return None
+    (sign,) = signs
+    if all(isclose(abs(ratio), 1.0, rel_tol=1e-3) for ratio, _ in measured):
+        return Explanation((), sign) if sign < 0 else None
+    cases = [(ratio, _factors(case)) for ratio, case in measured]
+    layout = fitting_powers([(ratio, {name: factors[name] for name in _LAYOUT}) for ratio, factors in cases])
+    sizes = fitting_powers(cases)
+    simplest = layout if layout and (not sizes or _complexity(layout) <= max(2, _complexity(sizes))) else sizes
+    if not simplest:
+        return None
+    alike = [_factors(each) for _, case in measured for each in held.get(_without_layout(case), ())] if held else []
+    unseen = [
+        powers for powers in simplest if all(isclose(_product(each, powers), 1.0, rel_tol=1e-3) for each in alike)
+    ]
+    return Explanation(tuple(unseen or simplest), sign)
+
+
+def _product(factors: Mapping[str, int], powers: Powers) -> float:
+    return prod(float(factors[name]) ** power for name, power in powers.items())
+
+
+def _without_layout(case: Case) -> Case:
+    return case.but(world=1, micro_batches=1, batch_size=1)
+
+
+def _complexity(fitting: Sequence[Powers]) -> int:
+    return sum(power * power for power in fitting[0].values())
+
+
+def diagnosed(
+    found: Counterexample, case: Case, common: Explanation | None, held: Held = MappingProxyType({})
+) -> Counterexample:
+    """`found` with its ratio explained: by `common`, the explanation of all cases, if that fits, else by itself.
+
+    Unchanged if it has no ratio, if nothing explains it, or if its check knows the cause. held: see `explain`.
+    """
+    if found.ratio is None or found.cause:
+        return found
+    own = common if common is not None and common.fits(found.ratio, case) else explain([(found.ratio, case)], held)
+    return found if own is None else replace(found, equals=own.of(found.ratio, case, found.quantity))
+
+
+def mistake(found: Counterexample, case: Case) -> tuple[str, ...]:
+    """What a smaller counterexample must keep: the cause, or the factors of its ratio, or else the quantity."""
+    return (found.cause,) if found.cause else factors_of(found, case) or (found.quantity,)
+
+
+def factors_of(found: Counterexample, case: Case) -> tuple[str, ...]:
+    """The names of the factors that explain the ratio of `found`; none if there is no ratio, or nothing explains it."""
+    explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
+    return tuple(sorted({name for each in explanation.products for name in each})) if explanation is not None else ()
+
+
+def _factors(case: Case) -> dict[str, int]:
+    return {
+        "accumulation": case.accumulation,
+        "world": case.world,
+        "local batch": case.local_batch,
+        "global batch": case.global_batch,
+        "updates of an epoch": case.updates_of_epoch(case.global_batch),
+    }

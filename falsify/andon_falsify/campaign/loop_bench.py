@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import partial
 
 from andon_falsify.campaign.bench import Bench, FurtherRuns
-from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.trainer_bench import cut_and_resume
 from andon_falsify.campaign.trial import HALT, RESUME, Trial
 from andon_falsify.claims import unmet
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.loops.sightings import LoopSightings, first_of
+from andon_falsify.ranks.errors import root_cause
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import ExtraRun
@@ -130,7 +130,7 @@ def _sound(trace: Trace, what: str = "") -> Evidence:
     parameters and broadcast it afterwards. (torch's `ZeroRedundancyOptimizer` does the latter within its step.)
     """
     if trace.errors:
-        raise RunUnavailable(f"{what}{blame(trace.errors)}")
+        raise RunUnavailable(f"{what}{root_cause(trace.errors)}")
     first = first_of(trace)
     if not first.made and not first.resumed_from:
         raise RunUnavailable(f"{what}no step of an optimizer over parameters of the loop's `model` was seen")

@@ -1,7 +1,4 @@
-"""What a user asks of `andon falsify`: options as they were typed, and what they mean; all that is wrong, at once.
-
-Needs no torch, so that a typing mistake is answered at once.
-"""
+"""Reads the options of `andon falsify`: reports everything that is wrong with them at once, and needs no torch."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import difflib
 import re
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from andon.console.problems import InputError, Problem
-from andon_falsify.campaign.budget import BUDGETS, Budget
+from andon_falsify.campaign.trial import BUDGETS, Budget
 from andon_falsify.claims.clauses import ALIASES
 from andon_falsify.peers.registry import PEERS
 
@@ -22,28 +19,11 @@ _NAMED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options as they were typed; None or empty where they were not."""
-
-    subject: str | None = None
-    script: str | None = None
-    backend: str | None = None
-    world: str | None = None
-    accumulation: str | None = None
-    seed: str = "0"
-    budget: str = "quick"
-    claims: tuple[str, ...] = ()
-    case: str | None = None
-    name: str | None = None
-    expected_failed: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Request:
-    """What the options mean. Empty worlds, accumulations or backends: those of the budget, and of the machine.
+    """A campaign to run. Empty worlds, accumulations or backends: those of the budget, and of the machine.
 
     subject: a bundled name, `module:make`, or our own trainer. case: a trial as JSON, to be run exactly as it is. name:
-    what reports call the subject, "" for its own. expected_failed: the reasons of claims that may fall, by claim.
+    the subject's name in reports, "" for its own. expected_failed: the claims that may fall, each with the reason.
     """
 
     subject: str
@@ -55,70 +35,76 @@ class Request:
     budget: Budget
     claims: tuple[str, ...]
     case: str | None
-    name: str = ""
-    expected_failed: Mapping[str, str] = field(default_factory=dict)
+    name: str
+    expected_failed: Mapping[str, str]
 
 
-def understood(options: Options) -> Request:
-    """What `options` mean. Raises `InputError` with everything that is wrong with them."""
+def read_request(
+    *,
+    subject: str | None = None,
+    script: str | None = None,
+    backend: str | None = None,
+    world: str | None = None,
+    accumulation: str | None = None,
+    seed: str = "0",
+    budget: str = "quick",
+    claims: Sequence[str] = (),
+    case: str | None = None,
+    name: str | None = None,
+    expected_failed: Sequence[str] = (),
+) -> Request:
+    """The request for options as they were typed. Raises `InputError` with everything that is wrong."""
     wrong: list[Problem] = []
-    worlds = _numbers("--world", options.world, _MOST_RANKS, wrong)
-    accumulations = _numbers("--accumulation", options.accumulation, _MOST_RANKS, wrong)
-    backends = _words(options.backend)
-    seeds = _seeds(options.seed, wrong)
-    if options.budget not in BUDGETS:
-        wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {options.budget!r}"))
-    wrong += _subject_problems(options)
-    if options.name is not None and not options.name.strip():
+    worlds = _numbers("--world", world, wrong)
+    accumulations = _numbers("--accumulation", accumulation, wrong)
+    backends = _words(backend)
+    seeds = _seeds(seed, wrong)
+    if budget not in BUDGETS:
+        wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {budget!r}"))
+    wrong += _subject_problems(subject, script)
+    if name is not None and not name.strip():
         wrong.append(Problem("--name", "names nothing"))
-    expected_failed = _reasons(options.expected_failed, wrong)
-    if options.case is not None and not all(len(given) == 1 for given in (backends, worlds, accumulations, seeds)):
+    reasons = {}
+    for text in expected_failed:
+        claim, _, reason = (part.strip() for part in text.partition(":"))
+        if not claim or not reason:
+            wrong.append(Problem("--expected-failed", f"must be CLAIM: REASON, not {reprlib.repr(text)}"))
+        reasons[ALIASES.get(claim, claim)] = reason
+    if case is not None and not all(len(given) == 1 for given in (backends, worlds, accumulations, seeds)):
         need = "--backend, --world, --accumulation and --seed"
         wrong.append(Problem("--case", f"is one case, so that it needs one each of {need}"))
     if wrong:
         raise InputError(wrong)
     return Request(
-        subject=options.subject or OURS,
-        script=options.script,
+        subject=subject or OURS,
+        script=script,
         backends=backends,
         worlds=worlds,
         accumulations=accumulations,
         seeds=seeds,
-        budget=BUDGETS[options.budget],
-        claims=tuple(ALIASES.get(name, name) for given in options.claims for name in _words(given)),
-        case=options.case,
-        name=(options.name or "").strip(),
-        expected_failed=expected_failed,
+        budget=BUDGETS[budget],
+        claims=tuple(ALIASES.get(claim, claim) for given in claims for claim in _words(given)),
+        case=case,
+        name=(name or "").strip(),
+        expected_failed=reasons,
     )
 
 
-def check_names(option: str, given: Sequence[str], known: Collection[str], what: str) -> None:
-    """Raises `InputError` where one of the `given` names is not `known`, with what it is probably meant to be."""
+def check_names(option: str, given: Sequence[str], known: Collection[str], what: str) -> list[Problem]:
+    """A problem for each of the `given` names that is not `known`, with the most similar one that is."""
     wrong = []
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             wrong.append(Problem(option, f"there is no {what} {name!r}; {meant}"))
-    if wrong:
-        raise InputError(wrong)
+    return wrong
 
 
-def _reasons(given: Sequence[str], wrong: list[Problem]) -> dict[str, str]:
-    found = {}
-    for text in given:
-        claim, _, reason = (part.strip() for part in text.partition(":"))
-        if not claim or not reason:
-            wrong.append(Problem("--expected-failed", f"must be CLAIM: REASON, not {reprlib.repr(text)}"))
-        found[ALIASES.get(claim, claim)] = reason
-    return found
-
-
-def _subject_problems(options: Options) -> list[Problem]:
-    subject = options.subject
-    if options.script is not None:
+def _subject_problems(subject: str | None, script: str | None) -> list[Problem]:
+    if script is not None:
         both = [Problem("--script", "and --subject are two ways to name one thing: give one")] if subject else []
-        return both + ([] if options.script.strip() else [Problem("--script", "names no command")])
+        return both + ([] if script.strip() else [Problem("--script", "names no command")])
     if subject is None or subject == OURS or _NAMED.fullmatch(subject):
         return []
     if subject in PEERS:
@@ -132,16 +118,18 @@ def _words(given: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(word.strip() for word in (given or "").split(",") if word.strip()))
 
 
-def _numbers(option: str, given: str | None, most: int, wrong: list[Problem]) -> tuple[int, ...]:
+def _numbers(option: str, given: str | None, wrong: list[Problem]) -> tuple[int, ...]:
     words = _words(given)
-    if given is not None and (not words or not all(_is_number(word) and 1 <= int(word) <= most for word in words)):
-        wrong.append(Problem(option, f"must be numbers from 1 to {most}, as in 2,3; not {reprlib.repr(given)}"))
+    if given is not None and (
+        not words or not all(_is_number(word) and 1 <= int(word) <= _MOST_RANKS for word in words)
+    ):
+        wrong.append(Problem(option, f"must be numbers from 1 to {_MOST_RANKS}, as in 2,3; not {reprlib.repr(given)}"))
         return ()
     return tuple(dict.fromkeys(map(int, words)))
 
 
 def _is_number(word: str) -> bool:
-    """Whether it is a whole number from 0 of no absurd length: Python refuses to read those of thousands of digits."""
+    """Python refuses to read numbers of thousands of digits."""
     return word.isdecimal() and len(word) <= _MOST_DIGITS
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from andon_falsify.campaign.bench import Bench, FurtherRuns
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
-from andon_falsify.scripts.command import Command
-from andon_falsify.scripts.running import Done, run
+from andon_falsify.scripts import Command, Done, run
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
 

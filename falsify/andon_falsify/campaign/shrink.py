@@ -1,4 +1,4 @@
-"""The smallest counterexample: a case is made smaller, one thing at a time, while the same claim stays falsified."""
+"""The smallest counterexample: a case is made smaller in one respect at a time while the claim stays falsified."""
 
 from __future__ import annotations
 
@@ -10,75 +10,79 @@ from typing import Any
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.subjects.case import Case, make_rows
 
-Falls = Callable[[Trial], bool]
-"""Whether the claim, for the same reason, is falsified by this trial too."""
+_PLAIN = {
+    "dropout": 0.0,
+    "class_weights": None,
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "clip_norm": None,
+    "optimizer": "sgd",
+    "architecture": "decoder",
+    "seed": 0,
+}
 
 
 def shrink(
-    trial: Trial, falls: Falls, limit_s: float, worlds: Collection[int] = (), accumulations: Collection[int] = ()
+    trial: Trial,
+    falls: Callable[[Trial], bool],
+    limit_s: float,
+    worlds: Collection[int] = (),
+    accumulations: Collection[int] = (),
 ) -> Trial:
-    """The smallest trial found in `limit_s` seconds; `trial` itself where none of its smaller ones falls.
+    """The smallest trial found in `limit_s` seconds; `trial` itself if none of its smaller ones falls.
 
-    Greedy: the first smaller trial that still falls is taken, and made smaller in turn. `worlds` and `accumulations`
-    are those that may be tried (none: any smaller one, of two ranks at least).
+    Greedy: the first smaller trial that falls is made smaller in turn. `worlds` and `accumulations` are those that may
+    be tried (empty: any smaller one, of two ranks at least).
     """
     deadline = time.monotonic() + limit_s
-    while (found := _first(trial, falls, deadline, worlds, accumulations)) is not None:
-        trial = found
+    smaller = candidates(trial, worlds, accumulations)
+    while time.monotonic() < deadline and (candidate := next(smaller, None)) is not None:
+        if falls(candidate):
+            trial, smaller = candidate, candidates(candidate, worlds, accumulations)
     return trial
 
 
-def _first(
-    trial: Trial, falls: Falls, deadline: float, worlds: Collection[int], accumulations: Collection[int]
-) -> Trial | None:
-    for smaller in candidates(trial, worlds, accumulations):
-        if time.monotonic() >= deadline:
-            return None
-        if falls(smaller):
-            return smaller
-    return None
-
-
 def candidates(trial: Trial, worlds: Collection[int] = (), accumulations: Collection[int] = ()) -> Iterator[Trial]:
-    """Trials that are smaller than `trial` in one respect, the greatest steps first. Each is a trial by itself."""
+    """Trials of the same kind that are smaller than `trial` in one respect, the greatest steps first."""
     case = trial.case
-    for layout in _layouts(case, worlds, accumulations):
-        yield from _sound(trial, layout)
-    for changes in (*_fewer_rows(case), *_shorter(case), *_plainer(case)):
-        yield from _sound(trial, case.but(**changes))
+    for smaller in (
+        *_layouts(case, worlds, accumulations),
+        *(case.but(**changes) for changes in (*_fewer_rows(case), *_shorter(case), *_plainer(case))),
+    ):
+        if smaller != case and _is_one_of_its_kind(replace(trial, case=smaller)):
+            yield replace(trial, case=smaller)
     if trial.then_world > 1 and trial.then_world != case.world:
         yield replace(trial, then_world=case.world)
 
 
-def _sound(trial: Trial, case: Case) -> Iterator[Trial]:
-    """The trial with `case`, if that is still one of its kind."""
-    updates = case.updates()
+def _is_one_of_its_kind(trial: Trial) -> bool:
+    case, updates = trial.case, trial.case.updates()
     if case.poison is not None and (case.poison.leaf >= case.micro_batches or case.poison.step > updates):
-        return
+        return False
     if trial.kind == RESUME and not (case.checkpoint_every or 0) < (case.stop_after or 0) < updates:
-        return
-    if case.batch_size < case.micro_batches or len(case.rows) < case.rows.classes:
-        return
-    if case != trial.case:
-        yield replace(trial, case=case)
+        return False
+    return case.batch_size >= case.micro_batches and len(case.rows) >= case.rows.classes
 
 
 def _layouts(case: Case, worlds: Collection[int], accumulations: Collection[int]) -> Iterator[Case]:
-    """Fewer ranks, then less accumulation, with micro-batches of as many rows and as many batches as before."""
-    for world in sorted(set(worlds) or range(2, case.world)):
-        if world < case.world:
-            yield _laid_out(case, world, case.accumulation)
-    for accumulation in sorted(set(accumulations) or range(1, case.accumulation)):
-        if accumulation < case.accumulation:
-            yield _laid_out(case, case.world, accumulation)
+    """Fewer ranks, then less accumulation, with as many rows in a micro-batch and as many batches as before."""
+    smaller = [
+        (world, case.accumulation) for world in sorted(set(worlds) or range(2, case.world)) if world < case.world
+    ]
+    smaller += [
+        (case.world, accumulation)
+        for accumulation in sorted(set(accumulations) or range(1, case.accumulation))
+        if accumulation < case.accumulation
+    ]
+    for world, accumulation in smaller:
+        batch = case.local_batch * world * accumulation
+        rows = _first_rows(case, _as_many_batches(case, batch))
+        yield case.but(rows=rows, batch_size=batch, world=world, micro_batches=world * accumulation)
 
 
-def _laid_out(case: Case, world: int, accumulation: int) -> Case:
-    batch = case.local_batch * world * accumulation
+def _as_many_batches(case: Case, batch: int) -> int:
     whole, rest = divmod(len(case.rows), case.batch_size)
-    rows = max(whole * batch + min(rest, batch - 1), case.rows.classes)
-    rows_of = _drawn(case, rows)
-    return case.but(rows=rows_of, batch_size=batch, world=world, micro_batches=world * accumulation)
+    return max(whole * batch + min(rest, batch - 1), case.rows.classes)
 
 
 def _fewer_rows(case: Case) -> Iterator[dict[str, Any]]:
@@ -86,12 +90,11 @@ def _fewer_rows(case: Case) -> Iterator[dict[str, Any]]:
     sizes = [case.batch_size, case.batch_size + rest, (whole - 1) * case.batch_size + rest]
     sizes += [whole * case.batch_size + 1, whole * case.batch_size, rest, len(case.rows) - 1]
     for size in sorted({size for size in sizes if case.rows.classes <= size < len(case.rows)}):
-        yield {"rows": _drawn(case, size)}
+        yield {"rows": _first_rows(case, size)}
     for local in sorted({1, case.local_batch // 2, case.local_batch - 1}):
         if 0 < local < case.local_batch:
             batch = local * case.world * case.accumulation
-            rows = max(whole * batch + min(rest, batch - 1), case.rows.classes)
-            yield {"rows": _drawn(case, rows), "batch_size": batch}
+            yield {"rows": _first_rows(case, _as_many_batches(case, batch)), "batch_size": batch}
             yield {"batch_size": batch}
 
 
@@ -112,24 +115,11 @@ def _plainer(case: Case) -> Iterator[dict[str, Any]]:
         yield {"hidden": 8, "heads": 1, "inner": 8}
     if case.rank > 1:
         yield {"rank": 1}
-    plain = {
-        "dropout": 0.0,
-        "class_weights": None,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-        "clip_norm": None,
-        "optimizer": "sgd",
-        "architecture": "decoder",
-        "seed": 0,
-    }
-    for name, value in plain.items():
-        if getattr(case, name) != value:
-            yield {name: value}
-    rows = make_rows(len(case.rows), classes=case.rows.classes)
-    if case.rows != rows:
-        yield {"rows": rows}
+    for name, value in _PLAIN.items():
+        yield {name: value}
+    yield {"rows": make_rows(len(case.rows), classes=case.rows.classes)}
 
 
-def _drawn(case: Case, count: int) -> Any:
-    """`count` rows: the first that are drawn with the first seed, where their number changes."""
+def _first_rows(case: Case, count: int) -> Any:
+    """`count` rows drawn with the first seed; the case's own if that is their number."""
     return case.rows if count == len(case.rows) else make_rows(count, classes=case.rows.classes)

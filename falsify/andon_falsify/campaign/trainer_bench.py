@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from andon_falsify.campaign.bench import Bench, FurtherRuns
-from andon_falsify.campaign.reasons import blame
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
+from andon_falsify.ranks.errors import root_cause
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
@@ -62,7 +62,7 @@ class AndonBench(Bench):
 
 def _sound(trace: Trace, what: str = "") -> Evidence:
     if trace.errors:
-        raise RunUnavailable(f"{what}{blame(trace.errors)}")
+        raise RunUnavailable(f"{what}{root_cause(trace.errors)}")
     return of_trace(trace)
 
 

@@ -1,39 +1,48 @@
-"""One thing to try on a subject, and how it is written down so that a command line repeats exactly it.
+"""A trial: one case and what is done with it; how trials are written and read (`--case`), and drawn from a seed.
 
-A case is written as JSON of its differences from the default case; world, accumulation and backend are options of their
-own. Its rows are `[how many, seed]` where they are rows that the suite draws, and written out otherwise.
+The text is JSON with the fields that differ from the default case, without backend, world size and accumulation, which
+have options of their own. Rows that `make_rows` draws are written as `[how many, seed]`.
+
+The same seed draws the same trials on any machine. Rows are sorted by label and drawn at random, so that ranks train on
+different data. Batches are ragged by default: the last one of an epoch has fewer rows, and not equally many on each
+rank.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+import random
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from itertools import product
+from typing import Annotated, Any
 
+from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+
+from andon_falsify.report.document import misfits
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
 
-KINDS = LAW, HALT, RESUME, MEMORY = "law", "halt", "resume", "memory"
-"""law: one run, judged by the reference and against one rank. halt: a run with a planted NaN. resume: cut and taken up.
-memory: bytes are counted."""
+LAW, HALT, RESUME, MEMORY = "law", "halt", "resume", "memory"
+KINDS = (LAW, HALT, RESUME, MEMORY)
+"""law: one run, compared with the reference and with one rank. halt: a run with a planted NaN. resume: a run that is
+interrupted and resumed. memory: a run that counts bytes."""
 
 _ROW_SEEDS = 64
-_APART = ("world", "backend", "folder", "rows", "micro_batches")
-"""Fields that are written in another way, or not at all."""
+_NOT_WRITTEN = ("world", "backend", "folder")
 _OF_A_SCRIPT = "batch_size"
-"""The one field that says something to a script, beside its place: it has its own rows, model and optimizer."""
-_WHOLE = "a whole number"
+"""The only field that a script is given, apart from its layout: rows, model and optimizer are its own."""
+_DRAWN = TypeAdapter(tuple[PositiveInt, NonNegativeInt])
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A case and what is done with it. seed: what it was drawn from. then_world: ranks of the run that takes up."""
+    """A case and what is done with it. seed: what it was drawn from. then_world: ranks of the run that resumes."""
 
-    kind: str
+    kind: Annotated[str, Field(pattern=f"^({'|'.join(KINDS)})$")]
     case: Case
     seed: int = 0
-    then_world: int = 0
+    then_world: NonNegativeInt = 0
 
     @property
     def place(self) -> tuple[str, int, int]:
@@ -42,36 +51,31 @@ class Trial:
 
     @property
     def lacking(self) -> str:
-        """What this machine lacks for it, "" if nothing."""
+        """What this machine lacks to run the trial, or ""."""
         from andon_falsify.subjects.placing import why_not
 
         return why_not(self.case.backend, max(self.case.world, self.then_world))
 
-    def written(self) -> str:
-        """All but the place and the seed, as compact JSON that `read_trial` reads."""
-        return self._json
-
     @cached_property
-    def _json(self) -> str:
-        plain, case = Case(), self.case
+    def written(self) -> str:
+        """Everything but the place and the seed, as compact JSON."""
+        case, plain = asdict(self.case), asdict(Case(micro_batches=self.case.world * self.case.accumulation))
         found: dict[str, Any] = {} if self.kind == LAW else {"kind": self.kind}
         if self.then_world:
             found["then_world"] = self.then_world
-        script = case.backend == "script"
-        if case.rows != plain.rows and not script:
-            found["rows"] = _written_rows(case.rows)
-        if case.micro_batches != case.world * case.accumulation:
-            found["micro_batches"] = case.micro_batches
-        for each in fields(Case):
-            value = getattr(case, each.name)
-            says = each.name == _OF_A_SCRIPT if script else each.name not in _APART
-            if says and value != getattr(plain, each.name):
-                found[each.name] = [value.step, value.leaf, value.kind] if isinstance(value, Poison) else value
+        names = [_OF_A_SCRIPT] if self.case.backend == "script" else [name for name in case if name not in _NOT_WRITTEN]
+        found |= {name: case[name] for name in names if case[name] != plain[name]}
+        if "rows" in found and (seed := _seed_of(self.case.rows)) is not None:
+            found["rows"] = [len(self.case.rows), seed]
         return json.dumps(found, separators=(",", ":"))
 
 
+def _seed_of(rows: Rows) -> int | None:
+    return next((seed for seed in range(_ROW_SEEDS) if make_rows(len(rows), seed) == rows), None)
+
+
 def read_trial(text: str, *, backend: str, world: int, accumulation: int, seed: int) -> Trial:
-    """What `written` wrote, at a place. Raises `ValueError` with all that is wrong, in words."""
+    """The trial that `Trial.written` wrote. Raises `ValueError` with everything that is wrong."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -80,125 +84,173 @@ def read_trial(text: str, *, backend: str, world: int, accumulation: int, seed: 
     if not isinstance(given, dict):
         msg = f"must be a JSON object, not {given!r}"
         raise ValueError(msg)
-    kind, then_world = given.pop("kind", LAW), given.pop("then_world", 0)
-    wrong = [] if kind in KINDS else [f"kind must be one of {', '.join(KINDS)}, not {kind!r}"]
-    if not _whole(then_world, least=0):
-        wrong.append(f"then_world must be {_WHOLE} from 0, not {then_world!r}")
-    changes: dict[str, Any] = {"micro_batches": world * accumulation}
-    for name, value in given.items():
-        try:
-            changes[name] = _value(name, value)
-        except ValueError as error:
-            wrong.append(str(error))
-    if not wrong:
-        case = Case().but(backend=backend, world=world, **changes)
-        wrong = _contradictions(case)
+    place = {"backend": backend, "world": world}
+    known = asdict(Case()).keys() - set(_NOT_WRITTEN)
+    unknown = sorted(given.keys() - known - _OF_A_TRIAL)
+    wrong = [f"a case has no {name!r}; it has {', '.join(sorted(known))}" for name in unknown]
+    of_trial = {name: given.pop(name) for name in _OF_A_TRIAL & given.keys()}
+    try:
+        if isinstance(given.get("rows"), list):
+            given["rows"] = asdict(make_rows(*_DRAWN.validate_python(given["rows"], strict=False)))
+        case = {"micro_batches": world * accumulation, **given, **place}
+        trial = _TRIAL.validate_json(json.dumps({"kind": LAW, "case": case, "seed": seed, **of_trial}), strict=True)
+    except ValidationError as error:
+        named = [(where.removeprefix("case."), what) for where, what in misfits(error)]
+        wrong += [f"rows{where} {what}" if where[:1] in "[" else f"{where} {what}" for where, what in named]
+    else:
+        wrong += _contradictions(trial.case)
     if wrong:
         raise ValueError("; ".join(wrong))
-    return Trial(kind, case, seed, then_world)
+    return trial
 
 
-def _value(name: str, value: Any) -> Any:
-    if name == "rows":
-        return _read_rows(value)
-    if name == "poison":
-        return _read_poison(value)
-    if name == "class_weights":
-        return _read_weights(value)
-    if name not in _RULES:
-        msg = f"a case has no {name!r}; it has {', '.join(['rows', 'poison', 'class_weights', *_RULES])}"
-        raise ValueError(msg)
-    right, expected = _RULES[name]
-    if not right(value):
-        msg = f"{name} must be {expected}, not {value!r}"
-        raise ValueError(msg)
-    return value
-
-
-def _whole(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _real(value: object, least: float = 0.0) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < float("inf")
-
-
-def _or_none(right: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or right(value)
-
-
-_FROM_1, _FROM_0 = f"{_WHOLE} from 1", f"{_WHOLE} from 0"
-_RULES: Mapping[str, tuple[Callable[[object], bool], str]] = {
-    **dict.fromkeys(
-        ("batch_size", "micro_batches", "epochs", "layers", "hidden", "heads", "inner", "longest"), (_whole, _FROM_1)
-    ),
-    **dict.fromkeys(("max_steps", "stop_after", "checkpoint_every"), (_or_none(_whole), f"{_FROM_1}, or null")),
-    **dict.fromkeys(("seed", "rank"), (lambda value: _whole(value, 0), _FROM_0)),
-    **dict.fromkeys(("momentum", "weight_decay", "lr"), (_real, "a number from 0")),
-    "clip_norm": (_or_none(_real), "a number from 0, or null"),
-    "dropout": (lambda value: _real(value) and value < 1, "a number from 0 and below 1"),  # type: ignore[operator]
-    "optimizer": (lambda value: value in ("sgd", "adamw"), "sgd or adamw"),
-    "architecture": (lambda value: value in ("decoder", "encoder"), "decoder or encoder"),
-    "fault": (_or_none(lambda value: isinstance(value, str)), "the name of a planted fault, or null"),
-    **dict.fromkeys(("contracts", "values", "memory"), (lambda value: isinstance(value, bool), "true or false")),
-}
-"""What each plain field of a case may be, and how that is said."""
+_TRIAL = TypeAdapter(Trial)
+_OF_A_TRIAL = {"kind", "then_world"}
 
 
 def _contradictions(case: Case) -> list[str]:
-    found = []
+    rows, found = case.rows, []
+    if not rows.labels or len(rows.tokens) != len(rows.labels) or not all(rows.tokens):
+        found.append("rows need a label and at least one token each")
+    if not all(0 <= label < rows.classes for label in rows.labels):
+        found.append(f"labels of rows must be from 0 to {rows.classes - 1}")
     if case.hidden % case.heads:
         found.append(f"hidden {case.hidden} cannot be divided among {case.heads} heads")
-    if case.class_weights is not None and len(case.class_weights) != case.rows.classes:
-        found.append(f"{len(case.class_weights)} class_weights for {case.rows.classes} classes")
+    if case.class_weights is not None and len(case.class_weights) != rows.classes:
+        found.append(f"{len(case.class_weights)} class_weights for {rows.classes} classes")
     if case.poison is not None and case.poison.leaf >= case.micro_batches:
         found.append(f"poison in micro-batch {case.poison.leaf}, but there are only {case.micro_batches}")
-    longest = max(map(len, case.rows.tokens))
-    if longest > case.longest:
+    if (longest := max(map(len, rows.tokens), default=0)) > case.longest:
         found.append(f"a row has {longest} tokens, but longest is {case.longest}")
     return found
 
 
-def _written_rows(rows: Rows) -> Any:
-    seed = _seed_of(rows)
-    if seed is not None:
-        return [len(rows), seed]
-    return {"tokens": rows.tokens, "labels": rows.labels, "classes": rows.classes}
+@dataclass(frozen=True)
+class Variant:
+    """How a case is trained. name: a part of the seed of what is drawn."""
+
+    name: str
+    settings: Mapping[str, Any]
+    ragged: bool = True
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the optimizer keeps state between updates."""
+        return self.settings.get("optimizer") != "sgd" or bool(self.settings.get("momentum"))
 
 
-def _seed_of(rows: Rows) -> int | None:
-    return next((seed for seed in range(_ROW_SEEDS) if make_rows(len(rows), seed) == rows), None)
+_SGD = {"optimizer": "sgd", "clip_norm": None, "lr": 0.05, "weight_decay": 0.0}
+_QUICK = (
+    Variant("SGD, no clipping, even batches", _SGD, ragged=False),
+    Variant("SGD, no clipping, ragged", _SGD),
+    Variant("AdamW, clipped, ragged", {"optimizer": "adamw", "clip_norm": 0.5, "lr": 1e-2, "weight_decay": 0.01}),
+)
+_ALL = (
+    *_QUICK,
+    Variant("SGD with momentum, encoder", {**_SGD, "momentum": 0.9, "lr": 0.02, "architecture": "encoder"}),
+    Variant("AdamW, every weight", {"rank": 0, "lr": 1e-3, "clip_norm": None, "weight_decay": 0.01}),
+    Variant("SGD, class weights, two layers", {**_SGD, "class_weights": (0.5, 1.0, 2.0), "layers": 2}),
+    # Such gradients have norms of 0.7 to 3.5: it shows if one is scaled up to the limit.
+    Variant("SGD, norms on both sides of the clip, ragged", {**_SGD, "clip_norm": 1.3}),
+)
 
 
-def _read_rows(value: Any) -> Rows:
-    if isinstance(value, list) and len(value) == 2 and _whole(value[0]) and _whole(value[1], least=0):
-        return make_rows(*value)
-    try:
-        tokens = tuple(tuple(int(token) for token in row) for row in value["tokens"])
-        labels, classes = tuple(int(label) for label in value["labels"]), int(value["classes"])
-    except (TypeError, KeyError, ValueError):
-        tokens, labels, classes = (), (), 0
-    if not labels or len(tokens) != len(labels) or not all(tokens) or not all(0 <= each < classes for each in labels):
-        msg = 'rows must be [how many, seed], or {"tokens": [[...], ...], "labels": [...], "classes": 3}'
-        raise ValueError(msg)
-    return Rows(tokens, labels, classes)
+@dataclass(frozen=True)
+class Budget:
+    """The size of a campaign.
+
+    kinds: of trials; claims that none of them judges are not selected. draws: cases for each layout and variant.
+    deadline_s: for one run of a subject. most_late: after so many runs at one world size that miss the deadline, no
+    further one is started. shrink_s: for the search for smaller counterexamples, of all claims together.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    worlds: tuple[int, ...]
+    accumulations: tuple[int, ...]
+    variants: tuple[Variant, ...]
+    draws: int
+    deadline_s: float
+    shrink_s: float
+    most_late: int = 2
 
 
-def _read_poison(value: Any) -> Poison | None:
-    if value is None:
-        return None
-    kinds = ("nan", "inf", "gradient")
-    right = isinstance(value, list) and len(value) == 3 and _whole(value[0]) and _whole(value[1], least=0)
-    if not right or value[2] not in kinds:
-        msg = f"poison must be [update, micro-batch, {' or '.join(kinds)}], not {value!r}"
-        raise ValueError(msg)
-    return Poison(*value)
+BUDGETS: Mapping[str, Budget] = {
+    budget.name: budget
+    for budget in (
+        Budget("quick", (LAW, HALT, RESUME), (2, 3), (1, 2), _QUICK, 1, 60.0, 30.0),
+        Budget("standard", (LAW, HALT, RESUME, MEMORY), (2, 3, 4), (1, 2, 3), _ALL, 1, 90.0, 120.0),
+        Budget("deep", (LAW, HALT, RESUME, MEMORY), (1, 2, 3, 4), (1, 2, 3), _ALL, 8, 180.0, 600.0),
+    )
+}
+"""By name, smallest first."""
 
 
-def _read_weights(value: Any) -> tuple[float, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list) or not all(map(_real, value)):
-        msg = f"class_weights must be a list of numbers from 0, or null, not {value!r}"
-        raise ValueError(msg)
-    return tuple(map(float, value))
+@dataclass(frozen=True)
+class Layouts:
+    """Where a subject is tried: all combinations of these."""
+
+    backends: tuple[str, ...]
+    worlds: tuple[int, ...]
+    accumulations: tuple[int, ...]
+
+
+def draw(seed: int, budget: Budget, layouts: Layouts, kinds: Collection[str]) -> Iterator[Trial]:
+    """The trials of `kinds` that `budget` has for `layouts`; the cheapest and most telling first."""
+    places = list(product(layouts.backends, layouts.worlds, layouts.accumulations))
+    if LAW in budget.kinds and LAW in kinds:
+        for number, variant in product(range(budget.draws), budget.variants):
+            for backend, world, accumulation in places:
+                yield Trial(LAW, _case(seed, number, variant, world, accumulation).but(backend=backend), seed)
+    for kind in budget.kinds:
+        if kind == LAW or kind not in kinds:
+            continue
+        # A run is interrupted and resumed with an optimizer that has state: otherwise its loss would go unnoticed.
+        variants = [each for each in budget.variants if kind != RESUME or each.has_state] or budget.variants
+        for (at, (backend, world, accumulation)), number in product(enumerate(places), range(budget.draws)):
+            case = _case(seed, number, variants[(at + number) % len(variants)], world, accumulation)
+            drawn = random.Random(f"{kind} {seed} {number} {world} {accumulation}")
+            yield _special(kind, drawn, case.but(backend=backend), seed, layouts.worlds)
+
+
+def _case(seed: int, number: int, variant: Variant, world: int, accumulation: int) -> Case:
+    """One or two whole batches; if ragged, with a rest that does not divide evenly among the micro-batches."""
+    drawn = random.Random(f"case {seed} {number} {variant.name} {world} {accumulation}")
+    leaves = world * accumulation
+    batch = leaves * drawn.randint(2 if leaves == 1 else 1, 3)
+    whole = drawn.randint(1, 2)
+    rest = drawn.choice([size for size in range(1, batch) if size % leaves or leaves == 1]) if variant.ragged else 0
+    while whole * batch + rest < 3:
+        whole += 1
+    return Case(
+        rows=make_rows(whole * batch + rest, drawn.randrange(32)),
+        batch_size=batch,
+        micro_batches=leaves,
+        epochs=2,
+        seed=drawn.randrange(1000),
+        dropout=drawn.choice([0.0, 0.1]),
+        world=world,
+        **variant.settings,
+    )
+
+
+def _special(kind: str, drawn: random.Random, case: Case, seed: int, worlds: tuple[int, ...]) -> Trial:
+    if kind == HALT:  # in any micro-batch of the first or second update, which have all their rows
+        whole, rest = divmod(len(case.rows), case.batch_size)
+        longer = case.but(rows=make_rows(max(2, whole) * case.batch_size + rest, drawn.randrange(32)))
+        poison = Poison(
+            drawn.randint(1, 2), drawn.randrange(case.micro_batches), drawn.choice(["nan", "inf", "gradient"])
+        )
+        return Trial(kind, longer.but(poison=poison), seed)
+    if kind == RESUME:  # interrupted between a checkpoint and the last update
+        each = case.updates_of_epoch()
+        longer = case.but(epochs=max(case.epochs, -(-3 // each)))
+        updates = each * longer.epochs
+        every = drawn.randint(1, updates - 2)
+        after = drawn.randint(every + 1, updates - 1)
+        return Trial(kind, longer.but(stop_after=after, checkpoint_every=every), seed, drawn.choice(worlds))
+    # MEMORY: a model so large that its gradients weigh more than the fixed costs
+    big = case.but(
+        rows=make_rows(40), batch_size=8, micro_batches=8, hidden=64, inner=128, layers=1, epochs=1, class_weights=None
+    )
+    return Trial(kind, big.but(rank=16, dropout=0.1, values=False, memory=True, seed=drawn.randrange(1000)), seed)

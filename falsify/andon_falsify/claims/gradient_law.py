@@ -149,13 +149,18 @@ def _explained(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:
     seen, planned = _vector(law, step), rows.mean(0)
     size, off = float(planned.norm()), float((seen - planned).norm())
     relative = off / size if size else float("inf")
-    words = ""
+    words = cause = ""
     if relative > _FITS and _fit(seen, planned)[1] > _FITS:
-        words = _other_mean(law, step, rows, seen) or _of_before(law, step, rows, seen)
-        words = words or _relabelled(law, step, seen) or _counted(law.rows(step), rows, seen)
+        cause, words = _other_mean(law, step, rows, seen)
+        if not words and (words := _of_before(law, step, rows, seen)):
+            cause = "the gradient of the update before"
+        if not words and (words := _relabelled(law, step, seen)):
+            cause = "other labels"
+        if not words and (words := _counted(law.rows(step), rows, seen)):
+            cause = "rows do not count once"
     early = _EARLY if law.first.made[step].early else ""
     overall = "; ".join(filter(None, (f"relative error {relative:.3g} over all tensors", early, words)))
-    named = tuple(replace(each, what=f"{each.what}; {overall}") for each in verdict.counterexamples)
+    named = tuple(replace(each, what=f"{each.what}; {overall}", cause=cause) for each in verdict.counterexamples)
     return replace(verdict, counterexamples=named)
 
 
@@ -181,8 +186,8 @@ def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
     return factor, float((seen - factor * other).norm()) / (float(seen.norm()) or 1.0)
 
 
-def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
-    """Which other mean over the visited rows the gradient is, and times what; "" for none."""
+def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> tuple[str, str]:
+    """Which other mean over the visited rows the gradient is, without its numbers and in words; "" for none."""
     visits, place = law.visits(step), {row: index for index, row in enumerate(law.rows(step))}
     leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
     ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]
@@ -190,12 +195,12 @@ def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
     def sizes(parts: Sequence[Sequence[int]]) -> str:
         return ", ".join(str(len(part)) for part in parts)
 
-    means: dict[str, Sequence[Sequence[int]]] = {
-        "the mean over all visits, repeated rows counted again": [[row for leaf in leaves for row in leaf]],
-        f"the mean of the means of {len(leaves)} micro-batches (of {sizes(leaves)} rows)": leaves,
-        f"the mean of the means of {len(ranks)} ranks (with {sizes(ranks)} rows)": [rank for rank in ranks if rank],
-    }
-    for words, parts in means.items():
+    means: list[tuple[str, str, Sequence[Sequence[int]]]] = [
+        ("visits", "the mean over all visits, repeated rows counted again", [[row for leaf in leaves for row in leaf]]),
+        ("micro-batches", f"the mean of the means of {len(leaves)} micro-batches (of {sizes(leaves)} rows)", leaves),
+        ("ranks", f"the mean of the means of {len(ranks)} ranks (with {sizes(ranks)} rows)", list(filter(None, ranks))),
+    ]
+    for name, words, parts in means:
         weights = rows.new_zeros(len(rows))
         for part in parts:
             for row, visited in Counter(part).items():
@@ -203,8 +208,9 @@ def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
         factor, residual = _fit(seen, weights @ rows)
         if residual <= _FITS:
             equals = explain_window(factor, law, step) or explain_ratio(factor, law.factors)
-            return f"it is {words}" + ("" if abs(factor - 1) <= _FITS else f", times {equals}")
-    return ""
+            times = "" if abs(factor - 1) <= _FITS else f", times {equals}"
+            return f"a mean of means of {name}", f"it is {words}{times}"
+    return "", ""
 
 
 def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:

@@ -39,6 +39,8 @@ CLAIM = Claim(
         Clause("order-renewed", "part", "of our trainer, whose plan has an order for each epoch"),
     ),
 )
+_TWICE, _LOST, _STRANGE = "rows are used more than once", "rows are not used", "rows do not belong there"
+"""Causes, which a smaller counterexample must keep."""
 _SHOWN = 8
 _STRANGERS = 3
 _ORDERED = 8
@@ -57,8 +59,8 @@ def check(evidence: Evidence) -> Verdict:
     return check_history(history)
 
 
-def _rows(what: str, where: str, expected: str, seen: str) -> Counterexample:
-    return Counterexample(what, where, expected, seen, quantity="rows")
+def _rows(what: str, where: str, expected: str, seen: str, cause: str = "") -> Counterexample:
+    return Counterexample(what, where, expected, seen, quantity="rows", cause=cause)
 
 
 def _of_loop(law: LoopLaw) -> Verdict:
@@ -171,7 +173,7 @@ def check_visits(history: History) -> Verdict:
             what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
             shown = ("each once", f"{never}more than once {listed(twice)}")
-            return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown)])
+            return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
     return conclude(CLAIM, -(-len(visits) // len(rows)), [])
 
 
@@ -193,11 +195,11 @@ def _split(event: StepEvent) -> list[Counterexample]:
     used, planned = Counter(visits), Counter(event.ids)
     if twice := _repeated(visits):
         holders = ", ".join(str(entry.rank) for entry in event.ranks if not twice.keys().isdisjoint(entry.ids))
-        found.append(_rows(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice)))
+        found.append(_rows(f"rows used more than once, by ranks {holders}", where, "each once", _named(twice), _TWICE))
     if lost := planned - used:
-        found.append(_rows("rows of the batch that no rank used", where, _named(lost), ""))
+        found.append(_rows("rows of the batch that no rank used", where, _named(lost), "", _LOST))
     if strange := Counter({row: times for row, times in used.items() if row not in planned}):
-        found.append(_rows("rows that are not in the batch", where, "", _named(strange)))
+        found.append(_rows("rows that are not in the batch", where, "", _named(strange), _STRANGE))
     return found
 
 
@@ -230,12 +232,12 @@ def _epoch(
     where, times, found = f"epoch {epoch}", Counter(visits), []
     if twice := _repeated(visits):
         what = f"{len(visits)} visits of {len(times)} rows: some were visited more than once"
-        found.append(_rows(what, where, "each once", _named(twice)))
+        found.append(_rows(what, where, "each once", _named(twice), _TWICE))
     if rows is not None:
         if lost := set(rows) - times.keys():
-            found.append(_rows("rows that were never visited", where, _named(Counter(lost)), ""))
+            found.append(_rows("rows that were never visited", where, _named(Counter(lost)), "", _LOST))
         if strange := times.keys() - set(rows):
-            found.append(_rows("rows that are not for training", where, "", _named(Counter(strange))))
+            found.append(_rows("rows that are not for training", where, "", _named(Counter(strange)), _STRANGE))
     elif size is not None and len(times) != size:
         found.append(_rows("another number of rows was visited", where, str(size), str(len(times))))
     return found

@@ -2,14 +2,63 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from andon.console.exits import Exit
 from andon.console.messages import OutputError, say
 from andon.console.problems import InputError, Problem
-from andon_falsify.cli.command import USAGE, FalsifyCommand
+
+USAGE, INTERNAL, _INTERRUPTED = 64, 70, 128 + signal.SIGINT
+_TRACEBACK = "ANDON_TRACEBACK"
+_USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
+"""What typer raises for options that it cannot read, and the base class of everything that it prints itself."""
+
+
+class FalsifyCommand(TyperCommand):
+    """A command whose exit codes 1 and 2 are verdicts.
+
+    Options that cannot be read end it with 64, an internal error with 70. If standard output cannot be written it ends
+    with 2: no verdict is known to its caller.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if isinstance(error, _USAGE_ERROR):
+                error.exit_code = USAGE  # type: ignore[attr-defined]
+            raise
+
+    def invoke(self, ctx: Any) -> Any:
+        """See click."""
+        try:
+            return super().invoke(ctx)
+        except (typer.Exit, typer.Abort, _SHOWN_BY_TYPER):  # type: ignore[misc]
+            raise
+        except KeyboardInterrupt as stop:
+            say(str(stop) or "interrupted")
+            raise typer.Exit(getattr(stop, "code", _INTERRUPTED)) from None
+        except OutputError as error:
+            say(*map(str, error.problems))
+            raise typer.Exit(int(Exit.USAGE)) from None
+        except Exception as error:
+            raise typer.Exit(internal(error)) from error
+
+
+def internal(error: Exception) -> int:
+    """Log an internal error; returns its exit code."""
+    if os.environ.get(_TRACEBACK) == "1":
+        traceback.print_exception(error)
+    say(f"internal error: {type(error).__name__}: {error} (set {_TRACEBACK}=1 for the traceback)")
+    return INTERNAL
 
 
 def falsify(
@@ -22,49 +71,53 @@ def falsify(
     backend: Annotated[str | None, typer.Option(help="Names, as in inline,gloo; all that this machine has.")] = None,
     world: Annotated[str | None, typer.Option(help="Numbers of ranks, as in 2,3.")] = None,
     accumulation: Annotated[str | None, typer.Option(help="Micro-batches of a rank in an update, as in 1,2.")] = None,
-    seed: Annotated[str, typer.Option(help="What cases are drawn from: a number, or several as in 0-199.")] = "0",
+    seed: Annotated[str, typer.Option(help="Random seed, or a range such as 0-199.")] = "0",
     budget: Annotated[str, typer.Option(help="quick, standard or deep.")] = "quick",
     claim: Annotated[list[str] | None, typer.Option(help="Only this claim; again for another.")] = None,
     case: Annotated[str | None, typer.Option(help="Exactly this case, as a counterexample gives it.")] = None,
     name: Annotated[str | None, typer.Option(help="What reports call the subject.")] = None,
     expected_failed: Annotated[
-        list[str] | None, typer.Option(help='"CLAIM: REASON": it may fall, and fails nothing then; again for another.')
+        list[str] | None,
+        typer.Option(help='"CLAIM: REASON": a known failure; it does not affect the exit code.'),
     ] = None,
     deadline: Annotated[
         float | None, typer.Option(help="End after so many seconds, with what is known by then.")
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(help="Write the report to this file, as JSON, again and again as trials end.")
+        Path | None, typer.Option(help="Write the report to this file as JSON, at the end and at intervals.")
     ] = None,
-    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML, as often.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML, at the same times.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write it as one HTML page, at the end.")] = None,
     report: Annotated[
         Path | None, typer.Option(help="Try nothing: read this report of --json, and write the others of it.")
     ] = None,
 ) -> None:
     """Try to prove a trainer wrong; 0 all hold, 1 a claim is falsified, 2 one is unknown, 64 usage, 70 internal."""
-    # All that a campaign needs, which `andon --help` does not: half of what it loads.
-    from andon_falsify.cli import attempt
+    # Not at the top: `andon --help` imports this module, and needs none of these.
+    from andon_falsify.campaign.request import read_request
+    from andon_falsify.cli import campaign
 
     paths = {"--json": json, "--junit": junit, "--html": html}
-    options = attempt.Options(
-        subject=subject,
-        script=script,
-        backend=backend,
-        world=world,
-        accumulation=accumulation,
-        seed=seed,
-        budget=budget,
-        claims=tuple(claim or ()),
-        case=case,
-        name=name,
-        expected_failed=tuple(expected_failed or ()),
-    )
     try:
         if deadline is not None and not 0 < deadline < float("inf"):
             raise InputError([Problem("--deadline", f"must be seconds, more than 0, not {deadline:g}")])
-        files = attempt.ReportFiles({option: path for option, path in paths.items() if path is not None})
-        code = attempt.make(options, files, deadline) if report is None else attempt.read(report, files)
+        files = campaign.ReportFiles({option: path for option, path in paths.items() if path is not None})
+        if report is not None:
+            raise typer.Exit(campaign.reread(report, files))
+        request = read_request(
+            subject=subject,
+            script=script,
+            backend=backend,
+            world=world,
+            accumulation=accumulation,
+            seed=seed,
+            budget=budget,
+            claims=claim or (),
+            case=case,
+            name=name,
+            expected_failed=expected_failed or (),
+        )
+        code = campaign.run(request, files, deadline)
     except OutputError:
         raise
     except InputError as error:

@@ -12,7 +12,7 @@ import typer
 
 from andon.console.messages import put
 from andon_contracts.legible import legible_line
-from andon_falsify.cli.command import USAGE, FalsifyCommand
+from andon_falsify.cli.falsify import USAGE, FalsifyCommand
 from andon_falsify.verdict import Outcome, Verdict, closing_line, exit_code
 
 _SHOWN = 5

@@ -14,7 +14,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from andon_contracts.legible import legible_line
-from andon_falsify.campaign.wording import counterexample_lines
+from andon_falsify.report.findings import counterexample_lines, reasons
 from andon_falsify.verdict import Claim, Outcome, Verdict, closing_line, merge
 
 VERDICT, RUNS = "andon verdict", "andon runs"
@@ -83,6 +83,6 @@ def recorded(verdict: Verdict) -> tuple[str, object]:
 
 def shown(verdict: Verdict) -> str:
     """A verdict with its smallest counterexample, and how many more there are, in lines that any terminal can show."""
-    head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({verdict.why})" if verdict.why else "")
+    head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({why})" if (why := reasons(verdict)) else "")
     lines = [head, *counterexample_lines(verdict, "in the file of andon falsify --json")]
     return "\n".join(map(legible_line, lines))

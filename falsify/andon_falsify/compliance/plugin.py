@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from andon.console.problems import InputError
 from andon_contracts.legible import legible
-from andon_falsify.campaign.request import Options, understood
+from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.suite import Suite
 from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import Trial
@@ -152,7 +152,7 @@ def _suite(config: pytest.Config) -> Suite | None:
         raise pytest.UsageError(f"{options}: of which trainer? add --subject or --script (--subject andon for our own)")
     given["claims"] = given.pop("claim", ())
     try:
-        return Suite(understood(Options(**given, backend=",".join(config.getoption("backend") or ()) or None)))
+        return Suite(read_request(**given, backend=",".join(config.getoption("backend") or ()) or None))
     except InputError as error:
         raise pytest.UsageError(*(legible(str(problem)) for problem in error.problems)) from None
 

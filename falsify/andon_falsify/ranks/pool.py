@@ -47,7 +47,7 @@ class RankPool:
     ) -> None:
         self.world = world
         self.backend = backend
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._grace_s = grace_s
         self._ranks: list[_Rank] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -85,7 +85,7 @@ class RankPool:
         """Start the ranks. Returns their answers if one failed, else nothing."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
-            spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self._deadline_s, self.backend)
+            spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self.deadline_s, self.backend)
             ours, theirs = Pipe()
             process = RankProcess(target=serve, args=(spec, theirs))  # no daemon: its data loader may have workers
             process.start()
@@ -101,7 +101,7 @@ class RankPool:
                 rank.pipe.send_bytes(request)
             except OSError as error:
                 answers[number] = Answer(error=f"the rank cannot be reached: {error}", usable=False)
-        return self._collect(answers, self._deadline_s)
+        return self._collect(answers, self.deadline_s)
 
     def _collect(self, answers: dict[int, Answer], deadline_s: float) -> dict[int, Answer]:
         """Read until every rank has answered or the time is over. A failure shortens the time of the others."""
@@ -159,13 +159,19 @@ class RankPools:
 
     def __init__(self, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
         self._pools: dict[tuple[str, int], RankPool] = {}
-        self._deadline_s = deadline_s
+        self._deadline_s = self._limit_s = deadline_s
         self._grace_s = grace_s
 
     def of(self, world: int, backend: str = "gloo") -> RankPool:
         """The pool of `world` ranks in a group of `backend`."""
         new = RankPool(world, self._deadline_s, self._grace_s, backend)
-        return self._pools.setdefault((backend, world), new)
+        pool = self._pools.setdefault((backend, world), new)
+        pool.deadline_s = self._limit_s
+        return pool
+
+    def limit(self, deadline_s: float) -> None:
+        """Set the deadline of the requests that follow."""
+        self._limit_s = deadline_s
 
     def close(self) -> None:
         """End all ranks."""

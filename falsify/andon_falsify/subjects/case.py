@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Lt
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+FromZero = Annotated[FiniteFloat, Ge(0)]
 VOCABULARY = 127
 """Token ids of rows are 33 to 126, the printable characters of ASCII, so that a row is also a text."""
 PAD = VOCABULARY
@@ -49,9 +53,9 @@ class Poison:
     kinds: `nan` and `inf` in the loss with its graph, `gradient` for a finite loss with a NaN in its gradient.
     """
 
-    step: int
-    leaf: int
-    kind: str
+    step: PositiveInt
+    leaf: NonNegativeInt
+    kind: Annotated[str, Field(pattern="^(nan|inf|gradient)$")]
 
 
 @dataclass(frozen=True)
@@ -68,25 +72,25 @@ class Case:
 
     rows: Rows = field(default_factory=lambda: make_rows(13))
     task: Literal["classification", "sft", "packed sft"] = "classification"
-    batch_size: int = 5
-    micro_batches: int = 4
-    epochs: int = 1
-    max_steps: int | None = None
+    batch_size: PositiveInt = 5
+    micro_batches: PositiveInt = 4
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
     optimizer: Literal["adamw", "sgd"] = "adamw"
-    momentum: float = 0.0
-    weight_decay: float = 0.01
-    lr: float = 1e-2
-    clip_norm: float | None = 0.5
-    seed: int = 0
-    class_weights: tuple[float, ...] | None = None
+    momentum: FromZero = 0.0
+    weight_decay: FromZero = 0.01
+    lr: FromZero = 1e-2
+    clip_norm: FromZero | None = 0.5
+    seed: NonNegativeInt = 0
+    class_weights: tuple[FromZero, ...] | None = None
     architecture: Literal["decoder", "encoder"] = "decoder"
-    layers: int = 1
-    hidden: int = 16
-    heads: int = 2
-    inner: int = 24
-    rank: int = 2
-    dropout: float = 0.1
-    longest: int = 16
+    layers: PositiveInt = 1
+    hidden: PositiveInt = 16
+    heads: PositiveInt = 2
+    inner: PositiveInt = 24
+    rank: NonNegativeInt = 2
+    dropout: Annotated[FromZero, Lt(1)] = 0.1
+    longest: PositiveInt = 16
 
     world: int = 2
     backend: str = "inline"
@@ -97,8 +101,8 @@ class Case:
     values: bool = True
     memory: bool = False
     folder: str | None = None
-    stop_after: int | None = None
-    checkpoint_every: int | None = None
+    stop_after: PositiveInt | None = None
+    checkpoint_every: PositiveInt | None = None
 
     @property
     def accumulation(self) -> int:

@@ -20,8 +20,8 @@ from andon_contracts.liveness.halt import Counts, Progress, RankWarning
 from andon_contracts.liveness.store_link import parse_strict
 from andon_contracts.record import GENESIS, End, Plan, RankPart, Record, Start, Step, StepDigests, chain, encode
 from andon_contracts.violation import Cause
-from andon_falsify.campaign.findings import Finding, Report
 from andon_falsify.report.document import json_bytes
+from andon_falsify.report.findings import Finding, Report
 from andon_falsify.verdict import Counterexample, Outcome
 
 _TEXTS = ("one good day", 'a "quoted", comma', "ünïcödé ☃", "line\\n in it", "0", "x" * 300)
@@ -157,12 +157,14 @@ def _bytes(part: Part) -> bytes:
 def report_file() -> bytes:
     """The report of a campaign with a finding of each outcome."""
     example = Counterexample("it is another", "step 3, rank 1", "1.0", "1.5", 1.5, "3 / 2", 1, "again")
-    law = functools.partial(Finding, "gradient-law", 1, "ddp", "2.13.0", "gloo", 2, 1)
+    law = functools.partial(
+        Finding, "gradient-law", version=1, subject="ddp", subject_version="1", backend="gloo", world=2, accumulation=1
+    )
     findings = (
         law(Outcome.HOLDS, checked=3, curve=(1.0, 2.0), curve_name="gradient / law", curve_law=1.0),
         law(Outcome.FALSIFIED, checked=3, counterexamples=(example,)),
-        law(Outcome.UNKNOWN, why="because"),
-        law(Outcome.NOT_APPLICABLE, why="because"),
+        law(Outcome.UNKNOWN, ("because",)),
+        law(Outcome.NOT_APPLICABLE, ("because",)),
     )
     return json_bytes(Report("2026-01-02T03:04:05Z", findings=findings, statements={"gradient-law": "is the law"}))
 

@@ -1,0 +1,306 @@
+"""Runs a campaign: plans its trials, runs them one after the other, and searches for smaller counterexamples."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import packages_distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from andon.console.problems import InputError, Problem
+from andon_contracts.fingerprint import environment
+from andon_falsify.campaign.findings import TrialVerdict, factors_of, findings, mistake
+from andon_falsify.campaign.request import OURS, Request, check_names
+from andon_falsify.campaign.shrink import shrink
+from andon_falsify.campaign.trial import Budget, Layouts, Trial, draw, read_trial
+from andon_falsify.peers.registry import PEERS, installed
+from andon_falsify.report.findings import Expected, Report
+from andon_falsify.verdict import Outcome, Verdict, unknown
+
+if TYPE_CHECKING:
+    from andon_falsify.campaign.bench import Bench
+
+_FAILURES = 4
+"""After this many identical failures, and no trial that worked, places that failed are not tried again."""
+
+
+@dataclass
+class Campaign:
+    """A campaign, and what its trials have said so far (`said`).
+
+    claims: the names of the selected ones. exact: the trials are not shrunk. worlds, accumulations: those that a
+    smaller counterexample may have; empty for any smaller one. limit: sets the deadline of the runs that follow. about:
+    a report without findings.
+    """
+
+    bench: Bench
+    trials: Sequence[Trial]
+    claims: frozenset[str]
+    budget: Budget
+    worlds: tuple[int, ...] = ()
+    accumulations: tuple[int, ...] = ()
+    exact: bool = False
+    limit: Callable[[float], None] = lambda seconds: None
+    about: Report = field(default_factory=lambda: Report(""))
+    said: list[TrialVerdict] = field(default_factory=list, init=False)
+    _known: dict[Trial, dict[str, Verdict]] = field(default_factory=dict, init=False)
+    _late: dict[tuple[str, int], int] = field(default_factory=dict, init=False)
+    _failures: list[str] = field(default_factory=list, init=False)
+    _failed: set[tuple[str, int, int]] = field(default_factory=set, init=False)
+    _worked: bool = field(default=False, init=False)
+
+    def run(self) -> Iterator[tuple[Trial, Mapping[str, Verdict]]]:
+        """Run every trial, and yield it with its verdicts; then search for smaller counterexamples."""
+        for trial in self.trials:
+            found = self._tried(trial)
+            self.said += [TrialVerdict(trial, verdict) for verdict in found.values()]
+            yield trial, found
+        if not self.exact and self.budget.shrink_s:
+            for smallest in self._smallest():
+                self.said.append(smallest)
+
+    def report(self, unfinished: str = "", *, explained: bool = True) -> Report:
+        """What is known by now. A selected claim that no trial has judged is unknown; the others are listed by name.
+
+        explained: explain ratios, which takes a while.
+        """
+        said: dict[str, list[TrialVerdict]] = {}
+        for each in self.said:
+            said.setdefault(each.verdict.claim, []).append(each)
+        found = [
+            finding
+            for claim in self.bench.claims
+            if claim.name in self.claims
+            for finding in findings(self.bench, claim, said.get(claim.name, ()), explained=explained)
+        ]
+        return replace(
+            self.about,
+            findings=tuple(found),
+            runs=self.bench.runs,
+            not_selected=tuple(claim.name for claim in self.bench.claims if claim.name not in self.claims),
+            statements={claim.name: claim.statement for claim in self.bench.claims},
+            unfinished=unfinished,
+        )
+
+    def _tried(self, trial: Trial) -> Mapping[str, Verdict]:
+        """The verdicts of a trial; unknown, without a run, if there is a reason to give up."""
+        names = self.bench.kinds[trial.kind] & self.claims
+        if why := self._give_up_reason(trial):
+            return {claim.name: unknown(claim, why) for claim in self.bench.claims if claim.name in names}
+        began = time.monotonic()
+        found = self._judged(trial, names, self.budget.deadline_s)
+        if {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}:
+            if time.monotonic() - began >= self.budget.deadline_s / 2:
+                place = (trial.case.backend, max(_worlds(trial)))
+                self._late[place] = self._late.get(place, 0) + 1
+            self._failures.append(next(iter(found.values())).why)
+            self._failed.add(trial.place)
+        else:
+            self._worked = True
+        return found
+
+    def _give_up_reason(self, trial: Trial) -> str:
+        """Why a trial is not worth its time: runs of its size missed the deadline too often, or nothing ever works.
+
+        A place that has not failed yet is tried at least once: failures at other places prove nothing about it.
+        """
+        for world in _worlds(trial):
+            if self._late.get((trial.case.backend, world), 0) >= self.budget.most_late:
+                late = f"{self.budget.most_late} runs on {world} ranks did not end"
+                return f"not tried: {late} within {self.budget.deadline_s:.0f} s"
+        if not self._worked and trial.place in self._failed and self._failures.count(self._failures[-1]) >= _FAILURES:
+            return self._failures[-1]
+        return ""
+
+    def _judged(self, trial: Trial, claims: frozenset[str], deadline_s: float) -> Mapping[str, Verdict]:
+        """The verdicts of a trial on `claims`. A trial that was judged on them before is not run again."""
+        known = self._known.setdefault(trial, {})
+        if not claims <= known.keys():
+            self.limit(deadline_s)
+            known |= self.bench.attempt(trial, claims)
+        return {name: verdict for name, verdict in known.items() if name in claims}
+
+    def _smallest(self) -> Iterator[TrialVerdict]:
+        """For each fallen claim, the smallest case in which it falls by the same mistake as in one of the trials."""
+        end = time.monotonic() + self.budget.shrink_s
+        fallen: dict[str, list[TrialVerdict]] = {}
+        for said in self.said:
+            if said.verdict.outcome is Outcome.FALSIFIED:
+                fallen.setdefault(said.verdict.claim, []).append(said)
+        for place, (claim, found) in enumerate(fallen.items()):
+            now = time.monotonic()
+            first = max(found, key=_telling)
+            trial = self._shrunk(first, now + (end - now) / (len(fallen) - place))
+            yield TrialVerdict(trial, self._known[trial][claim], shrunk=True)
+
+    def _shrunk(self, first: TrialVerdict, end: float) -> Trial:
+        claim, why = first.verdict.claim, mistake(first.verdict.counterexamples[0], first.trial.case)
+
+        def falls(smaller: Trial) -> bool:
+            if self._give_up_reason(smaller):
+                return False
+            left = min(self.budget.deadline_s, end - time.monotonic())
+            found = self._judged(smaller, frozenset({claim}), left)[claim].counterexamples
+            return bool(found) and mistake(found[0], smaller.case) == why
+
+        return shrink(first.trial, falls, end - time.monotonic(), self.worlds, self.accumulations)
+
+
+def _worlds(trial: Trial) -> tuple[int, ...]:
+    """The world sizes that it runs on: a run may be resumed on another one."""
+    return (trial.case.world, trial.then_world) if trial.then_world else (trial.case.world,)
+
+
+def _telling(said: TrialVerdict) -> tuple[int, int]:
+    """Most factors in the ratio first; of these, fewest ranks."""
+    return len(factors_of(said.verdict.counterexamples[0], said.trial.case)), -said.trial.case.world
+
+
+def run_campaign(request: Request) -> Report:
+    """The report of the whole campaign. Raises `InputError` for names that the subject does not know."""
+    with opened(request) as campaign:
+        for _ in campaign.run():
+            pass
+        return campaign.report()
+
+
+@contextmanager
+def opened(request: Request) -> Iterator[Campaign]:
+    """The campaign that `request` asks for; its processes end with the context.
+
+    Raises `InputError` for a package that is missing and for names that the subject does not know.
+    """
+    if request.script is not None:
+        from andon_falsify.campaign.script_bench import open_script
+
+        # Each run of a script starts torch anew, and only its layout could be made smaller.
+        bench = open_script(request.script, request.budget.deadline_s)
+        yield plan(replace(request, budget=replace(request.budget, shrink_s=0.0)), bench)
+        return
+    from andon_falsify.ranks.pool import RankPools
+
+    with RankPools(deadline_s=request.budget.deadline_s) as pools:
+        if request.subject == OURS:
+            from andon_falsify.campaign.trainer_bench import AndonBench
+            from andon_falsify.ranks.trainer import AndonTrainer
+
+            yield plan(request, AndonBench(AndonTrainer(pools)), pools.limit)
+            return
+        from andon_falsify.campaign.loop_bench import LoopBench
+        from andon_falsify.loops.subject import LoopSubject
+
+        name, peer = request.subject, PEERS.get(request.subject)
+        # As `python -m` does: `mytrainer:make` is a file in the current folder. Ranks inherit the path. The subject's
+        # own code is imported by ranks alone, since it may end the process.
+        if (here := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, here)
+        make = name if peer is None else peer.make
+        version = _version(name) if peer is None else peer.version
+        yield plan(request, LoopBench(LoopSubject(make, name, pools), name, version), pools.limit)
+
+
+def _version(make: str) -> str:
+    """The version of the subject's package. Raises `InputError` if there is no such package."""
+    package = make.partition(":")[0].partition(".")[0]
+    if package not in sys.modules and find_spec(package) is None:
+        msg = f"there is no module {package!r}, in the current folder or installed, so that nothing can be tried"
+        raise InputError([Problem("--subject", msg)])
+    names = packages_distributions().get(package, [])
+    return installed(names[0]) if names else ""
+
+
+def plan(request: Request, bench: Bench, limit: Callable[[float], None] = lambda seconds: None) -> Campaign:
+    """The trials that `request` asks for, and the claims that they judge.
+
+    Raises `InputError` for claims and backends that `bench` does not know, and for a malformed case.
+    """
+    bench.subject = request.name or bench.subject
+    names = tuple(claim.name for claim in bench.claims)
+    wrong = check_names("--claim", request.claims, names, "claim")
+    wrong += check_names("--expected-failed", tuple(request.expected_failed), names, "claim")
+    wrong += check_names("--backend", request.backends, bench.every_backend, "backend")
+    if wrong:
+        raise InputError(wrong)
+    trials = _drawn(request, bench) if request.case is None else _exactly(request)
+    judged = frozenset().union(*(bench.kinds.get(trial.kind, frozenset()) for trial in trials))
+    claims = frozenset(request.claims or judged)
+    trials = [trial for trial in trials if bench.kinds.get(trial.kind, frozenset()) & claims]
+    return Campaign(
+        bench,
+        trials,
+        claims,
+        request.budget,
+        worlds=request.worlds,
+        accumulations=request.accumulations,
+        exact=request.case is not None,
+        limit=limit,
+        about=_about(request, bench, trials),
+    )
+
+
+def _drawn(request: Request, bench: Bench) -> list[Trial]:
+    """The same trials in the same order, whatever the order of the options: no verdict may depend on that."""
+    budget = request.budget
+    layouts = Layouts(
+        tuple(sorted(request.backends or bench.backends, key=bench.every_backend.index)),
+        tuple(sorted(request.worlds or budget.worlds)),
+        tuple(sorted(request.accumulations or budget.accumulations)),
+    )
+    if request.claims:  # a claim that is requested by name is tried even if the budget leaves out its kind of trial
+        asked = tuple(kind for kind, judged in bench.kinds.items() if judged & set(request.claims))
+        budget = replace(budget, kinds=asked)
+    found = [trial for seed in request.seeds for trial in draw(seed, budget, layouts, tuple(bench.kinds))]
+    return list(dict.fromkeys(replace(trial, case=bench.suited(trial.case)) for trial in found))
+
+
+def _exactly(request: Request) -> list[Trial]:
+    assert request.case is not None
+    (backend,), (world,), (accumulation,) = request.backends, request.worlds, request.accumulations
+    place = {"world": world, "accumulation": accumulation, "seed": request.seeds[0]}
+    try:
+        return [read_trial(request.case, backend=backend, **place)]
+    except ValueError as error:
+        raise InputError([Problem("--case", str(error))]) from None
+
+
+def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
+    """When and where a campaign is run, what is expected of it, and the requested backends that cannot be run here."""
+    peer = PEERS.get(request.subject) if request.script is None else None
+    known = {claim: reason for (_, claim), reason in (peer.expectations if peer is not None else {}).items()}
+    expected = [Expected(bench.subject, claim, reason) for claim, reason in known.items()]
+    expected = [each for each in expected if each.claim not in request.expected_failed]
+    expected += [Expected(bench.subject, claim, reason, True) for claim, reason in request.expected_failed.items()]
+    lacking = {
+        backend: [trial.lacking for trial in trials if trial.place[0] == backend] for backend in request.backends
+    }
+    return Report(
+        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=_versions(peer.measured if peer is not None else ()),
+        machine=_machine(),
+        expected=tuple(expected),
+        untried={backend: why[0] for backend, why in lacking.items() if why and all(why)},
+    )
+
+
+def _versions(more: Collection[str]) -> dict[str, str]:
+    """The versions of Python, Andon, the libraries that it trains with, and `more`."""
+    found = {name: installed(name) for name in dict.fromkeys(("andon", "torch", "transformers", "peft", *more))}
+    return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}
+
+
+def _machine() -> dict[str, str]:
+    """What bits depend on: the processor, the operating system, the build of torch."""
+    import torch
+
+    system = f"{platform.system()} {platform.machine()}"
+    found = {"cpu": str(environment()["cpu"]), "os": system, "torch": torch.__version__}
+    if torch.cuda.device_count():
+        found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return found

@@ -1,0 +1,245 @@
+"""Runs a campaign for the command line: shows its progress, writes its reports and prints its verdicts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from andon.console.messages import BROKEN_STREAM, put, say
+from andon.console.problems import InputError, Problem
+from andon_contracts.legible import legible_line
+from andon_falsify.campaign.request import Request
+from andon_falsify.campaign.run import Campaign, opened
+from andon_falsify.campaign.trial import Trial
+from andon_falsify.report.document import read_json, write_json
+from andon_falsify.report.findings import Report, verdict_lines
+from andon_falsify.report.junit import write_junit
+from andon_falsify.verdict import Outcome, Verdict
+
+_UNKNOWN = 2
+_EVERY_S = 30.0
+"""Between two lines of progress in a log: often enough to tell a slow campaign from one that hangs."""
+_SHARE = 20
+"""Reports are written when another 1 / _SHARE of the trials so far has ended; each is made of all of these trials."""
+
+
+class ReportFiles:
+    """The files of `--json`, `--junit` and `--html`, by option."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        """Raises `InputError` if one could not be written at the end."""
+        wrong = []
+        for option, path in paths.items():
+            if path.is_dir():
+                wrong.append(Problem(option, f"{path} is a folder"))
+            elif not os.access(path.parent, os.W_OK | os.X_OK):
+                there = "cannot be written to" if path.parent.is_dir() else "is no folder"
+                wrong.append(Problem(option, f"{path.parent} {there}"))
+        if wrong:
+            raise InputError(wrong)
+        self.paths = paths
+        self._refused: set[str] = set()
+
+    def write(self, report: Report, *, html: bool = True) -> None:
+        """Raises `InputError` for the first file that cannot be written."""
+        for option, path in self.paths.items():
+            if option == "--json":
+                write_json(report, path)
+            elif option == "--junit":
+                write_junit(report, path)
+            elif html:
+                from andon_falsify.report.page import write_html
+
+                write_html(report, path)
+
+    def write_so_far(self, campaign: Campaign) -> None:
+        """Write the files that can be read before the end. An error is logged once, and the next call tries again."""
+        try:
+            if self.paths.keys() & {"--json", "--junit"}:
+                self.write(campaign.report("it goes on", explained=False), html=False)
+        except InputError as error:
+            if str(error) not in self._refused:
+                self._refused.add(str(error))
+                say(*map(str, error.problems))
+
+
+def run(request: Request, files: ReportFiles, deadline_s: float | None) -> int:
+    """Run the campaign, write and print its report; the exit code. Raises `InputError`.
+
+    What ends a campaign early is raised after its report was written: an interruption, or an internal error.
+    """
+    cut: BaseException | None = None
+    with stops(deadline_s), Progress() as progress, opened(request) as campaign:
+        put(opening_line(campaign))
+        progress.begin(len(campaign.trials))
+        try:
+            written = 0
+            files.write_so_far(campaign)
+            for done, (trial, verdicts) in enumerate(campaign.run(), start=1):
+                progress.told(trial, verdicts)
+                if done - written >= max(1, done // _SHARE):
+                    written = done
+                    files.write_so_far(campaign)
+            report = campaign.report()
+        except KeyboardInterrupt as stop:
+            cut, report = stop, campaign.report(str(stop) or "interrupted")
+        except Exception as error:  # noqa: BLE001 -- what was found before an internal error is reported
+            cut, report = error, campaign.report(f"internal error: {type(error).__name__}: {error}")
+    try:
+        files.write(report)
+    except InputError as error:
+        if cut is None:
+            show(report, files)
+            raise
+        say(*map(str, error.problems))
+    show(report, files, cut_short=cut is not None)
+    if isinstance(cut, StoppedError) and cut.code == _UNKNOWN:
+        cut.code = report.exit_code
+    if cut is not None:
+        raise cut
+    return report.exit_code
+
+
+class StoppedError(KeyboardInterrupt):
+    """A signal or the deadline ended the campaign. code: the exit code."""
+
+    def __init__(self, why: str, code: int) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+@contextmanager
+def stops(deadline_s: float | None) -> Iterator[None]:
+    """Raise `StoppedError` inside for SIGTERM, and after `deadline_s` seconds; whichever comes second is ignored.
+
+    Without effect outside of the main thread, which alone receives signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
+
+    def stop(number: int, _: Any) -> None:
+        for each in held:
+            signal.signal(each, signal.SIG_IGN)
+        if number == signal.SIGTERM:
+            raise StoppedError("ended by SIGTERM", 128 + signal.SIGTERM)
+        raise StoppedError(f"the deadline of {deadline_s:g} s is over", _UNKNOWN)
+
+    for number in held:
+        signal.signal(number, stop)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s or 0.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for number, handler in held.items():
+            signal.signal(number, handler)
+
+
+def reread(path: Path, files: ReportFiles) -> int:
+    """Write and print the report in `path`; the exit code of its campaign. Raises `InputError`."""
+    report = read_json(path)
+    files.write(report)
+    show(report, files)
+    return report.exit_code
+
+
+def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None:
+    """Print a report, with the characters escaped that could act on a terminal."""
+    rest = "in the file of --json" if "--json" in files.paths else "--json FILE writes them"
+    for line in (*verdict_lines(report, cut_short=cut_short, rest=rest), report.closing_line):
+        if not put(line):
+            return
+
+
+def opening_line(campaign: Campaign) -> str:
+    """`andon 0.1.0 on inline, gloo; budget quick, seed 7: 36 trials, 20 of 21 claims`."""
+    bench = campaign.bench
+    backends = dict.fromkeys(trial.place[0] for trial in campaign.trials)
+    seeds = sorted({trial.seed for trial in campaign.trials})
+    shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
+    name = f"{bench.subject} {bench.version}".strip()
+    how = "exactly one case" if campaign.exact else f"budget {campaign.budget.name}"
+    claims = f"{len(campaign.claims)} of {len(bench.claims)} claims"
+    return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {len(campaign.trials)} trials, {claims}"
+
+
+class Progress:
+    """Shows progress on standard error until the context ends: every trial and a bar on a terminal, else log lines."""
+
+    def __init__(self, every_s: float = _EVERY_S) -> None:
+        """every_s: seconds between two log lines."""
+        self._every_s = every_s
+        self._began, self._trials, self._done = 0.0, 0, 0
+        self._fallen: set[str] = set()
+        self._over = threading.Event()
+        self._bar: Any = None
+        self._logger = threading.Thread(target=self._log, daemon=True)
+
+    def __enter__(self) -> Progress:
+        """Itself; nothing is shown yet."""
+        return self
+
+    def begin(self, trials: int) -> None:
+        """There are `trials` trials."""
+        self._began, self._trials = time.monotonic(), trials
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._bar = _bar(trials)
+        else:
+            self._logger.start()
+
+    def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
+        """A trial has ended."""
+        self._done += 1
+        self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
+        if self._bar is not None:
+            bar, task = self._bar
+            with suppress(*BROKEN_STREAM):
+                bar.console.print(f"andon: {legible_line(_trial_line(trial, verdicts))}", markup=False, highlight=False)
+                bar.update(task, completed=self._done, description=self._summary())
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the bar, and end the log."""
+        self._over.set()
+        if self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar[0].stop()
+            self._bar = None
+        elif self._logger.is_alive():
+            self._logger.join()
+
+    def _log(self) -> None:
+        while not self._over.wait(self._every_s):
+            seconds, done = time.monotonic() - self._began, self._done
+            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if done else ""
+            say(f"{done} of {self._trials} trials after {seconds:.0f} s{left}, {self._summary()}")
+
+    def _summary(self) -> str:
+        return f"falsified: {', '.join(sorted(self._fallen))}" if self._fallen else "none falsified"
+
+
+def _trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
+    """`law at gloo, world 2, accumulation 1: 13 holds, 1 falsified`."""
+    backend, world, accumulation = trial.place
+    counts = {outcome: sum(each.outcome is outcome for each in verdicts.values()) for outcome in Outcome}
+    counted = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
+    return f"{trial.kind} at {backend}, world {world}, accumulation {accumulation}: {counted}"
+
+
+def _bar(trials: int) -> Any:
+    from rich import progress
+    from rich.console import Console
+
+    said, times = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
+    columns = (said, progress.BarColumn(), progress.MofNCompleteColumn(), times, progress.TimeRemainingColumn())
+    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
+    bar.start()
+    return bar, bar.add_task("trials", total=trials)
