@@ -40,8 +40,7 @@ from falsify.nemesis.bench import Bench, nemeses
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
 from falsify.power import looped
-from falsify.power.laboratory import Laboratory, untried
-from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.laboratory import Laboratory, LoopLaboratory, untried
 from falsify.power.looped.fault import Inside
 from falsify.power.registry import FAULTS
 

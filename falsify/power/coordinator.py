@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,19 +19,13 @@ from andon_falsify.subjects.case import VOCABULARY, Case
 from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace, copied
 from andon_falsify.subjects.watching import note_end, note_result, note_start, note_state, watch_gradient
 
-Plant = Callable[[DataParallelCoordinator, ExitStack], None]
+from .registry import named
 
 
 class CoordinatorSubject:
-    """Runs cases through `DataParallelCoordinator` in this process.
-
-    Dropout is off, so that its masks need not be seen; rows are those that each replica was told to compute.
-    """
+    """Runs cases without dropout through `DataParallelCoordinator`, in this process. Plants the fault of the case."""
 
     name = "coordinator"
-
-    def __init__(self, plant: Plant | None = None) -> None:
-        self._plant = plant
 
     def run(self, case: Case) -> Trace:
         """See `Subject.run`. Raises `ValueError` for a case with dropout or poison."""
@@ -41,8 +35,8 @@ class CoordinatorSubject:
             if not case.contracts:
                 stack.enter_context(suspended())
             coordinator = stack.enter_context(coordinator_of(case))
-            if self._plant is not None:
-                self._plant(coordinator, stack)
+            if case.fault is not None:
+                named(case.fault.partition(":")[2]).plant(coordinator, stack)
             seen = Sightings(tuple(range(case.world)))
             _describe(coordinator, case, seen)
             _train(coordinator, case, seen)
@@ -51,16 +45,7 @@ class CoordinatorSubject:
 
 def coordinator_of(case: Case) -> DataParallelCoordinator:
     """The coordinator of `case`, untrained."""
-    shape = TransformerConfig(
-        case.hidden,
-        case.heads,
-        case.heads,
-        case.inner,
-        case.layers,
-        VOCABULARY,
-        case.longest,
-        architecture=case.architecture,
-    )
+    sizes = (case.hidden, case.heads, case.heads, case.inner, case.layers, VOCABULARY, case.longest)
     settings = ClassifyConfig(
         num_classes=case.rows.classes,
         lora_rank=case.rank,
@@ -70,19 +55,17 @@ def coordinator_of(case: Case) -> DataParallelCoordinator:
         gradient_clip_norm=case.clip_norm,
         class_weights=case.class_weights,
     )
-    optimizer = Optimizer(name=case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum)
     return DataParallelCoordinator(
-        shape,
+        TransformerConfig(*sizes, architecture=case.architecture),
         settings,
         ["cpu"] * case.world,
         case.micro_batches,
         seed=case.seed,
-        optimizer=optimizer,
+        optimizer=Optimizer(name=case.optimizer, weight_decay=case.weight_decay, momentum=case.momentum),
     )
 
 
-def samples_of(case: Case) -> list[SafetySample]:
-    """The rows as texts."""
+def _samples_of(case: Case) -> list[SafetySample]:
     texts = ["".join(map(chr, row)) for row in case.rows.tokens]
     return [SafetySample(text, label) for text, label in zip(texts, case.rows.labels, strict=True)]
 
@@ -109,7 +92,7 @@ def _watch_rows(rank: int, replica: Replica, case: Case, seen: Sightings) -> Non
 
 
 def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
-    plan, samples = plan_of(case), samples_of(case)
+    plan, samples = plan_of(case), _samples_of(case)
     schedule = Schedule(Config(optimizer=Optimizer(lr=case.lr)), plan.total_steps)
     by_rank = {rank: pipeline.replica for rank, pipeline in enumerate(coordinator.pipelines)}
     try:
@@ -117,8 +100,8 @@ def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) ->
             batch = plan.batch(step)
             coordinator.learning_rate = rate = schedule.rate(step)
             seen.at = step
-            told = coordinator.train_batch_parallel([samples[row] for row in batch.ids])
-            note_result(seen, batch, told.total, told.correct, rate, told.avg_loss, told.grad_norm)
+            result = coordinator.train_batch_parallel([samples[row] for row in batch.ids])
+            note_result(seen, batch, result.total, result.correct, rate, result.avg_loss, result.grad_norm)
             note_state(seen, step, by_rank)
     except Violation as violation:
         seen.violation = (violation.clause, violation.step, str(violation))

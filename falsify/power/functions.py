@@ -147,7 +147,7 @@ def _raises(kind: type[Exception]) -> Callable[[Any], bool]:
 TABLES = (averages, non_finite, shards, devices, fallback)
 
 
-# mutants: their code runs in the place of the function's, with its globals
+# mutants
 
 
 def _sum(grads: Any) -> Any:
@@ -168,17 +168,15 @@ def _first_worker_only(grads: Any) -> Any:
 
 
 def _sum_in_fp32(grads: Any) -> Any:
-    total = torch.tensor(grads[0], dtype=torch.float32)
-    for gradient in grads[1:]:
-        total = total + torch.tensor(gradient, dtype=torch.float32)
+    total: Any = sum(torch.tensor(gradient, dtype=torch.float32) for gradient in grads)
     return (total / len(grads)).tolist()
 
 
-def _sees_no_inf(values: Any) -> bool:
+def _sees_no_inf(values: Any) -> Any:
     return any(float(value) != float(value) for value in values)
 
 
-def _sees_only_the_first(values: Any) -> bool:
+def _sees_only_the_first(values: Any) -> Any:
     return any(not abs(float(value)) < float("inf") for value in values[:1])
 
 
@@ -189,15 +187,16 @@ def _remainder_dropped(samples: Any, num_workers: int) -> Any:
 
 def _reversed(samples: Any, num_workers: int) -> Any:
     size = len(samples) // num_workers
-    shards = [list(samples[at * size : (at + 1) * size]) for at in range(num_workers - 1)]
-    return [*shards, list(samples[(num_workers - 1) * size :])][::-1]
+    return [list(samples[at * size : (at + 1) * size if at < num_workers - 1 else None]) for at in range(num_workers)][
+        ::-1
+    ]
 
 
-def _accepts_no_devices(devices: Any, *, cpu_fallback: bool = False) -> Any:
+def _accepts_no_devices(devices: Any, **_: Any) -> Any:
     return tuple(torch.device("cpu") for _ in devices or ["cpu"])
 
 
-def _one_replica(devices: Any, *, cpu_fallback: bool = False) -> Any:
+def _one_replica(devices: Any, **_: Any) -> Any:
     if not devices:
         raise InputError("no devices")
     return (torch.device("cpu"),)
@@ -207,21 +206,19 @@ def _primary_is_last(self: DataParallelCoordinator) -> Any:
     return self.pipelines[-1]
 
 
-def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False) -> Any:
+def _no_fallback(*_: Any, **__: Any) -> Any:
     raise RuntimeError("no CUDA-capable device is detected")
 
 
-def _always_falls_back(
-    backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False
-) -> Any:
+def _always_falls_back(backend: str, workers: int, *_: Any, **__: Any) -> Any:
     return "gloo", (torch.device("cpu"),) * workers, "on the CPU"
 
 
-def _all_on_cpu(names: Any, gpus: int | None = None, *, where: str = "", absent: str = "refuse") -> Any:
+def _all_on_cpu(names: Any, *_: Any, **__: Any) -> Any:
     return (torch.device("cpu"),) * len(names)
 
 
-def _none_on_cpu(names: Any, gpus: int | None = None, *, where: str = "", absent: str = "refuse") -> Any:
+def _none_on_cpu(*_: Any, **__: Any) -> Any:
     raise InputError("GPU 0 does not exist")
 
 
@@ -229,7 +226,7 @@ def _none_on_cpu(names: Any, gpus: int | None = None, *, where: str = "", absent
 class Mutant:
     """A wrong body of `function`, the table that must notice it, and a regular expression for what the table finds.
 
-    The body may use its own arguments, builtins, and what the function's module imports.
+    The body runs in place of the function's own, under its decorators and with the imports of its module.
     """
 
     name: str
@@ -239,8 +236,7 @@ class Mutant:
     body: Callable[..., Any]
 
     def plant(self, stack: ExitStack) -> None:
-        """Replace the body, under all decorators, until `stack` closes."""
-        assert not self.body.__code__.co_freevars, self.name
+        """Replace the body until `stack` closes."""
         patched(stack, inspect.unwrap(self.function), "__code__", self.body.__code__)
 
 

@@ -1,28 +1,41 @@
 """The power of the suite: plant each fault, prove that it changes something, and require that its claim falls.
 
-A fault counts as seen if its claim falls with the trainer's contracts off, by a counterexample that says what is wrong,
-and if the claim holds without the fault, with the contracts on and with them off. Poisoned data and the plan of memory
-need the contracts: these faults are judged with them on. Shipped checks decide all of it.
+A fault of our trainer is seen if its claim falls with the contracts off, by a counterexample that states the mistake,
+and if the claim holds without the fault, with the contracts on and with them off. Poisoned data and the memory plan
+need the contracts, so these faults are judged with them on. A fault of a loop is compared with the loop without it. The
+shipped benches and checks decide all of it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
 
-from andon_falsify.campaign.trainer_bench import alone, cut_and_resume
-from andon_falsify.campaign.trial import HALT, LAW, MEMORY
-from andon_falsify.claims import claims_of, judged, memory_budget, replicas_agree, resume_equal, same_everywhere
-from andon_falsify.claims.evidence import of_trace
+import torch
+
+from andon_falsify.campaign.bench import Bench
+from andon_falsify.campaign.loop_bench import LoopBench
+from andon_falsify.campaign.trainer_bench import AndonBench
+from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME, Trial
+from andon_falsify.claims import claims_of, memory_budget, same_everywhere
+from andon_falsify.loops.subject import LoopSubject
+from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, why_not
-from andon_falsify.subjects.trace import Subject, Trace
-from andon_falsify.verdict import Counterexample, Outcome, Verdict, unknown
+from andon_falsify.subjects.trace import Subject, Trace, digest
+from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
 from .coordinator import CoordinatorSubject
+from .looped.fault import LoopFault
 from .planting import Fault
 from .registry import reference
+
+LOOP = "falsify.power.looped:make"
+ONE_RUN = tuple(claim for claim in claims_of("loop") if claim.trial == LAW and not {"alone", "random"} & {*claim.runs})
+"""The claims that one run of a loop decides."""
 
 
 @dataclass(frozen=True)
@@ -94,56 +107,91 @@ class Attempt:
 
 
 class Laboratory:
-    """Observes faults and their controls; clean runs are kept, since many faults share one."""
+    """Observes faults of our trainer and their controls. Observations without a fault are cached."""
 
     def __init__(self, trainer: Subject) -> None:
         self._trainer = trainer
-        self._kept: dict[tuple[str, Case], Observation] = {}
+        self._clean: dict[tuple[str, Case], Observation] = {}
 
     def attempt(self, fault: Fault, backend: str) -> Attempt:
-        """Plant `fault` on `backend`, with contracts and without, and observe the same without it."""
+        """Plant `fault` on `backend`, with contracts and without, and observe both runs without it."""
         case = fault.case.but(backend=backend)
-        # The plan of memory counts the contracts' digests. Only a contract stops a poisoned run: without them the right
-        # trainer breaks the claim too.
+        # The memory plan counts the contracts' digests. Only a contract stops a poisoned run: without contracts the
+        # right trainer breaks the claim too.
         bare = case if case.memory or case.poison is not None else case.but(contracts=False)
+        for each in {case, bare}:
+            if (fault.kind, each) not in self._clean:
+                self._clean[fault.kind, each] = self._observe(fault.kind, each)
         controls = {
-            "without the fault": self._clean(fault, case),
-            "without the fault and contracts": self._clean(fault, bare),
+            "without the fault": self._clean[fault.kind, case],
+            "without the fault and contracts": self._clean[fault.kind, bare],
         }
-        guarded, planted = (self._observe(fault, each, planted=True) for each in (case, bare))
+        guarded, planted = (self._observe(fault.kind, each.but(fault=reference(fault))) for each in (case, bare))
         return Attempt(fault.claim, fault.reason, controls, planted, guarded, case.poison is not None)
 
-    def _clean(self, fault: Fault, case: Case) -> Observation:
-        key = (fault.kind, case)
-        if key not in self._kept:
-            self._kept[key] = self._observe(fault, case, planted=False)
-        return self._kept[key]
-
-    def _observe(self, fault: Fault, case: Case, *, planted: bool) -> Observation:
-        if fault.kind == "coordinator":
-            subject = CoordinatorSubject(fault.plant if planted else None)
-            whole = CoordinatorSubject().run(alone(case).but(contracts=True))
-            trace = subject.run(case)
-            return _observed(_verdicts(trace, whole), trace)
-        if fault.kind == "resume":
-            wrong = reference(fault) if planted else None
-            whole = self._trainer.run(case.but(epochs=2))
-            cut, resumed = cut_and_resume(self._trainer, whole.case, after=3, every=2, fault=wrong)
-            return _observed(judged(of_trace(whole, cut=cut, resumed=resumed), [resume_equal.CLAIM]), resumed)
-        trace = self._trainer.run(case.but(fault=reference(fault) if planted else None))
-        base = None if case.memory else self._trainer.run(alone(case).but(contracts=True))
-        return _observed(_verdicts(trace, base), trace)
+    def _observe(self, kind: str, case: Case) -> Observation:
+        subject = CoordinatorSubject() if kind == "coordinator" else self._trainer
+        if kind == "resume":
+            return observed(AndonBench, subject, [Trial(RESUME, case.but(epochs=2))])
+        further = {HALT: case.poison is not None, MEMORY: case.memory}
+        return observed(AndonBench, subject, [Trial(each, case) for each in (LAW, *further) if further.get(each, True)])
 
 
-def _verdicts(trace: Trace, base: Trace | None) -> Mapping[str, Verdict]:
-    """The verdicts on one run, by claim. base: the same case on one rank, to compare with."""
-    if not trace.parts:
-        return {replicas_agree.CLAIM.name: unknown(replicas_agree.CLAIM, "; ".join(trace.errors.values()))}
-    kinds = {LAW} | ({HALT} if trace.case.poison else set()) | ({MEMORY} if trace.case.memory else set())
-    claims = [claim for claim in claims_of("trainer") if claim.trial in kinds]
-    if base is None:
-        claims.remove(same_everywhere.CLAIM)
-    return judged(of_trace(trace, alone=base), claims)
+class LoopLaboratory:
+    """Observes faults of loops, on the ranks of `pools`, and the right loops, which are cached.
+
+    every_claim: judge all claims, in about eight runs; else those that one run decides, and the claim of the fault.
+    """
+
+    def __init__(self, pools: RankPools, *, every_claim: bool = False) -> None:
+        self._subject = LoopSubject(LOOP, "looped", pools)
+        self._every_claim = every_claim
+        self._clean: dict[tuple[Case, str], Observation] = {}
+
+    def attempt(self, fault: LoopFault) -> Attempt:
+        """Plant `fault`, and observe the right loop on its case. Raises `ValueError` for a fault without a claim."""
+        outside = fault.outside
+        if isinstance(outside, str):
+            msg = f"no claim sees {fault.name}: {outside}"
+            raise ValueError(msg)
+        right = outside.case.but(fault=fault.right.__name__)
+        if (right, outside.claim) not in self._clean:
+            self._clean[right, outside.claim] = self._observe(right, outside.claim)
+        planted = self._observe(outside.case.but(fault=fault.name), outside.claim)
+        return Attempt(outside.claim, outside.reason, {"without the fault": self._clean[right, outside.claim]}, planted)
+
+    def _observe(self, case: Case, claim: str) -> Observation:
+        claims = () if self._every_claim else {claim, *(each.name for each in ONE_RUN)}
+        trials = [Trial(kind, case) for kind in (LAW, HALT, RESUME)]
+        return replace(observed(_looped, self._subject, trials, claims), clause="")  # a loop has no contracts
+
+
+def _looped(subject: Subject) -> LoopBench:
+    return LoopBench(subject, "looped")
+
+
+def observed(
+    bench_of: Callable[[Subject], Bench], subject: Subject, trials: Iterable[Trial], claims: Collection[str] = ()
+) -> Observation:
+    """The verdicts of `trials` on `subject`: on all claims that each kind of trial judges, or on `claims` alone."""
+    recording = _Recording(subject)
+    bench, found = bench_of(recording), dict[str, Verdict]()
+    for trial in trials:
+        if not claims or bench.kinds[trial.kind] & {*claims}:
+            found |= bench.attempt(trial, claims)
+    clause = next((trace.violation[0] for trace in recording.traces if trace.violation), "")
+    return Observation(found, signature(*recording.traces), clause)
+
+
+class _Recording:
+    def __init__(self, subject: Subject) -> None:
+        self.name = subject.name
+        self.traces: list[Trace] = []
+        self._subject = subject
+
+    def run(self, case: Case) -> Trace:
+        self.traces.append(self._subject.run(case))
+        return self.traces[-1]
 
 
 def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
@@ -162,5 +210,21 @@ def untried(fault: Fault, backend: str, gpus: int | None = None) -> str:
     return ""
 
 
-def _observed(found: Mapping[str, Verdict], trace: Trace) -> Observation:
-    return Observation(found, trace.signature(), trace.violation[0] if trace.violation else "")
+def signature(*traces: Trace) -> str:
+    """A digest of everything that was observed, in which every fault must change something."""
+    seen = [_plain((trace.parts, trace.errors)) for trace in traces]
+    return hashlib.sha256(repr(seen).encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """`value` without tensors, and in an order that does not depend on how it was made."""
+    if isinstance(value, torch.Tensor):
+        return digest({"": value})
+    if is_dataclass(value):
+        return _plain(vars(value))
+    if isinstance(value, Mapping):
+        return sorted((repr(key), _plain(each)) for key, each in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        plain = [_plain(each) for each in value]
+        return sorted(plain) if isinstance(value, set | frozenset) else plain
+    return repr(value)

@@ -17,8 +17,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
 from falsify.power import looped, registry
-from falsify.power.laboratory import Attempt, Laboratory, Observation
-from falsify.power.loop_laboratory import LoopLaboratory
+from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, Observation
 from falsify.power.looped import make, named
 from falsify.power.looped.fault import SGD, LoopFault, Outside
 

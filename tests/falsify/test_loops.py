@@ -26,7 +26,7 @@ from andon_falsify.subjects.case import Case, Rows, make_rows
 from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Outcome, Verdict
-from falsify.power.loop_laboratory import ONE_RUN
+from falsify.power.laboratory import ONE_RUN
 
 PLACES = ((1,), (2,), (3,))
 pytestmark = pytest.mark.xdist_group("test_loops")

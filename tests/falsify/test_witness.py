@@ -38,7 +38,7 @@ from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Remembering, Reported, Sightings, Values, assemble_trace
 from andon_falsify.verdict import Outcome
-from falsify.power.laboratory import Laboratory
+from falsify.power.laboratory import Laboratory, signature
 from falsify.power.registry import named
 
 PLACES = ((1,), (2,), (3,))
@@ -63,7 +63,7 @@ def test_every_update_is_noted_as_it_was(late: AndonTrainer, prompt: AndonTraine
     assert [each.step for each in ahead.first.reported] == [1, 2, 3, 4, 5, 6]
     assert len({ahead.first.steps[0, step].weights for step in range(1, 7)}) == 6
     assert ahead.first.steps == at_once.first.steps
-    assert ahead.signature() == at_once.signature()
+    assert signature(ahead) == signature(at_once)
 
 
 @pytest.mark.parametrize("step", [1, 2])

@@ -175,6 +175,8 @@ class TrainerLaw(RunLaw):
         self._plan = planned_batches(self.case)
         hidden = sorted({leaf.hidden for leaf in self._masks.values() if leaf.hidden})
         self.why_not = f"the dropout inside {', '.join(hidden)} cannot be seen from outside" if hidden else ""
+        if self.case.task != "classification" and self.case.dropout:
+            self.why_not = "the law of instruction tuning has no dropout"
         case = self.case
         self.factors = {"world": case.world, "micro-batches": case.micro_batches, "batch": case.batch_size}
 

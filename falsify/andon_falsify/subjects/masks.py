@@ -1,14 +1,14 @@
-"""What a model's forward pass drops, seen as it is drawn: on a CPU, and by the fused operations of a GPU.
+"""The dropout masks of a model's forward pass, observed as they are drawn: on a CPU, and by fused operations on a GPU.
 
-The law is computed with these masks, so those of a GPU are read from what its own generator gave, and never drawn again
-on a CPU, whose generator gives others.
+The law is computed with these masks. A GPU's masks are read from its own generator, never drawn again on a CPU, whose
+generator gives others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,124 +19,117 @@ from andon_falsify.reference.params import canonical_name
 
 _ATTENTIONS = ("self_attn", "attention.self")
 _CHANCE = "dropout_p"
+_EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 
 class MaskRecorder:
     """Names each dropout mask of one model's forward pass by the module that drew it.
 
-    hidden: the operation of the last recording that dropped something and does not tell what; "" for none.
+    hidden: an operation of the last recording that dropped activations without showing which; "" if there was none.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.hidden = ""
-        self._open: list[str] = []
+        self._running: list[str] = []
         for name, module in model.named_modules():
-            place = _place_of(name, module)
-            if place:
-                module.register_forward_pre_hook(self._entering(place))
-                module.register_forward_hook(self._leaving)
-
-    def _entering(self, place: str) -> Callable[..., None]:
-        def entering(*_: object) -> None:
-            self._open.append(place)
-
-        return entering
-
-    def _leaving(self, *_: object) -> None:
-        self._open.pop()
+            if short := _dropout_name(name, module):
+                module.register_forward_pre_hook(partial(_start, self._running, short))
+                module.register_forward_hook(partial(_end, self._running))
 
     @contextmanager
     def recording(self) -> Iterator[dict[str, Tensor]]:
-        """Inside, the factors (0, or 1 over the chance to keep) that are drawn enter what is yielded, on the CPU."""
-        found: dict[str, Tensor] = {}
-        self._open.clear()
-        draws = _Draws(self._open, found)
-        with draws:
-            yield found
+        """Context manager: the factors that are drawn inside (0, or 1 / chance to keep), by name, on the CPU."""
+        self._running.clear()
+        with _Draws(self._running) as draws:
+            yield draws.masks
         self.hidden = draws.hidden
 
 
+def _start(running: list[str], name: str, *_: object) -> None:
+    running.append(name)
+
+
+def _end(running: list[str], *_: object) -> None:
+    running.pop()
+
+
+def _dropout_name(name: str, module: nn.Module) -> str:
+    short = (canonical_name(name) or "").removesuffix(".default")
+    if isinstance(module, nn.Dropout):
+        return short
+    return f"{short}.attention_dropout" if short.endswith(_ATTENTIONS) else ""
+
+
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, names: Sequence[str], found: dict[str, Tensor]) -> None:
+    def __init__(self, running: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = names
-        self._found = found
+        self.masks: dict[str, Tensor] = {}
         self.hidden = ""
+        self._running = running
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _SEEN:
-            factors = _SEEN[func](result, args)
+        if func in _FACTORS:
+            factors = _FACTORS[func](result, args)
             if factors is not None:
-                self._enter(factors)
-        elif _dropped_inside(func, args, kwargs or {}):
+                name = self._running[-1] if self._running else ""
+                if not name or name in self.masks:
+                    msg = f"a mask was drawn at {name or 'an unknown place'}, where none was expected"
+                    raise RuntimeError(msg)
+                self.masks[name] = factors.cpu()
+        elif _chance_inside(func, args, kwargs or {}):
             self.hidden = str(func)
         return result
 
-    def _enter(self, factors: Tensor) -> None:
-        name = self._names[-1] if self._names else ""
-        if not name or name in self._found:
-            msg = f"a mask was drawn at {name or 'an unknown place'}, where none was expected"
-            raise RuntimeError(msg)
-        self._found[name] = factors.cpu()
-
 
 def _of_bernoulli(result: Tensor, args: Sequence[Any]) -> Tensor | None:
-    """0 or 1 with the chance to keep, which is its argument."""
+    """0 or 1 with the chance to keep, its argument."""
     factors: Tensor = result / args[1]
     return factors
 
 
 def _of_fused_dropout(result: tuple[Tensor, Tensor], args: Sequence[Any]) -> Tensor | None:
-    """`nn.Dropout` on a GPU: the output and what was kept. Its arguments: the input, the chance to drop, whether."""
+    """`nn.Dropout` on a GPU: the output and what was kept. Arguments: the input, the chance to drop, whether."""
     output, kept = result
     return kept.to(output.dtype) / (1 - args[1]) if args[1] else None
 
 
 def _of_fused_attention(result: Sequence[Tensor], args: Sequence[Any]) -> Tensor | None:
-    """Attention of a GPU in fp32: the place in the device's stream of numbers, from which torch fills the same mask.
+    """Attention on a GPU in fp32 returns its position in the generator's stream, from which torch fills the same mask.
 
-    A number above the chance to drop is kept (torch's own tests of this kernel). Only a GPU has it.
+    A number above the chance to drop is kept, as in torch's own tests of this kernel.
     """
-    dropped = _dropped_inside(torch.ops.aten._scaled_dot_product_efficient_attention.default, args, {})
-    if not dropped:
+    chance = _chance_inside(_EFFICIENT, args, {})
+    if not chance:
         return None
     query, key, seed, offset = args[0], args[1], result[2], result[3]
     numbers = torch.empty((*query.shape[:3], key.shape[2]), device=query.device)
-    torch.ops.aten._fill_mem_eff_dropout_mask_(numbers, dropped, int(seed), int(offset))
-    kept: Tensor = numbers > dropped
-    return kept.float() / (1 - dropped)
+    torch.ops.aten._fill_mem_eff_dropout_mask_(numbers, chance, int(seed), int(offset))
+    return (numbers > chance).float() / (1 - chance)
 
 
-_SEEN: Mapping[Any, Callable[[Any, Sequence[Any]], Tensor | None]] = {
+_FACTORS: Mapping[Any, Callable[[Any, Sequence[Any]], Tensor | None]] = {
     torch.ops.aten.bernoulli_.float: _of_bernoulli,
     torch.ops.aten.native_dropout.default: _of_fused_dropout,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default: _of_fused_attention,
+    _EFFICIENT: _of_fused_attention,
 }
 
 
-def _dropped_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The chance with which this call of an operation drops by itself, as kernels of attention do; 0 for others."""
-    place = _place_of_chance(func)
-    if place is None:
+def _chance_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The chance with which a call drops activations by itself, as attention kernels do; 0 for other operations."""
+    index = _index_of_chance(func)
+    if index is None:
         return 0.0
-    given = args[place] if place < len(args) else kwargs.get(_CHANCE, func._schema.arguments[place].default_value)
-    return float(given)
+    default = func._schema.arguments[index].default_value
+    return float(args[index] if index < len(args) else kwargs.get(_CHANCE, default))
 
 
 @cache
-def _place_of_chance(func: Any) -> int | None:
-    """Which argument of `func` is a chance to drop; None where there is none, and for what computes no tensor."""
+def _index_of_chance(func: Any) -> int | None:
+    """Which argument of `func` is a chance to drop, if any; None also for an operation that returns no tensor."""
     schema = func._schema
     if not any(isinstance(each.type, torch.TensorType) for each in schema.returns):
         return None
-    return next((place for place, argument in enumerate(schema.arguments) if argument.name == _CHANCE), None)
-
-
-def _place_of(name: str, module: nn.Module) -> str:
-    short = (canonical_name(name) or "").removesuffix(".default")
-    if isinstance(module, nn.Dropout):
-        return short
-    return f"{short}.attention_dropout" if short.endswith(_ATTENTIONS) else ""
+    return next((index for index, argument in enumerate(schema.arguments) if argument.name == _CHANCE), None)

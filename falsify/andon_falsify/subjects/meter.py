@@ -1,4 +1,4 @@
-"""Counts of tensor bytes: storages that live, and what autograd saves of one micro-batch."""
+"""Counts of tensor bytes: live storages, and what autograd saves of one micro-batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from andon.step.task import Batch, Task
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active in a thread, counts every storage that its operations read or make, each once, while it lives.
+    """Context manager: counts every storage that operations of this thread read or make, once, while it lives.
 
-    `live` is the count now, `peak` the most that it was. What a kernel allocates and frees within one operation is
-    not seen, nor is a storage that no operation has touched since `adopt`.
+    live: bytes now. peak: the most so far. Not counted: what a kernel allocates and frees within one operation, and a
+    storage that no operation has touched since `adopt`.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._held: dict[int, int] = {}
-        # Reentrant: a storage may be freed, and so reported, while another is being entered.
+        # Reentrant: a storage may be freed while another one is entered.
         self._lock = threading.RLock()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count what is there before the first operation."""
+        """Count what exists before the first operation."""
         for tensor in tensors:
             self._enter(tensor)
 
@@ -40,42 +40,39 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for value in tree_iter((args, kwargs, result)):
-            if isinstance(value, torch.Tensor):
-                self._enter(value)
+        self.adopt(value for value in tree_iter((args, kwargs, result)) if isinstance(value, torch.Tensor))
         return result
 
     def _enter(self, tensor: torch.Tensor) -> None:
         if tensor.layout != torch.strided or tensor.device.type == "meta":
             return
         storage = tensor.untyped_storage()
-        place, size = storage._cdata, storage.nbytes()
+        address, size = storage._cdata, storage.nbytes()
         with self._lock:
-            if place in self._held:
+            if address in self._held:
                 return
-            self._held[place] = size
+            self._held[address] = size
             self.live += size
             self.peak = max(self.peak, self.live)
-        freed = weakref.finalize(storage, self._leave, place)
-        freed.atexit = False
+        weakref.finalize(storage, self._leave, address).atexit = False
 
-    def _leave(self, place: int) -> None:
+    def _leave(self, address: int) -> None:
         with self._lock:
-            self.live -= self._held.pop(place, 0)
+            self.live -= self._held.pop(address, 0)
 
 
 def activation_bytes(model: nn.Module, task: Task, batch: Batch) -> int:
-    """Bytes that forward and backward of `batch` add to the weights: one dry forward in training mode, no backward.
+    """Bytes that forward and backward of `batch` add to the weights, by one forward pass in training mode.
 
-    What autograd saves (weights aside, each storage once), the batch itself, and working room of twice the
-    largest saved tensor, for the gradients on their way. Leaves the CPU generator and the model's mode as they were.
+    What autograd saves (without weights, each storage once), the batch, and twice the largest saved tensor, for the
+    gradients in transit. Restores the CPU generator and the model's mode.
     """
-    known = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
+    weights = {tensor.untyped_storage()._cdata for tensor in [*model.parameters(), *model.buffers()]}
     saved: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
+        if storage._cdata not in weights:
             saved[storage._cdata] = storage.nbytes()
         return tensor
 

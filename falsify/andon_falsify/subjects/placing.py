@@ -1,4 +1,4 @@
-"""Where the ranks of a case live: a device for each, and why a case cannot be tried on this machine."""
+"""Where the ranks of a case run: a device for each, and why a case cannot be tried on this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ IN_A_GROUP = ("gloo", "nccl", "mixed")
 def devices_of(backend: str, world: int, gpus: int | None = None) -> tuple[torch.device, ...]:
     """The device of each rank. gpus: how many this machine has (None: ask torch).
 
-    nccl: a GPU each. mixed: CPU and GPU by turns, so that one GPU is enough for 2 and 3 ranks; where there are more
-    ranks than that, GPUs are shared, and where there is no GPU all are on the CPU. Else the CPU.
-
-    Raises `InputError` for more ranks of nccl than there are GPUs.
+    nccl: a GPU each. mixed: CPU and GPU in turn, so that one GPU is enough for 2 and 3 ranks; more ranks share GPUs,
+    and without a GPU all are on the CPU. Other backends: the CPU. Raises `InputError` for nccl without enough GPUs.
     """
     cpu = torch.device("cpu")
     if backend not in GPU_BACKENDS:
@@ -38,7 +36,7 @@ def devices_of(backend: str, world: int, gpus: int | None = None) -> tuple[torch
 def why_not(backend: str, world: int = 1, gpus: int | None = None, nccl: bool | None = None) -> str:
     """Why `backend` cannot be tried here on `world` ranks, or "" if it can.
 
-    gpus, nccl: how many GPUs there are, and whether torch was built with NCCL (None: ask torch).
+    gpus: how many GPUs there are. nccl: whether torch was built with NCCL. None: ask torch.
     """
     if backend not in GPU_BACKENDS:
         return ""
@@ -53,16 +51,13 @@ def why_not(backend: str, world: int = 1, gpus: int | None = None, nccl: bool | 
 
 
 def room_for(backend: str, world: int, gpus: int | None = None) -> int:
-    """As many of `world` ranks of `backend` as have a place here; at least one.
-
-    gpus: how many GPUs there are (None: ask torch).
-    """
+    """The largest number of ranks up to `world` that `backend` can have here, at least one. gpus: see `devices_of`."""
     if backend != "nccl":
         return world
     return max(1, min(world, torch.cuda.device_count() if gpus is None else gpus))
 
 
 def place_of_bits(devices: Sequence[torch.device]) -> str:
-    """What bits depend on: runs that were placed alike must have the same. One kind of device, or the kind by rank."""
+    """What equal bits depend on: the ranks' one kind of device, or the kind of each rank."""
     kinds = [device.type for device in devices]
     return kinds[0] if len(set(kinds)) == 1 else " ".join(kinds)

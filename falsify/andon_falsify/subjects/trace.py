@@ -1,13 +1,12 @@
-"""What a run leaves for the checkers: events seen from outside the trainer, and the trainer's own ledger.
+"""What a run leaves for the claims: events observed from outside the trainer, and the trainer's own ledger.
 
-Nothing here is computed by the accused: digests are SHA-256 over the bytes of the tensors themselves, rows are those
-that a rank asked its task for. The events go through the same reader as a ledger.
+The trainer computes nothing of the first: digests are SHA-256 over the bytes of the tensors, and rows are those that a
+rank requested from its task. The events go through the same reader as a ledger.
 """
 
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,12 +21,10 @@ from andon_falsify.subjects.case import Case
 Tensors = Mapping[str, Tensor]
 Placed = tuple[str, tuple[int, ...], str]
 """Name, shape and element type of a tensor."""
-LeafKey = tuple[int, tuple[int, ...]]
-"""Update and rows: what names a micro-batch whoever computed it."""
 
 
 def digest(tensors: Tensors) -> str:
-    """16 hexadecimal digits over names, types, shapes and bytes of `tensors`, in order of their names."""
+    """16 hexadecimal digits over names, types, shapes and bytes of `tensors`, sorted by name."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
@@ -37,13 +34,13 @@ def digest(tensors: Tensors) -> str:
 
 
 def copied(tensors: Tensors) -> dict[str, Tensor]:
-    """Copies of `tensors` on the CPU that nothing else changes, without a graph: they travel to the suite."""
+    """Detached copies of `tensors` on the CPU, safe to send to the parent process."""
     return {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
 
 
 @dataclass
 class Sight:
-    """What one rank did in one update, seen from outside; `leaves` are the rows of each micro-batch it computed."""
+    """What one rank did in one update. leaves: the rows of each micro-batch that it computed; the rest are digests."""
 
     rank: int
     step: int
@@ -55,7 +52,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Reported:
-    """What the trainer said of one update. `ids` are the global batch in plan order."""
+    """What the trainer reported of one update. ids: the global batch in plan order."""
 
     step: int
     epoch: int
@@ -70,7 +67,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Values:
-    """Rank 0's tensors of one update by parameter: reduced gradient before clipping, weights after the update."""
+    """Rank 0's tensors of one update, by parameter: reduced gradient before clipping, weights after the update."""
 
     gradients: Tensors
     weights: Tensors
@@ -78,9 +75,9 @@ class Values:
 
 @dataclass(frozen=True)
 class LeafMasks:
-    """The dropout of one micro-batch: its padded length, and the factors by place.
+    """The dropout of one micro-batch: its padded length, and the factors by module.
 
-    hidden: the operation that dropped something and does not tell what, "" where there was none.
+    hidden: an operation that dropped activations without showing which; "" if there was none.
     """
 
     length: int
@@ -90,10 +87,12 @@ class LeafMasks:
 
 @dataclass
 class Sightings:
-    """What was seen in one process, which holds `ranks`. Mutable while the run goes on; merged into a `Trace`.
+    """What was observed in one process, which holds `ranks`. Filled during the run and merged into a `Trace`.
 
-    at: the update that is being computed. Where updates are judged a step later, the one before it is not in
-    `reported` yet. place: see `place_of_bits`, of all ranks of the run.
+    place: see `place_of_bits`, of all ranks of the run. at: the update that is computed now; if updates are judged a
+    step later, the one before it is not in `reported` yet. masks: by update and rows. final: digests of weights and
+    optimizer. frozen: digests of what must not change, at the start and at the end. resting: live bytes after each
+    update. violation: clause, step and message.
     """
 
     ranks: tuple[int, ...]
@@ -102,30 +101,28 @@ class Sightings:
     steps: dict[tuple[int, int], Sight] = field(default_factory=dict)
     reported: list[Reported] = field(default_factory=list)
     values: dict[int, Values] = field(default_factory=dict)
-    masks: dict[LeafKey, LeafMasks] = field(default_factory=dict)
+    masks: dict[tuple[int, tuple[int, ...]], LeafMasks] = field(default_factory=dict)
     state: Tensors = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     start: dict[int, str] = field(default_factory=dict)
     final: dict[int, tuple[str, str]] = field(default_factory=dict)
     frozen: dict[int, tuple[str, str]] = field(default_factory=dict)
-    """Digests of what must not change, at the start and at the end."""
     layouts: dict[int, tuple[Placed, ...]] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
     resting: dict[int, list[int]] = field(default_factory=dict)
     planned_bytes: int = 0
     violation: tuple[str, int, str] | None = None
-    """Clause, step, message."""
     resumed_from: int = 0
     ledger: bytes = b""
 
     def of(self, rank: int, step: int) -> Sight:
-        """The sight of `rank` at `step`, made on first use."""
+        """What `rank` did in update `step`; empty on first use."""
         return self.steps.setdefault((rank, step), Sight(rank, step))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole run by all ranks. `errors` are the texts of ranks that ended otherwise than by a violation."""
+    """A whole run by all ranks. errors: by rank, what ended it other than a violation."""
 
     case: Case
     parts: tuple[Sightings, ...]
@@ -135,28 +132,28 @@ class Trace:
 
     @property
     def first(self) -> Sightings:
-        """What the process of rank 0 saw."""
+        """The observations in the process of rank 0."""
         return self.parts[0]
 
     @property
     def place(self) -> str:
-        """Which kind of device the ranks were on, or each of them; "" of a run of which nothing was seen."""
+        """See `place_of_bits`; "" if nothing was observed."""
         return self.parts[0].place if self.parts else ""
 
     @property
     def violation(self) -> tuple[str, int, str] | None:
-        """Clause, step and message, if the trainer's own contracts stopped the run."""
+        """Clause, step and message, if the trainer's contracts stopped the run."""
         return next((part.violation for part in self.parts if part.violation), None)
 
     @property
     def failures(self) -> str:
-        """What ranks ended with otherwise, each without its traceback; "" where none did."""
-        told = ((rank, text.partition("\nTraceback")[0].strip()) for rank, text in sorted(self.errors.items()))
-        return "; ".join(f"rank {rank}: {text}" for rank, text in told)
+        """The errors in one line, without tracebacks."""
+        texts = {rank: text.partition("\nTraceback")[0].strip() for rank, text in sorted(self.errors.items())}
+        return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items())
 
     @property
     def stopped_at(self) -> dict[int, int]:
-        """For each rank, the update at which it was when the run ended."""
+        """For each rank, its update when the run ended."""
         found = {}
         for part in self.parts:
             done = max((reported.step for reported in part.reported), default=part.resumed_from)
@@ -165,32 +162,12 @@ class Trace:
         return found
 
     def gathered(self, name: str) -> dict[Any, Any]:
-        """The mapping `name` of all processes in one."""
+        """The field `name` of all processes, a mapping, merged."""
         return {key: value for part in self.parts for key, value in getattr(part, name).items()}
-
-    def signature(self) -> str:
-        """A digest of everything that a fault could have changed."""
-        parts = [
-            (
-                sorted((key, vars(sight)) for key, sight in part.steps.items()),
-                [tuple(map(repr, vars(reported).values())) for reported in part.reported],
-                {step: (digest(v.gradients), digest(v.weights)) for step, v in part.values.items()},
-                sorted((key, digest(leaf.masks)) for key, leaf in part.masks.items()),
-                part.start,
-                part.final,
-                part.frozen,
-                part.layouts,
-                part.peaks,
-                part.violation,
-            )
-            for part in self.parts
-        ]
-        lines = [(line.line, line.digest) for line in self.ledger.lines()] if self.ledger else []
-        return hashlib.sha256(pickle.dumps((parts, lines, sorted(self.errors.items())))).hexdigest()
 
 
 def assemble_trace(case: Case, parts: Sequence[Sightings], errors: Mapping[int, str], name: str) -> Trace:
-    """One trace from what each process saw. `parts` begins with that of rank 0."""
+    """One trace from the observations of each process, beginning with that of rank 0."""
     seen = read_lines(witness.linked(_events(case, parts)), f"{name} world {case.world}")
     raw = parts[0].ledger if parts else b""
     ledger = read_lines(raw.splitlines(keepends=True), f"ledger of {name} world {case.world}") if raw else None
@@ -221,36 +198,30 @@ def _events(case: Case, parts: Sequence[Sightings]) -> Iterator[witness.Line]:
 
 
 def rank_parts(parts: Sequence[Sightings], step: int) -> list[witness.Line]:
-    """What each rank did in the update `step`, in order of rank."""
-    sights = sorted((part.of(rank, step) for part in parts for rank in part.ranks), key=lambda sight: sight.rank)
-    return [
-        witness.rank_part(
-            sight.rank,
-            sight.leaves,
-            {"weights": sight.weights, "optimizer": sight.optimizer, "gradient": sight.gradient},
-        )
-        for sight in sights
-    ]
+    """What each rank did in update `step`, by rank, as lines of the witness."""
+    held = sorted(((rank, part.of(rank, step)) for part in parts for rank in part.ranks), key=lambda each: each[0])
+    names = ("weights", "optimizer", "gradient")
+    return [witness.rank_part(rank, own.leaves, {name: getattr(own, name) for name in names}) for rank, own in held]
 
 
 class CutOff(BaseException):
-    """The run ends here as by a kill: no checkpoint, no last line."""
+    """Ends the run as a kill would: without a checkpoint or a last line."""
 
 
 class Subject(Protocol):
-    """A trainer that can run a case and be watched while it does."""
+    """A trainer that runs cases and can be watched."""
 
     name: str
 
     def run(self, case: Case) -> Trace:
-        """Run `case` to its end, a violation, or the point where it is cut off. Errors are in the trace, not raised."""
+        """Run `case` to its end, a violation, or its cut. Errors are in the trace, not raised."""
         ...
 
 
 class Remembering:
-    """A subject that does not run a case again that it has run: results are a function of the case.
+    """A cache of the last `most` traces of a subject, whose runs are a function of the case.
 
-    Runs that keep files are not remembered. At most `most` traces are held, the oldest goes first.
+    Runs that keep files are not cached. runs: how many were made.
     """
 
     def __init__(self, subject: Subject, most: int = 64) -> None:
@@ -262,12 +233,12 @@ class Remembering:
 
     def run(self, case: Case) -> Trace:
         """See `Subject.run`."""
-        if case.folder is not None:
-            self.runs += 1
-            return self._subject.run(case)
-        if case not in self._held:
-            self.runs += 1
-            self._held[case] = self._subject.run(case)
+        if case in self._held:
+            return self._held[case]
+        self.runs += 1
+        trace = self._subject.run(case)
+        if case.folder is None:
+            self._held[case] = trace
             if len(self._held) > self._most:
                 del self._held[next(iter(self._held))]
-        return self._held[case]
+        return trace

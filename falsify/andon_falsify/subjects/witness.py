@@ -1,7 +1,7 @@
-"""What the witness writes of a run that it looked at: lines of the record's schema, by a writer of its own.
+"""What the witness writes of a run that it observed: lines of the ledger's schema, by a writer of its own.
 
-It shares no code with whoever writes a ledger in the trainer or in a watch, so that a fault there cannot make both tell
-the same; that their reader accepts every line of this one is a test. What was not seen is left out.
+It shares no code with the writer of a trainer's ledger, so that one fault cannot make both report the same. A test has
+their reader accept every line of this one. What was not observed is left out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from andon_falsify.subjects.case import Case
 WRITER = "witness"
 VERSION = 4
 _DIGESTS = dict.fromkeys(("weights", "gradient", "optimizer"), "sha256")
-"""Of names, types, shapes and bytes; nothing that the accused computes."""
+"""Over names, types, shapes and bytes; the trainer computes none of them."""
 
 Line = dict[str, Any]
 
 
 def opening(case: Case, plan: Mapping[str, int], weights: str, resumed_from: int) -> Line:
-    """The first line: of a run that took up another one after `resumed_from` updates, or of a new one (0).
+    """The first line: of a new run, or of one resumed after `resumed_from` updates.
 
-    weights: their digest before the first update, "" where it is not known. plan: what is to be done, by the schema's
-    names; each epoch visits every row of `case`.
+    weights: their digest before the first update, "" if unknown. plan: by the schema's names; each epoch visits every
+    item of `case`.
     """
     common = {
         "fingerprint": {},
@@ -45,7 +45,7 @@ def opening(case: Case, plan: Mapping[str, int], weights: str, resumed_from: int
 
 
 def rank_part(rank: int, leaves: Iterable[Sequence[int]], digests: Mapping[str, str]) -> Line:
-    """What one rank did in an update: the rows of its micro-batches, and the digests of what it then held."""
+    """What one rank did in an update: the rows of its micro-batches, and the digests of its state after it."""
     return {"rank": rank, "leaves": [], "ids": [row for leaf in leaves for row in leaf], **_known(digests)}
 
 
@@ -59,37 +59,35 @@ def update(
     kept: bool,
     **numbers: int,
 ) -> Line:
-    """One update. reals: learning rate, loss and norm as far as they are known. kept: whether its tensors are.
+    """One update, with the digests of rank 0. reals: learning rate, loss and norm, None if unknown.
 
-    The whole's digests are those of rank 0, whose tensors are referred to by the number of the update.
+    kept: whether rank 0's tensors were recorded; the line refers to them by the number of the update.
     """
-    held = {name: ranks[0][name] for name in _DIGESTS if ranks and name in ranks[0]}
     found = {
         "kind": "step",
         "step": step,
         "ids": list(ids),
         **numbers,
-        **{
-            name: {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}
-            for name, value in reals.items()
-            if value is not None
-        },
+        **{name: _real(value) for name, value in reals.items() if value is not None},
         "world": case.world,
         "backend": case.backend,
-        "digests": held,
+        "digests": {name: ranks[0][name] for name in _DIGESTS if ranks and name in ranks[0]},
         "ranks": list(ranks),
     }
     return found | ({"tensors": {name: f"{step}/{name}" for name in ("gradients", "weights")}} if kept else {})
 
 
+def _real(value: float) -> Line:
+    return {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}
+
+
 def ending(case: Case, broken: tuple[str, int, str] | None, reached: int) -> list[Line]:
-    """How it ended: by a violation (clause, step, message), after the update `reached`, or cut off, without a word."""
+    """The last line: a violation (clause, step, message), an end after update `reached`, or none if it was cut off."""
     if broken is not None:
         clause, step, message = broken
         return [{"kind": "violation", "clause": clause, "step": step, "ranks": [], "tensor": "", "seen": message}]
-    return (
-        [] if case.stop_after is not None else [{"kind": "end", "step": reached, "reason": "finished", "digests": {}}]
-    )
+    finished = {"kind": "end", "step": reached, "reason": "finished", "digests": {}}
+    return [finished] if case.stop_after is None else []
 
 
 def linked(events: Iterable[Line]) -> list[bytes]:
