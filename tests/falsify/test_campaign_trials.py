@@ -242,7 +242,7 @@ def test_options_in_another_order_ask_for_the_same_trials() -> None:
 def test_a_loop_that_declares_no_brakes_is_run_once_to_see_that() -> None:
     case = loop_case(epochs=1)
     with RankPools() as pools:
-        bench = LoopBench(LoopSubject("andon_falsify.peers.ddp:make", "ddp", pools), "ddp")
+        bench = LoopBench(LoopSubject("andon_falsify.peers.ddp:DdpLoop", "ddp", pools), "ddp")
         trials = [Trial(kind, case.but(world=world)) for kind in (HALT, RESUME) for world in (2, 3)]
         verdicts = [bench.attempt(trial) for trial in trials]
     assert {each.outcome for found in verdicts for each in found.values()} == {Outcome.NOT_APPLICABLE}

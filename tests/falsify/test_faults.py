@@ -130,7 +130,7 @@ def test_a_fault_that_changes_nothing_is_no_kill(laboratory: LoopLaboratory) -> 
 
 def test_weights_that_are_broadcast_behind_the_step_are_no_difference(pools: RankPools) -> None:
     """The seed's workers differ in gradients and optimizer moments, and continue with equal weights."""
-    trace = LoopSubject("andon_falsify.peers.seed:make", pools=pools).run(SGD.but(momentum=0.9))
+    trace = LoopSubject("andon_falsify.peers.seed:SeedLoop", pools=pools).run(SGD.but(momentum=0.9))
     verdict = replicas_agree.check(of_trace(trace))
     assert verdict.outcome is Outcome.FALSIFIED
     digests = {step.number: {entry.weights for entry in step.ranks} for step in trace.seen.steps}

@@ -20,6 +20,7 @@ from andon_falsify.loops.forward_passes import ForwardPasses, recognised
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import distinct
+from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, Rows, make_rows
@@ -56,7 +57,7 @@ def falsified(found: Mapping[str, Verdict]) -> set[str]:
     ids=["AdamW clipped on 2", "SGD on 1", "SGD on 3"],
 )
 def test_a_right_loop_holds_on_every_claim(pools: RankPools, case: Case) -> None:
-    found = attempted("andon_falsify.peers.plain:make", pools, case)
+    found = attempted("andon_falsify.peers.plain:PlainLoop", pools, case)
     alone = {"replicas-agree", "layout-equal", "randomness-apart"} if case.world == 1 else set()
     other = {name: str(verdict) for name, verdict in found.items() if verdict.outcome is not Outcome.HOLDS}
     assert other.keys() == alone
@@ -106,7 +107,7 @@ def test_a_loop_is_promised_what_is_compared(pools: RankPools) -> None:
 
 
 def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
-    wrong, right = f"{HERE}:Dropping", "andon_falsify.peers.plain:make"
+    wrong, right = f"{HERE}:Dropping", "andon_falsify.peers.plain:PlainLoop"
     assert verdicts(LoopSubject(wrong, pools=pools).run(SGD))["evaluation-law"].outcome is Outcome.HOLDS
     fallen, held = (attempted(make, pools, SGD, "evaluation-law")["evaluation-law"] for make in (wrong, right))
     assert (fallen.outcome, held.outcome) == (Outcome.FALSIFIED, Outcome.HOLDS)
@@ -164,7 +165,7 @@ def test_a_wrong_gradient_is_named_by_what_was_not_divided_or_counts_more(pools:
 
 def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     """31 rows, 2 ranks, 2 micro-batches: the last update is 3, 1, 3, 1 rows, the first two are right; a row repeats."""
-    subject = LoopSubject("andon_falsify.peers.ddp:make", pools=pools)
+    subject = LoopSubject("andon_falsify.peers.ddp:DdpLoop", pools=pools)
     trace = subject.run(SGD)
     found = verdicts(trace)
     assert falsified(found) == {"gradient-law", "samples-once"}
@@ -177,7 +178,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:
     """10 rows as 8 and 2: 1 of 2 micro-batches on each rank. What is 1/2 of full windows too, is no matter of them."""
     case = SGD.but(rows=make_rows(10), batch_size=8)
-    short = verdicts(LoopSubject("andon_falsify.peers.ddp:make", pools=pools).run(case))["gradient-law"]
+    short = verdicts(LoopSubject("andon_falsify.peers.ddp:DdpLoop", pools=pools).run(case))["gradient-law"]
     said = "0.500 = 1 of 2 micro-batches: a short window is divided as a full one"
     assert [(each.where, each.equals) for each in short.counterexamples] == [("step 2", said), ("step 4", said)]
     halved = verdicts(LoopSubject(f"{HERE}:Halved", pools=pools).run(case))["gradient-law"]
@@ -252,9 +253,7 @@ def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
         LoopSubject(lambda case: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match=r"write package\.module:make"):
         LoopSubject("mytrainer")
-    from andon_falsify.peers.plain import make
-
-    assert LoopSubject(make).make == "andon_falsify.peers.plain:make"
+    assert LoopSubject(PlainLoop).make == "andon_falsify.peers.plain:PlainLoop"
 
 
 def test_what_clipping_leaves_has_shrunk_and_nothing_else() -> None:

@@ -7,14 +7,13 @@ subject.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from andon.console.problems import InputError
 from andon_contracts.legible import legible
@@ -29,14 +28,12 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, room_for, why_not
 from andon_falsify.subjects.trace import Remembering, Trace
-from andon_falsify.verdict import Outcome, Verdict
+from andon_falsify.verdict import Verdict
 
 _SUITE = pytest.StashKey[Suite]()
 """The campaign against the subject that the options name; absent if they name none."""
 _SINGLE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _REPEATED = ("claim", "expected_failed")
-_PROFILES = {"quick": "andon-dev", "standard": "andon-ci", "deep": "andon-deep"}
-"""How hard hypothesis searches, by budget, unless its own option or the project chooses a profile."""
 
 
 class ClaimRunner:
@@ -56,22 +53,13 @@ class ClaimRunner:
             pytest.fail(legible("\n".join(f"rank {rank}: {text}" for rank, text in sorted(trace.errors.items()))))
         return trace
 
-    def attempt(self, trial: Trial, backend: str, undecided: Sequence[str] = ()) -> None:
-        """Judge `trial` on as many of its ranks as `backend` has room for; the test fails unless its claims hold.
-
-        undecided: an unknown claim is accepted if its reason contains one of these.
-        """
+    def attempt(self, trial: Trial, backend: str) -> None:
+        """Judge `trial` on as many of its ranks as `backend` has room for; the test fails unless its claims hold."""
         case = trial.case.but(backend=backend, world=room_for(backend, trial.case.world))
-        placed = Trial(trial.kind, case, trial.seed, trial.then_world and room_for(backend, trial.then_world))
+        placed = replace(trial, case=case, then_world=trial.then_world and room_for(backend, trial.then_world))
         if placed.lacking:
             pytest.skip(placed.lacking)
-        self.require(
-            *(
-                verdict
-                for verdict in self.bench.attempt(placed).values()
-                if verdict.outcome is not Outcome.UNKNOWN or not any(why in verdict.why for why in undecided)
-            )
-        )
+        self.require(*self.bench.attempt(placed).values())
 
     def record(self, *verdicts: Verdict) -> None:
         self._node.user_properties.extend(map(recorded, verdicts))
@@ -120,15 +108,6 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the count, and the campaign if the options ask for one. Raises `UsageError` for wrong options."""
-    slow = [HealthCheck.too_slow]
-    settings.register_profile("andon-dev", deadline=None, max_examples=25)
-    settings.register_profile(
-        "andon-ci", deadline=None, max_examples=50, derandomize=True, database=None, suppress_health_check=slow
-    )
-    settings.register_profile("andon-deep", deadline=None, max_examples=1000, suppress_health_check=slow)
-    chosen = config.getoption("--hypothesis-profile", None) or os.environ.get("HYPOTHESIS_PROFILE")
-    if not chosen and settings().max_examples == settings.get_profile("default").max_examples:
-        settings.load_profile(_PROFILES.get(config.getoption("budget") or "quick", "andon-dev"))
     count = Count(claims_of("trainer"), {})
     if (suite := _suite(config)) is not None:
         config.stash[_SUITE] = suite

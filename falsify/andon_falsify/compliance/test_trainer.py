@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from andon.backend.devices import placement
-from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME, Trial
+from andon_falsify.campaign.trial import BUDGETS, HALT, LAW, MEMORY, RESUME, Layouts, Trial, draw
 from andon_falsify.claims import halt_together, layout_equal
 from andon_falsify.claims.laws import shares
 from andon_falsify.compliance.cases import ADAMW, BIG, MOMENTUM
@@ -61,50 +59,14 @@ TRIALS |= {
 }
 
 
+DRAWN = draw(0, BUDGETS["standard"], Layouts(("inline",), (2, 3, 4), (1, 2)), (LAW,))
+TRIALS |= {f"drawn {at}": trial for at, trial in enumerate(DRAWN) if not at % 5}
+
+
 @pytest.mark.parametrize("name", TRIALS)
 def test_every_claim_of_a_trial(runner: ClaimRunner, backend: str, name: str) -> None:
     """Rows, state and layout of every rank, each update by the law, ledger and memory; and the bits of one rank."""
     runner.attempt(TRIALS[name], backend)
-
-
-EXAMPLES = max(4, settings().max_examples // 6)
-"""A sixth of the examples that the profile has for a cheap property, since each is two runs and a reference."""
-
-_OPTIMIZERS: st.SearchStrategy[tuple[Literal["adamw", "sgd"], float | None, float, float]] = st.sampled_from(
-    [("adamw", 0.5, 1e-2, 0.0), ("sgd", None, 0.05, 0.0), ("sgd", None, 0.02, 0.9), ("adamw", None, 3e-3, 0.0)]
-)
-
-
-@st.composite
-def drawn(draw: st.DrawFn) -> Case:
-    """Small cases: world sizes, batch sizes, ragged tails, class weights, seeds, with dropout and without."""
-    optimizer, clip, rate, momentum = draw(_OPTIMIZERS)
-    return Case(
-        rows=make_rows(draw(st.integers(3, 11)), draw(st.integers(0, 3))),
-        batch_size=draw(st.integers(1, 7)),
-        micro_batches=draw(st.integers(1, 6)),
-        max_steps=4,
-        optimizer=optimizer,
-        clip_norm=clip,
-        lr=rate,
-        momentum=momentum,
-        seed=draw(st.integers(0, 5)),
-        class_weights=draw(st.sampled_from([None, (1.0, 1.0, 1.0), (0.2, 1.0, 3.0), (1.0, 0.0, 2.0)])),
-        architecture=draw(st.sampled_from(["decoder", "encoder"])),
-        dropout=draw(st.sampled_from([0.1, 0.3, 0.0])),
-        world=draw(st.integers(2, 4)),
-    )
-
-
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@given(case=drawn())
-def test_every_claim_of_a_drawn_case(runner: ClaimRunner, backend: str, case: Case) -> None:
-    # Four updates need not be an epoch, and rows of a class of weight 0 have a gradient of 0.
-    runner.attempt(Trial(LAW, case), backend, undecided=("no epoch was complete", "0 everywhere"))
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -1,7 +1,7 @@
 """Accelerate as its documentation teaches: `prepare`, `accumulate`, `clip_grad_norm_`, and the model's own mean loss.
 
-(https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation.) `even_batches`, a default, fills the
-last batches of an epoch up with rows that were visited already.
+(https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation.) `even_batches`, a default, fills the last
+batches of an epoch with rows that were visited already.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from andon_falsify.loops.task import as_launched, collate, dataset, model, optim
 from andon_falsify.subjects.case import Case
 
 
-class AccelerateLoop:
-    """See the module."""
+def accelerator_for(case: Case, **settings: Any) -> Accelerator:
+    """A new accelerator on CPUs. Its state outlives it, and one process runs one case after the other."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    as_launched()
+    return Accelerator(cpu=True, gradient_accumulation_steps=case.accumulation, **settings)
 
+
+class AccelerateLoop:
     def __init__(self, case: Case) -> None:
         self.case = case
-        # Its state outlives an Accelerator, and this process serves one case after the other.
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        as_launched()
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=case.accumulation)
+        self.accelerator = accelerator_for(case)
         plain = model(case)
         order = torch.Generator().manual_seed(case.seed)
         loader = DataLoader(
@@ -37,7 +39,6 @@ class AccelerateLoop:
         self.model, self.optimizer, self.loader = prepared
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         made = 0
         for _ in range(self.case.epochs):
             for batch in self.loader:
@@ -51,8 +52,3 @@ class AccelerateLoop:
                 made += self.accelerator.sync_gradients
                 if made == self.case.max_steps:
                     return
-
-
-def make(case: Case) -> AccelerateLoop:
-    """The loop of one rank."""
-    return AccelerateLoop(case)

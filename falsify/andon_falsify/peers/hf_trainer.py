@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer with its default arguments, and the same with its known faults switched off as far as it goes.
+"""Hugging Face's Trainer with its default arguments, and the same without the known faults that arguments can avoid.
 
-`make` leaves every argument that decides what is computed at its default. `make_mended` sets
-`average_tokens_across_devices=False` on the arguments and `accepts_loss_kwargs=False` on the model, which together
-keep a classifier's loss from being multiplied by accumulation x world size.
+`HfTrainerLoop` leaves every argument that affects the result at its default. `MendedHfTrainerLoop` sets
+`average_tokens_across_devices=False` on the arguments and `accepts_loss_kwargs=False` on the model. Together they keep
+a classifier's loss from being multiplied by accumulation x world size.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class _Losses(TrainerCallback):
 
 
 class HfTrainerLoop:
-    """See the module."""
+    mended = False
 
-    def __init__(self, case: Case, *, mended: bool) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
         AcceleratorState._reset_state(reset_partial_state=True)
         self.model: nn.Module = model(case)
-        if mended:
+        if self.mended:
             base: Any = self.model
             base = base.get_base_model() if case.rank else base
             base.accepts_loss_kwargs = False
         as_launched()
-        mend: dict[str, Any] = {"average_tokens_across_devices": False} if mended else {}
+        mend: dict[str, Any] = {"average_tokens_across_devices": False} if self.mended else {}
         self._folder = tempfile.TemporaryDirectory(prefix="andon-hf-trainer-")
         arguments = TrainingArguments(
             self._folder.name,
@@ -69,20 +69,12 @@ class HfTrainerLoop:
         )
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         self.trainer.add_callback(_Losses(told))
         self.trainer.train()
 
     def evaluate(self) -> Mapping[str, float]:
-        """See `Evaluates.evaluate`: the loss that `Trainer.evaluate` reports."""
         return {"loss": self.trainer.evaluate()["eval_loss"]}
 
 
-def make(case: Case) -> HfTrainerLoop:
-    """The loop of one rank, with default arguments."""
-    return HfTrainerLoop(case, mended=False)
-
-
-def make_mended(case: Case) -> HfTrainerLoop:
-    """The same with the two switches of the module's description."""
-    return HfTrainerLoop(case, mended=True)
+class MendedHfTrainerLoop(HfTrainerLoop):
+    mended = True

@@ -1,7 +1,7 @@
-"""A data-parallel loop written by hand, and right: sums of losses over the rows of the global batch.
+"""A correct data-parallel loop written by hand: sums of losses over the rows of the global batch.
 
-Every rank computes its part of each global batch in micro-batches, divides each sum by the rows of the WHOLE batch,
-and the gradients are added over the ranks. Loss and evaluation are summed in the same way.
+Every rank computes its part of each global batch in micro-batches and divides each sum by the rows of the WHOLE batch.
+Gradients, losses and evaluation scores are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from andon_falsify.subjects.case import Case
 
 
 class PlainLoop:
-    """See the module; `halts`: an update that is not finite raises `FloatingPointError` on every rank."""
+    """halts: an update that is not finite raises `FloatingPointError` on every rank."""
 
     halts = True
 
@@ -35,7 +35,6 @@ class PlainLoop:
         self.done = 0
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         for update, batch in enumerate(self._batches(), start=1):
             if update > self.done:
                 told.loss(self._update(batch))
@@ -56,7 +55,7 @@ class PlainLoop:
         return batch[dist.get_rank() :: dist.get_world_size()]
 
     def _batches(self) -> Iterator[list[int]]:
-        """The global batches of all epochs, the same on every rank and for every number of ranks."""
+        """The global batches of all epochs, equal on every rank and for every number of ranks."""
         batches = []
         for epoch in range(self.case.epochs):
             order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.case.seed + epoch))
@@ -69,7 +68,7 @@ class PlainLoop:
         return cross_entropy(self.model(**batch).logits, labels, self.weights, reduction="sum")
 
     def _add_over_ranks(self, total: Tensor) -> None:
-        """The sums over all ranks, in place; a rank without rows adds 0."""
+        """All-reduce gradients and loss in place; a rank without rows adds 0."""
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -88,7 +87,6 @@ class PlainLoop:
         self.optimizer.zero_grad()
 
     def evaluate(self) -> Mapping[str, float]:
-        """See `Evaluates.evaluate`."""
         sums = self._scores(self._mine(list(range(len(self.rows)))))
         dist.all_reduce(sums)
         loss, accuracy = (sums / len(self.rows)).tolist()
@@ -96,7 +94,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def _scores(self, ids: list[int]) -> Tensor:
-        """float64 [2]: the sum of the losses of these rows, and how many of them are right."""
+        """float64 [2]: the sum of the losses of these rows, and the number of correct predictions."""
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64)
         for piece in cut(ids, 8):
@@ -109,14 +107,13 @@ class PlainLoop:
         return sums
 
     def save(self, folder: Path) -> None:
-        """See `Restores.save`. Ranks are alike but for what they draw at random, so rank 0 writes the rest."""
+        """Ranks differ only in the state of their random generators, so rank 0 writes the rest."""
         torch.save(torch.get_rng_state(), folder / f"random-{dist.get_rank()}.pt")
         if dist.get_rank() == 0:
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
             torch.save(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
-        """See `Restores.load`."""
         state = torch.load(folder / "state.pt", weights_only=True)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -125,10 +122,5 @@ class PlainLoop:
 
 
 def cut(rows: list[int], size: int) -> list[list[int]]:
-    """`rows` in pieces of `size`, the last with what is left."""
+    """`rows` in pieces of `size`, the last with the rest."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]
-
-
-def make(case: Case) -> PlainLoop:
-    """The loop of one rank."""
-    return PlainLoop(case)

@@ -75,21 +75,21 @@ _TRAINER = {"transformers": "5.23.0", **_ACCELERATE}
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer("plain", f"{_HERE}.plain:make"),
-        Peer("ddp", f"{_HERE}.ddp:make", expected=_AS_TAUGHT),
-        Peer("fsdp2", f"{_HERE}.fsdp2:make", expected=_AS_TAUGHT),
-        Peer("accelerate", f"{_HERE}.accelerate:make", _ACCELERATE, _AS_TAUGHT),
-        Peer("accelerate_right", f"{_HERE}.accelerate_right:make", _ACCELERATE),
+        Peer("plain", f"{_HERE}.plain:PlainLoop"),
+        Peer("ddp", f"{_HERE}.ddp:DdpLoop", expected=_AS_TAUGHT),
+        Peer("fsdp2", f"{_HERE}.fsdp2:Fsdp2Loop", expected=_AS_TAUGHT),
+        Peer("accelerate", f"{_HERE}.accelerate:AccelerateLoop", _ACCELERATE, _AS_TAUGHT),
+        Peer("accelerate_right", f"{_HERE}.accelerate_right:RightAccelerateLoop", _ACCELERATE),
         Peer(
             "fabric",
-            f"{_HERE}.fabric:make",
+            f"{_HERE}.fabric:FabricLoop",
             {"lightning": "2.6.6"},
             _AS_TAUGHT,
             "falsify,lightning",
         ),
         Peer(
             "hf_trainer",
-            f"{_HERE}.hf_trainer:make",
+            f"{_HERE}.hf_trainer:HfTrainerLoop",
             _TRAINER,
             {
                 "samples-once": _TWICE,
@@ -102,7 +102,7 @@ PEERS: Mapping[str, Peer] = {
         ),
         Peer(
             "hf_trainer_mended",
-            f"{_HERE}.hf_trainer:make_mended",
+            f"{_HERE}.hf_trainer:MendedHfTrainerLoop",
             _TRAINER,
             {
                 "samples-once": _TWICE,
@@ -113,7 +113,7 @@ PEERS: Mapping[str, Peer] = {
         ),
         Peer(
             "seed",
-            f"{_HERE}.seed:make",
+            f"{_HERE}.seed:SeedLoop",
             expected={
                 "replicas-agree": "each worker updates by its own shard, and its optimizer remembers that",
                 "samples-once": "every epoch has the same order",

@@ -1,7 +1,7 @@
 """The algorithm of the coordinator that Andon re-creates, written from its description (docs/seed.md).
 
-Every worker trains on its own contiguous shard, the last with the remainder, and makes its own optimizer step; then
-all take the weights of worker 0. What the others computed is lost, and their optimizers remember other gradients. The
+Every worker trains on its own contiguous shard, the last with the remainder, and makes its own optimizer step; then all
+copy the weights of worker 0. The updates of the other workers are lost, and the states of their optimizers diverge. The
 reported loss is the mean over all rows.
 """
 
@@ -17,8 +17,6 @@ from andon_falsify.subjects.case import Case
 
 
 class SeedLoop:
-    """See the module."""
-
     def __init__(self, case: Case) -> None:
         self.case = case
         self.model = model(case)
@@ -26,7 +24,6 @@ class SeedLoop:
         self.rows = dataset(case)
 
     def train(self, told: Told) -> None:
-        """See `Loop.train`."""
         made = 0
         for _ in range(self.case.epochs):
             for start in range(0, len(self.rows), self.case.batch_size):
@@ -56,8 +53,3 @@ class SeedLoop:
         rank, world = dist.get_rank(), dist.get_world_size()
         size = len(batch) // world
         return batch[rank * size : (rank + 1) * size if rank < world - 1 else len(batch)]
-
-
-def make(case: Case) -> SeedLoop:
-    """The loop of one rank."""
-    return SeedLoop(case)
