@@ -36,7 +36,7 @@ from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Counterexample
 from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
-from falsify.nemesis.bench import Bench, nemeses
+from falsify.nemesis.bench import NEMESES, Bench
 from falsify.nemesis.language import Nemesis
 from falsify.nemesis.language import Row as Played
 from falsify.power import looped
@@ -138,7 +138,7 @@ def disturbed() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
         bench = Bench.prepare(Path(base), 1)
         frozen = {row["fault"] for row in json.loads((GOLDEN / "nemeses.json").read_text(encoding="utf-8"))}
-        chosen = [nemesis for nemesis in nemeses("minutes", []) if nemesis.name in frozen]
+        chosen = [nemesis for nemesis in NEMESES if nemesis.name in frozen]
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3)) as pool:
             played = zip(chosen, pool.map(bench.play, chosen), strict=True)
             yield from (_disturbed(nemesis, row) for nemesis, row in played)

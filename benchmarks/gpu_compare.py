@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from psutil import NoSuchProcess
 from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.gpu_job import JOB, PATIENCE, PORT, SHAPES
@@ -99,8 +99,8 @@ class Job:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(20.0)
         for member in members:
-            with suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
+            with suppress(NoSuchProcess):
+                member.kill()
         self.process.wait()
 
 

@@ -25,7 +25,7 @@ import psutil
 
 from andon_falsify.subjects.placing import why_not
 from benchmarks.runs import command, environment, run, steps_of, table
-from falsify.nemesis.processes import family, identified, ranks
+from falsify.nemesis.processes import family, ranks
 
 TARGETS = {"rank": 71, "launcher": -signal.SIGKILL, "group": -signal.SIGKILL}
 """What is killed, and how the launcher then ends."""
@@ -111,9 +111,9 @@ def killed(
         if target == "group":
             os.killpg(launcher.pid, sent)
         else:
-            os.kill(ranks(members)[rank] if target == "rank" else launcher.pid, sent)
+            os.kill(ranks(launcher.pid)[rank].pid if target == "rank" else launcher.pid, sent)
     _, said = launcher.communicate()
-    if left := psutil.wait_procs(identified(members), timeout=60.0)[1]:
+    if left := psutil.wait_procs(members, timeout=60.0)[1]:
         raise RuntimeError(f"processes outlive the run: {[process.pid for process in left]}")
     return time.perf_counter() - start, launcher.returncode, (said.strip().splitlines() or [""])[-1]
 

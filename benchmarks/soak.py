@@ -33,12 +33,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from psutil import NoSuchProcess, Process
+
 from andon.run.atomic import is_leftover
 from benchmarks.runs import command, environment, table
+from benchmarks.schedules import KILL, PAUSE, PREEMPT, Fault, strike
 from benchmarks.soak_ranks import ALLOWED, ENVIRONMENT, Look, looks
 from falsify.nemesis.planting import VARIABLE, Plant, written
-from falsify.nemesis.processes import alive, command_line, processes_of, session
-from falsify.nemesis.schedule import KILL, PAUSE, PREEMPT, Fault, strike
+from falsify.nemesis.processes import command_line, marked, ranks
 
 WORKERS = (2, 3)
 LEAKING = "ranks: memory in use once settled, KiB"
@@ -166,12 +168,13 @@ class Soak:
             said = (self.base / "said.txt").read_text().strip().splitlines()
             self.wrong.append(f"a launch ended with {code}: {said[-1] if said else ''}")
         deadline = time.monotonic() + 10.0
-        while (left := session(self._launcher.pid)) and time.monotonic() < deadline:
+        while (left := self._members()) and time.monotonic() < deadline:
             time.sleep(0.02)
         if left:
             self.wrong.append(f"a launch left {len(left)} processes behind")
-            for pid in filter(alive, left):
-                os.kill(pid, signal.SIGKILL)
+            for process in left:
+                with suppress(NoSuchProcess):
+                    process.kill()
 
     def _finish(self) -> None:
         if self._launcher.returncode is not None:
@@ -191,21 +194,21 @@ class Soak:
 
     def _lines_of_generation(self) -> int:
         """Ledger lines since this generation of workers was first seen; 0 between generations."""
-        ranks = self._ranks()
-        if not ranks:
+        found = self._ranks()
+        if not found:
             return 0
         last = last_line(self.folder)
-        if (self._launcher.pid, *ranks) != self._known:
-            self._known, self._from = (self._launcher.pid, *ranks), last["seq"]
+        if (self._launcher.pid, *found) != self._known:
+            self._known, self._from = (self._launcher.pid, *found), last["seq"]
             self.generations += 1
         return int(last["seq"]) - self._from
 
     def _sample(self) -> Sample | None:
-        launcher, ranks, step = self._launcher.pid, self._ranks(), last_line(self.folder).get("step", 0)
-        roles = {launcher: "launcher"} | {pid: f"rank {rank}" for rank, pid in enumerate(ranks)}
-        members = session(launcher)
-        held = tuple(one for pid in members if (one := _held(pid, roles)) is not None)
-        if not ranks or {one.pid for one in held} != set(members) or not roles.keys() <= set(members):
+        launcher, found, step = self._launcher.pid, self._ranks(), last_line(self.folder).get("step", 0)
+        roles = {launcher: "launcher"} | {pid: f"rank {rank}" for rank, pid in enumerate(found)}
+        members = {process.pid: process for process in self._members()}
+        held = tuple(one for each in members.values() if (one := _held(each, roles)) is not None)
+        if not found or {one.pid for one in held} != members.keys() or not roles.keys() <= members.keys():
             return None
         entries = [name for _, folders, files in os.walk(self.folder) for name in (*folders, *files)]
         first, self._sampled = self._sampled != self.generations, self.generations
@@ -214,7 +217,7 @@ class Soak:
             first=first,
             age=self._lines_of_generation(),
             step=step,
-            world=len(ranks),
+            world=len(found),
             held=held,
             processes=len(held),
             entries=len(entries),
@@ -224,8 +227,11 @@ class Soak:
 
     def _ranks(self) -> list[int]:
         """The ranks, once all have been started."""
-        found = processes_of("rank", self._launcher.pid)
+        found = [process.pid for process in ranks(self._launcher.pid)]
         return found if len(found) == self._world else []
+
+    def _members(self) -> list[Process]:
+        return marked("TMPDIR", str(self._temporary))
 
     def account(self) -> str:
         faults = ", ".join(f"{count} x {what}" for what, count in sorted(self.struck.items()))
@@ -285,15 +291,14 @@ class Sample:
     temporary: int
 
 
-def _held(pid: int, roles: dict[int, str]) -> Held | None:
+def _held(process: Process, roles: dict[int, str]) -> Held | None:
     try:
-        role = roles.get(pid) or ("fork server" if "forkserver" in command_line(pid) else "other")
-        memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * (os.sysconf("SC_PAGE_SIZE") // 1024)
-        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-        threads = len(list(Path(f"/proc/{pid}/task").iterdir()))
-    except (FileNotFoundError, ProcessLookupError):
+        role = roles.get(process.pid) or ("fork server" if "forkserver" in command_line(process) else "other")
+        links = [os.readlink(link) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+        memory, threads = process.memory_info().rss // 1024, process.num_threads()
+    except (FileNotFoundError, ProcessLookupError, NoSuchProcess):
         return None
-    return Held(pid, role, memory, len(links), sum(link.startswith("socket:") for link in links), threads)
+    return Held(process.pid, role, memory, len(links), sum(link.startswith("socket:") for link in links), threads)
 
 
 # Whether the samples stay flat

@@ -48,7 +48,7 @@ class Look:
 
 
 def account(plan: Planting) -> None:
-    path, age = plan.proofs.parent / "looks.jsonl", 0
+    path, age = plan.scratch / "looks.jsonl", 0
 
     def look() -> None:
         nonlocal age

@@ -6,110 +6,71 @@ import argparse
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
-from .bench import Bench, nemeses
+from .bench import NEMESES, Bench
 from .language import Nemesis, Row
-from .table import document, line
+from .table import document, line, summary
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """0 if something was measured, every promise holds and every control is right; else 1.
 
-    2 for options without a meaning. 128 plus the number of a signal that ended it, after all faults are undone.
+    2 for wrong options. 128 plus the number of a signal that ended it, after all faults are undone.
     """
     parser = argparse.ArgumentParser(prog="python -m falsify.nemesis", description=__doc__)
-    parser.add_argument("--tier", choices=("seconds", "minutes"), default="minutes")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="those whose name holds this")
-    parser.add_argument("--seed", type=int, default=1, help="of the steps at which faults strike")
-    parser.add_argument("--jobs", type=int, default=1, help="nemeses at a time, of up to five processes each")
-    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which none is begun")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="those with NAME in their name")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the steps at which faults strike")
+    parser.add_argument("--jobs", type=int, default=1, help="nemeses in parallel, of up to five processes each")
     parser.add_argument("--table", type=Path, help="file to write the table to, as Markdown")
-    options = parser.parse_args(arguments)
-    try:
-        chosen = nemeses(options.tier, options.only)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    options = parser.parse_args()
+    chosen = [each for each in NEMESES if not options.only or any(part in each.name for part in options.only)]
+    if not chosen:
+        names = ", ".join(each.name for each in NEMESES)
+        parser.error(f"no nemesis is called {' or '.join(options.only)}; there are: {names}")
     began = time.monotonic()
     print(f"seed {options.seed}: {len(chosen)} nemeses", flush=True)
-    try:
-        with _signals_raise(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
-            bench = Bench.prepare(Path(base), options.seed)
-            rows = _played(bench, chosen, options.jobs, began + options.deadline, options.table)
-    except _Asked as asked:
-        return 128 + int(asked.args[0])
-    print(f"{told(rows)}; {time.monotonic() - began:.0f} s")
+    for signum in _SIGNALS:
+        signal.signal(signum, _end)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        rows = _played(Bench.prepare(Path(base), options.seed), chosen, options.jobs)
+    if options.table is not None:
+        options.table.write_text(document(rows, options.seed), encoding="utf-8")
+    print(f"{summary(rows)}; {time.monotonic() - began:.0f} s")
     return verdict(rows)
 
 
-class _Asked(BaseException):
-    """A signal, its only argument, asked this command to end."""
+def _end(signum: int, _frame: object) -> NoReturn:
+    """Handle the first signal. Later ones are ignored."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    print(f"{signal.Signals(signum).name}: undoing what is under way", file=sys.stderr, flush=True)
+    sys.exit(128 + signum)
 
 
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """The first SIGTERM or SIGINT raises `_Asked` in the main thread. Later ones are ignored."""
-    signums = (signal.SIGTERM, signal.SIGINT)
-
-    def ask(signum: int, _frame: object) -> None:
-        for each in signums:
-            signal.signal(each, signal.SIG_IGN)
-        print(f"{signal.Signals(signum).name}: undoing what is under way", file=sys.stderr, flush=True)
-        raise _Asked(signum)
-
-    before = [signal.signal(each, ask) for each in signums]
-    try:
-        yield
-    finally:
-        for each, handler in zip(signums, before, strict=True):
-            signal.signal(each, handler)
-
-
-def told(rows: Sequence[Row]) -> str:
-    """Counts of the nemeses that were measured, are as promised, were skipped and were not played."""
-    good, measured, skipped, unplayed = _counted(rows)
-    said = f"{good} of {measured} nemeses: every promise holds, every control is as it should be; {skipped} skipped"
-    return f"{said}, {unplayed} not played" if unplayed else said
-
-
-def verdict(rows: Sequence[Row]) -> int:
-    """0 if something was measured, everything was played, and all is as promised; else 1."""
-    good, measured, _, unplayed = _counted(rows)
-    return 0 if measured and good == measured and not unplayed else 1
-
-
-def _counted(rows: Sequence[Row]) -> tuple[int, int, int, int]:
-    skipped, unplayed = sum(bool(row.skipped) for row in rows), sum(bool(row.unplayed) for row in rows)
-    return sum(row.good for row in rows) - skipped, len(rows) - skipped - unplayed, skipped, unplayed
-
-
-def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int, deadline: float, table: Path | None) -> list[Row]:
-    """A row for each nemesis, printed and written as soon as it is measured."""
-    rows = [Row(nemesis, unplayed="not begun") for nemesis in chosen]
-    writing = threading.Lock()
-
-    def play(place: int) -> None:
-        late = time.monotonic() > deadline
-        row = Row(chosen[place], unplayed="not begun: the deadline was over") if late else bench.play(chosen[place])
-        with writing:
-            rows[place] = row
-            print(line(row), flush=True)
-            if table is not None:
-                table.write_text(document(rows, bench.seed), encoding="utf-8")
+def _played(bench: Bench, chosen: Sequence[Nemesis], jobs: int) -> list[Row]:
+    def play(nemesis: Nemesis) -> Row:
+        row = bench.play(nemesis)
+        print(line(row), flush=True)
+        return row
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            list(pool.map(play, range(len(chosen))))
+            return list(pool.map(play, chosen))
         except BaseException:
             bench.close()
             raise
-    return rows
+
+
+def verdict(rows: Sequence[Row]) -> int:
+    """0 if something was measured and all is as promised; else 1."""
+    return 0 if all(row.good for row in rows) and not all(row.skipped for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,16 +59,17 @@ def _until(run: Run, seen: Callable[[], bool], act: Callable[[], object] = lambd
         time.sleep(_PAUSE_S)
 
 
-def train(folder: Path, seed: int | None, *, guesses: bool = False) -> Attacked:
-    """`andon train` in `folder / "run"`, under attack if there is a seed. The caller compares its bits."""
-    run, caller, losses = _opened(folder), Caller(seed or 0, guesses=guesses), [""]
+def train(folder: Path, seed: int | None, whole: Undisturbed | None = None, *, guesses: bool = False) -> Attacked:
+    """`andon train` in `folder / "run"`, under attack if there is a seed. whole: a run without an attack."""
+    run, caller, losses = _opened(folder), Caller(seed or 0, guesses=guesses), list[str]()
 
     def call() -> None:
-        found, own = listeners(family(run.launcher.pid)), listeners([run.launcher.pid])
+        processes = family(run.launcher.pid)
+        found = listeners(processes)
         for host, port in found * _CALLS:
             caller.call(host, port)
         losses.extend(f"it listens at {host}" for host, _ in found if not host.is_loopback)
-        losses.extend(f"the launcher listens at {host}:{port}" for host, port in own)
+        losses.extend(f"the launcher listens at {host}:{port}" for host, port in listeners(processes[:1]))
 
     try:
         run.start(Launch(str(WORKERS), ("run.timeout_s=60",)))
@@ -78,8 +79,10 @@ def train(folder: Path, seed: int | None, *, guesses: bool = False) -> Attacked:
         caller.close()
         run.kill()
     if ending.codes != (0,):
-        losses[0] = f"ended with {ending.codes[0]}: {ending.said[-2000:]}"
-    return Attacked(next(filter(None, losses), ""), caller.said)
+        losses = [f"ended with {ending.codes[0]}: {ending.said[-2000:]}"]
+    elif whole is not None and (bits := run.whole.result) != whole.result:
+        losses.append(f"its bits are {bits}, and not {whole.result}")
+    return Attacked(next(iter(losses), ""), caller.said)
 
 
 def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
@@ -89,7 +92,7 @@ def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
     try:
         run.spawn([sys.executable, "-m", *torchrun, "-m", f"{__package__}.watched_loop", str(folder)], Launch())
         _until(run, lambda: _all(folder, "port"))
-        ports = listeners(pid for pid in family(run.launcher.pid) if pid != run.launcher.pid)
+        ports = listeners(family(run.launcher.pid)[1:])
         forger = None if seed is None else Forger(int((folder / "port-0").read_text()), seed)
         kinds = [] if forger is None else [kind for kind in forger.kinds for _ in range(_EACH)]
 
@@ -102,35 +105,31 @@ def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
         _until(run, lambda: not kinds, attack)
         (folder / "go").touch()
         _until(run, lambda: _all(folder, "weights"), attack)
-        if forger is not None:
-            counts = forger.forged + caller.said
+        counts += caller.said + (forger.forged if forger else Counter())
         (folder / "calm").touch()
         _until(run, lambda: False)
-    except RuntimeError as error:  # the store has ended with the loop
+    except RuntimeError:  # the store has ended with the loop
         counts["cut short"] += 1
         _until(run, lambda: False)
-        if not run.over():
-            return Attacked(f"it hangs: {error}", counts)
     finally:
+        hangs = not run.over()
         caller.close()
         run.kill()
-    return _judged(folder, bits, counts, run.said())
+    return Attacked("it hangs", counts) if hangs else _judged(folder, bits, counts, run.said())
 
 
 def _judged(folder: Path, bits: str, counts: Counter[str], text: str) -> Attacked:
     if not _all(folder, "weights"):
         halted = next((line for line in text.splitlines() if "Violation: " in line or "andon: rank" in line), "")
-        return Attacked("" if halted else f"it ended without a word of ours: {text[-2000:]}", counts, halted)
+        return Attacked("" if halted else f"it ended without a message of Andon: {text[-2000:]}", counts, halted)
     found = {(folder / f"weights-{rank}").read_text() for rank in range(WORKERS)}
     if len(found) != 1 or (bits and found != {bits}):
         return Attacked(f"its bits are {found}, and not {bits}", counts)
     for rank in range(WORKERS):
         path = folder / f"rank-{rank}.json"
-        told = json.loads(path.read_text()) if path.exists() else {}
-        if not told.get("found") or told["before"]:
-            return Attacked(f"rank {rank} made of what was wrong: {told}; {text[-2000:]}", counts)
-        if REASON not in told["woken"]:
-            return Attacked(f"rank {rank} was woken by {told['woken']!r}; {text[-2000:]}", counts)
+        noticed = json.loads(path.read_text()) if path.exists() else {}
+        if not noticed.get("found") or noticed["before"] or REASON not in noticed["woken"]:
+            return Attacked(f"rank {rank} noticed {noticed}; {text[-2000:]}", counts)
     return Attacked("", counts)
 
 
@@ -143,12 +142,12 @@ def _all(folder: Path, name: str) -> bool:
     return all((folder / f"{name}-{rank}").exists() for rank in range(WORKERS))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m falsify.nemesis.attacked", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--guesses", action="store_true", help="say to gloo what a rank would: known to end runs")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--guesses", action="store_true", help="send gloo what a rank would send: known to end runs")
+    options = parser.parse_args()
     deadline, said, lost, halted, runs = time.monotonic() + options.seconds, Counter[str](), 0, 0, 0
     with tempfile.TemporaryDirectory(prefix="andon-attacked-") as place:
         base = Path(place)
@@ -156,19 +155,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if alone.loss:
                 print(f"without an attack: {alone.loss}")
                 return 1
-        whole, bits = Undisturbed(base / "train" / "run").result, bits_of(base / "watch")
+        whole, bits = Undisturbed(base / "train" / "run"), bits_of(base / "watch")
         while time.monotonic() < deadline:
             runs += 1
-            folder, seed = base / str(runs), options.seed * 1_000_003 + runs
-            if runs % 2:
-                name, found = "train", train(folder, seed, guesses=options.guesses)
-                differs = not found.loss and Undisturbed(folder / "run").result != whole
-                loss = f"its bits are {Undisturbed(folder / 'run').result}, and not {whole}" if differs else found.loss
+            folder, seed, name = base / str(runs), options.seed * 1_000_003 + runs, "train" if runs % 2 else "watch"
+            if name == "train":
+                found = train(folder, seed, whole, guesses=options.guesses)
             else:
-                name, found = "watch", watch(folder, seed, bits)
-                loss = found.loss
-            said, lost, halted = said + found.said, lost + bool(loss), halted + bool(found.halted)
-            print(f"{runs} {name}: {loss or found.halted or 'ok'} ({found.said.total()} messages)", flush=True)
+                found = watch(folder, seed, bits)
+            said, lost, halted = said + found.said, lost + bool(found.loss), halted + bool(found.halted)
+            print(f"{runs} {name}: {found.loss or found.halted or 'ok'} ({found.said.total()} messages)", flush=True)
     print(f"{runs} runs, {lost} lost, {halted} halted in words; " + ", ".join(f"{n} {k}" for k, n in said.items()))
     return int(lost > 0 or runs == 0)
 

@@ -18,6 +18,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any
 
 import psutil
+from psutil import Process
 
 from andon_contracts.violation import Cause
 
@@ -32,6 +33,8 @@ GARBAGE: tuple[bytes, ...] = (
     b'{"number": 1, "process": {"pid": -1, "started": 0}, "status": {}}',
     b'{"number": NaN, "process": null, "status": [1e999]}',
 )
+Writes = dict[str, str | bytes | None]
+"""Values by key; None deletes the key."""
 Address = tuple[IPv4Address | IPv6Address, int]
 _ANSWER_S = 0.2
 _HELD = 64
@@ -41,12 +44,12 @@ _MAGIC = 0x3C85F7CE
 """The first message of a client of torch's TCPStore (torch/csrc/distributed/c10d/TCPStoreBackend.hpp)."""
 
 
-def listeners(pids: Iterable[int]) -> list[Address]:
+def listeners(processes: Iterable[Process]) -> list[Address]:
     """The TCP addresses at which these processes listen."""
     found: set[Address] = set()
-    for pid in pids:
+    for process in processes:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
-            links = psutil.Process(pid).net_connections("tcp")
+            links = process.net_connections("tcp")
             found |= {(ip_address(each.laddr.ip), each.laddr.port) for each in links if each.status == "LISTEN"}
     return sorted(found, key=str)
 
@@ -112,18 +115,18 @@ class Forger:
         self._store: Any = dist.TCPStore("127.0.0.1", port, is_master=False)  # type: ignore[attr-defined]
         self._random = random.Random(seed)
         self._kept: dict[str, list[bytes]] = {}
-        self.kinds: dict[str, Callable[[str, int], None]] = {
+        self.kinds: dict[str, Callable[[str, int], Writes]] = {
             "garbage": self._garbage,
-            "left": lambda board, rank: self._set(board, f"left {rank}", "1"),
-            "ended": lambda board, rank: self._set(board, f"ended {rank}", "1"),
-            "pulled": self._pulled,
-            "unguarded": lambda board, rank: self._set(
-                board, "unguarded", json.dumps({"rank": rank, "text": "a lie of somebody"})
+            "left": lambda _, rank: {f"left {rank}": "1"},
+            "ended": lambda _, rank: {f"ended {rank}": "1"},
+            "pulled": lambda _, rank: {"pulled": json.dumps(_failed(rank).to_json())},
+            "unguarded": lambda _, rank: {"unguarded": json.dumps({"rank": rank, "text": "a lie of somebody"})},
+            "beat": self._changed_beat,
+            "deleted": lambda _, rank: dict.fromkeys(
+                [f"beat {rank}", "pulled", f"left {rank}", f"ended {rank}", f"saw {rank}"]
             ),
-            "beat": self._beat,
-            "deleted": self._delete,
-            "replayed": self._replay,
-            "of another": self._of_another,
+            "replayed": lambda board, rank: {f"beat {rank}": self._beats(board, rank)[0]},
+            "of another": self._beat_of_another,
         }
 
     def forge(self, kind: str = "") -> None:
@@ -140,37 +143,32 @@ class Forger:
                     kept.append(value)
                     del kept[:-8]
             name = kind or self._random.choice(list(self.kinds))
-            self.kinds[name](board, self._random.choice(ranks))
+            for key, value in self.kinds[name](board, self._random.choice(ranks)).items():
+                if value is None:
+                    self._store.delete_key(board + key)
+                else:
+                    self._store.set(board + key, value)
             self.forged[name] += 1
 
-    def _set(self, board: str, key: str, value: str | bytes) -> None:
-        self._store.set(board + key, value)
-
-    def _garbage(self, board: str, rank: int) -> None:
+    def _garbage(self, _board: str, rank: int) -> Writes:
         key = self._random.choice([f"beat {rank}", "pulled", "unguarded", f"left {rank}"])
-        self._set(board, key, self._random.choice(GARBAGE) + b"%d" % self._random.getrandbits(32))
+        return {key: self._random.choice(GARBAGE) + b"%d" % self._random.getrandbits(32)}
 
-    def _pulled(self, board: str, rank: int) -> None:
-        cause = Cause("failed", f"rank {rank} failed: a lie.", rank, 1, ranks=(rank,))
-        self._set(board, "pulled", json.dumps(cause.to_json()))
+    def _beats(self, board: str, rank: int) -> list[bytes]:
+        return self._kept.get(f"{board}beat {rank}") or [b""]
 
-    def _beat(self, board: str, rank: int) -> None:
+    def _changed_beat(self, board: str, rank: int) -> Writes:
         """The rank's last heartbeat with other numbers in it, with its signature or without."""
-        kept = self._kept.get(f"{board}beat {rank}") or [b""]
-        text = re.sub(rb'"(number|step|pid)": \d+', lambda m: b'"%s": %d' % (m[1], 1 << 40), kept[-1])
-        self._set(board, f"beat {rank}", text[self._random.choice([0, max(text.find(b"{"), 0)]) :])
+        beat = self._beats(board, rank)[-1]
+        text = re.sub(rb'"(number|step|pid)": \d+', lambda m: b'"%s": %d' % (m[1], 1 << 40), beat)
+        return {f"beat {rank}": text[self._random.choice([0, max(text.find(b"{"), 0)]) :]}
 
-    def _delete(self, board: str, rank: int) -> None:
-        for name in (f"beat {rank}", "pulled", f"left {rank}", f"ended {rank}", f"saw {rank}"):
-            self._store.delete_key(board + name)
-
-    def _replay(self, board: str, rank: int) -> None:
-        kept = self._kept.get(f"{board}beat {rank}")
-        if kept:
-            self._set(board, f"beat {rank}", kept[0])
-
-    def _of_another(self, board: str, rank: int) -> None:
-        """Write the signed value of one key under another key or on another board."""
+    def _beat_of_another(self, board: str, rank: int) -> Writes:
+        """The signed value of one key under another key or on another board."""
         kept = [values[-1] for key, values in self._kept.items() if key != f"{board}beat {rank}" and values]
-        if kept:
-            self._set(board, self._random.choice([f"beat {rank}", f"left {rank}", "pulled"]), self._random.choice(kept))
+        key = self._random.choice([f"beat {rank}", f"left {rank}", "pulled"])
+        return {key: self._random.choice(kept)} if kept else {}
+
+
+def _failed(rank: int) -> Cause:
+    return Cause("failed", f"rank {rank} failed: a lie.", rank, 1, ranks=(rank,))

@@ -5,33 +5,18 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from . import disk, inside, judging, network, rows, signals
-from .language import Nemesis, Phase, Row, Tier
+from .language import Guard, Nemesis, Phase, Row
 from .left_behind import Undisturbed
-from .planting import Struck, idle
-from .run import LIMIT_S, SLACK_S, UPDATES, ClosingError, Launch, NotStruckError, Run, row_lines
+from .planting import ClosingError, NotStruckError, UnavailableError, idle
+from .run import LIMIT_S, SLACK_S, UPDATES, Launch, Run, row_lines
 
-UNPLAYED: Mapping[int, str] = {
-    19: "no run meets an old one: keys of a store carry an identity of their own, and ports are the kernel's choice",
-}
-"""Rows of the catalogue (reliability, issue 5) without a nemesis, and the reason."""
-
-
-def nemeses(tier: Tier = "minutes", only: Sequence[str] = ()) -> tuple[Nemesis, ...]:
-    """The nemeses of a tier (minutes: all), or those with one of `only` in their names. Raises `ValueError` if none."""
-    found = [each for module in (signals, inside, rows, disk, network) for each in module.NEMESES]
-    if only:
-        chosen = [each for each in found if any(part in each.name for part in only)]
-    else:
-        chosen = [each for each in found if tier == "minutes" or each.tier == "seconds"]
-    if not chosen:
-        raise ValueError(f"no nemesis is called {' or '.join(only)}; there are: {', '.join(n.name for n in found)}")
-    return tuple(chosen)
+NEMESES = (*signals.NEMESES, *inside.NEMESES, *rows.NEMESES, *disk.NEMESES, *network.NEMESES)
 
 
 @dataclass
@@ -50,11 +35,10 @@ class Bench:
     @classmethod
     def prepare(cls, base: Path, seed: int = 1, settings: Sequence[str] = ()) -> Bench:
         """Write the rows and train undisturbed. Raises `RuntimeError` if that fails."""
-        rows, held = base / "rows.jsonl", base / "held.jsonl"
-        for path, count in ((rows, 96), (held, 12)):
+        bench = cls(base, Undisturbed(base / "whole"), base / "rows.jsonl", base / "held.jsonl", seed)
+        for path, count in ((bench.rows, 96), (bench.held, 12)):
             path.write_bytes(b"".join(row_lines(path.name, count)))
-        bench = cls(base, Undisturbed(base / "whole"), rows, held, seed)
-        run = Run(base, base / "whole", rows, held, bench.whole, random.Random(seed))
+        run = replace(bench.open("whole", str(seed)), folder=bench.whole.folder)
         try:
             run.start(Launch(settings=("training.checkpoint_every=1", *settings)))
             ending = run.end()
@@ -63,70 +47,62 @@ class Bench:
         if ending.codes != (0,):
             raise RuntimeError(f"the undisturbed run ended with {ending.codes}: {ending.said[-2000:]}")
         if lacking := bench.whole.lacking(UPDATES):
-            raise RuntimeError(f"nothing can be held against the undisturbed run: {lacking}")
+            raise RuntimeError(f"nothing can be compared with the undisturbed run: {lacking}")
         return bench
 
     def play(self, nemesis: Nemesis) -> Row:
-        """Play a nemesis with both of its controls, and judge it."""
-        if self.closing.is_set():
-            return Row(nemesis, unplayed="not begun")
+        """Play a nemesis with both of its controls, and judge it. Raises `ClosingError` after `close`."""
         try:
-            reason = nemesis.needs()
-            if reason is not None:
-                return Row(nemesis, skipped=reason)
-            phases = self.disturbed(nemesis)
-            calm = self._control(nemesis)
-        except ClosingError as error:
-            return Row(nemesis, unplayed=f"not played to its end: {error}")
+            phase, *unguarded = self.disturbed(nemesis)
+            row = Row(nemesis, phase=phase, wrong=judging.wrong(nemesis.promise, phase), calm=self._control(nemesis))
+        except ClosingError:
+            raise
+        except UnavailableError as error:
+            return Row(nemesis, skipped=str(error))
         except NotStruckError as error:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
         except Exception as error:  # noqa: BLE001 - a broken nemesis must not lose the rows of the others
             return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
-        wrong, *unguarded = (judging.wrong(nemesis.promise, phase) for phase in phases)
-        row = Row(nemesis, phase=phases[0], wrong=wrong, calm=calm)
-        if not unguarded:
-            return row
-        finds = "" if nemesis.guard is None else nemesis.guard.finds
-        return replace(row, unguarded=unguarded[0], doubt=judging.doubt(phases[1], unguarded[0], finds))
+        for phase in unguarded:
+            found = judging.wrong(nemesis.promise, phase)
+            row = replace(row, unguarded=found, doubt=judging.doubt(phase, found, nemesis.guard))
+        return row
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
         """The disturbed run, and the one without the guard if there is a guard."""
-        return [self._phase(nemesis, guarded=guarded) for guarded in ((True, False) if nemesis.guard else (True,))]
+        with self._opened("guarded", nemesis) as run:
+            phases = [self._healed(nemesis, run, self._fault(nemesis, run))]
+        if isinstance(guard := nemesis.guard, Guard):
+            off, plants = nemesis.unguarded(guard), guard.plants
+            with self._opened("unguarded", nemesis) as run:
+                phase = self._fault(off, run)
+                if not judging.wrong_before_healing(off.promise, phase):  # otherwise resuming would add nothing
+                    phase, plants = self._healed(off, run, phase), (*plants, *guard.resume_plants)
+                phases.append(replace(phase, idle=idle(plants, run.scratch)))
+        return phases
 
-    def _phase(self, nemesis: Nemesis, *, guarded: bool) -> Phase:
-        with self._opened("guarded" if guarded else "unguarded", nemesis) as run:
-            phase = self._fault(nemesis, run, guarded=guarded)
-            if not guarded and judging.wrong_before_healing(nemesis.promise, phase):
-                return phase  # without its guard it is already wrong, so resuming would add nothing
-            launch = nemesis.heal(guarded=guarded)
-            nemesis.place.start(run, launch)
-            healing, unmoved = run.end(), (*phase.idle, *idle(launch.plants, run.scratch))
-            return replace(phase, healing=healing, result=run.whole.differs(run.folder), idle=unmoved)
-
-    def _fault(self, nemesis: Nemesis, run: Run, *, guarded: bool) -> Phase:
-        launch = nemesis.launch(guarded=guarded)
+    def _fault(self, nemesis: Nemesis, run: Run) -> Phase:
+        fault = nemesis.fault
         try:
-            strikes = [fault.strike(run) for fault in nemesis.faults if fault.before_start]
-            nemesis.place.start(run, launch)
-            strikes += [fault.strike(run) for fault in nemesis.faults if not fault.before_start]
-            # Time bounds count from the last fault, acceptance from the first.
-            at, step = max(each.at for each in strikes), min(each.step for each in strikes)
-            struck = Struck(at, step, "; ".join(each.proof for each in strikes))
+            struck = fault.strike(run) if fault.before_start else None
+            nemesis.place.start(run, nemesis.launch())
+            struck = struck or fault.strike(run)
             ending = run.end(min(nemesis.promise.within_s + SLACK_S, LIMIT_S), struck.at)
         finally:
             run.kill()
-            for fault in reversed(nemesis.faults):
-                fault.heal(run)
-        newer, other = run.whole.accepted(run.folder, struck.step)
-        off = [] if guarded else [each for each in launch.plants if each not in nemesis.launch(guarded=True).plants]
-        return Phase(struck, ending, newer, other, idle=idle(off, run.scratch))
+            fault.heal(run)
+        return Phase(struck, ending, *run.whole.accepted(run.folder, struck.step))
+
+    def _healed(self, nemesis: Nemesis, run: Run, phase: Phase) -> Phase:
+        nemesis.place.start(run, nemesis.heal())
+        return replace(phase, healing=run.end(), result=run.whole.differs(run.folder))
 
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
         """The same run without faults, played once for all nemeses with the same place and launch."""
-        key = nemesis.place, nemesis.calm()
-        if key not in self._calm:
+        launch = nemesis.undisturbed or nemesis.launched
+        if (key := (nemesis.place, launch)) not in self._calm:
             with self._opened("calm", nemesis) as run:
-                nemesis.place.start(run, nemesis.calm())
+                nemesis.place.start(run, launch)
                 self._calm[key] = judging.not_calm(run.end(), run.whole.differs(run.folder))
         return self._calm[key]
 

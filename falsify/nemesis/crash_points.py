@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +24,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from . import disk_acts
-from .table import table as markdown_table
 from .tracing import attached, missing
 
 KILL, EIO, ENOSPC = "SIGKILL", "EIO", "ENOSPC"
@@ -162,45 +161,32 @@ def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
     return any("(INJECTED)" in line and _names(line, folder) for line in lines)
 
 
-def table(found: Sequence[Found]) -> str:
-    """A Markdown table with a row for each act and call: points by fault, by ending, and how many are wrong."""
-    rows: dict[tuple[str, str], list[Found]] = defaultdict(list)
-    for each in found:
-        rows[each.point.act, each.point.call].append(each)
-    counted = []
-    for (act, call), members in rows.items():
-        faults = Counter(each.point.fault for each in members)
-        codes = Counter(each.code for each in members)
-        cells = (act, call, faults[KILL], faults[EIO], faults[ENOSPC], codes[2] + codes[70], codes[0])
-        counted.append((*cells, sum(bool(each.wrong) for each in members)))
-    return markdown_table(("act", "call", "killed", "EIO", "ENOSPC", "refused in words", "went on", "wrong"), counted)
-
-
 def main() -> int:
     """Try every point. 0 if nothing is wrong, or if this machine does not allow it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--act", action="append", help="part of the name of an act; may be given again; default: all")
+    parser.add_argument("--act", action="append", help="part of the name of an act; may be repeated; default: all")
     options = parser.parse_args()
     reason = missing()
     if reason is not None:
         print(f"skipped: {reason}")
         return 0
-    began, found = time.monotonic(), []
+    began, count, wrong = time.monotonic(), 0, 0
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         for act in disk_acts.ACTS:
             if not options.act or any(part in act for part in options.act):
-                for point in points(act, base):
-                    found.append(tried(point, base))
-                    for each in found[-1].wrong:
-                        print(f"WRONG: {point}: {each}", flush=True)
+                found = [tried(point, base) for point in points(act, base)]
+                for each in found:
+                    for what in each.wrong:
+                        print(f"WRONG: {each.point}: {what}")
+                faults = ", ".join(f"{n} {fault}" for fault, n in Counter(each.point.fault for each in found).items())
+                print(f"{act}: {faults}; {sum(each.code == disk_acts.DONE for each in found)} went on", flush=True)
+                count, wrong = count + len(found), wrong + sum(bool(each.wrong) for each in found)
         control = [tried(point, base) for point in points(disk_acts.CONTROL, base, (KILL,))]
     caught = sum(bool(each.wrong) for each in control)
-    print(table(found))
     print(f"control: of {len(control)} points of a writer that uses the final name at once, {caught} are found wrong")
-    wrong = sum(bool(each.wrong) for each in found)
-    print(f"{len(found)} points tried, {wrong} wrong, {time.monotonic() - began:.0f} s")
-    return 0 if found and caught and not wrong else 1
+    print(f"{count} points tried, {wrong} wrong, {time.monotonic() - began:.0f} s")
+    return 0 if count and caught and not wrong else 1
 
 
 if __name__ == "__main__":

@@ -6,18 +6,19 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from .language import Fault, Guard, Nemesis, Place, Promise
+from .language import Fault, Guard, Nemesis, Place, Promise, planted
 from .left_behind import MANIFEST, STATE, TENSORS
-from .planting import Plant, Struck, first_strike
-from .run import Launch, NotStruckError, Run
-from .tracing import CALLS, attached, missing, power_cut
+from .planting import NotStruckError, Plant, Struck, UnavailableError
+from .processes import ranks
+from .run import Launch, Run
+from .signals import sent
+from .tracing import CALLS, attached, power_cut
 
 _PAGE = 4096
 _END_S = 60.0
@@ -31,30 +32,19 @@ class SmallDisk(Place):
 
     size: str
 
-    def needs(self) -> str | None:
-        with tempfile.TemporaryDirectory() as place:
-            done = self._mounted(Path(place))
-            if done.returncode == 0:
-                subprocess.run(["umount", place], check=True)
-                return None
-        return f"no tmpfs can be mounted: {done.stderr.strip()}"
-
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
         disk = run.scratch / "disk"
         disk.mkdir()
-        done = self._mounted(disk)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", str(disk)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise NotStruckError(f"no tmpfs: {done.stderr.strip()}")
+            raise UnavailableError(f"no tmpfs can be mounted: {done.stderr.strip()}")
         try:
             run.folder = disk / "run"
             yield
         finally:
             subprocess.run(["umount", "-l", str(disk)], check=True)
-
-    def _mounted(self, place: Path) -> subprocess.CompletedProcess[str]:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={self.size}", "tmpfs", str(place)]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _fill(run: Run) -> Struck:
@@ -82,58 +72,39 @@ def gone(which: str) -> Fault:
     return Fault(strike)
 
 
-def _forbid_checkpoints(run: Run) -> Struck:
+def _forbid(run: Run) -> Struck:
     """Forbid writing to the folder of checkpoints."""
     at, step = run.reach(5, 12)
     folder = run.folder / "checkpoints"
-    _read_only(folder, True)
     try:
+        _read_only(folder, True)
         (folder / "file").touch()
     except PermissionError as error:
         return Struck(at, step, f"{folder.name}: {error.strerror}")
-    raise NotStruckError("the folder can still be written to")
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UnavailableError(f"no folder can be made read-only: {error}") from error
+    raise UnavailableError("this user may write to a folder that is read-only")
 
 
-def not_forbidden() -> str | None:
-    """Why a folder cannot be made read-only."""
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            _read_only(Path(place), True)
-            (Path(place) / "file").touch()
-        except (OSError, subprocess.CalledProcessError) as error:
-            return None if isinstance(error, PermissionError) else f"chattr does not work here: {error}"
-        finally:
-            _read_only(Path(place), False)
-    return "this user may write to a folder that is read-only"
+def _allow(run: Run) -> None:
+    with suppress(OSError, subprocess.CalledProcessError):  # nothing was forbidden
+        _read_only(run.folder / "checkpoints", False)
 
 
 def _read_only(folder: Path, on: bool) -> None:
     """Permissions do not bind root, but the attribute `immutable` does."""
-    with nullcontext() if on else suppress(OSError):  # nothing was forbidden, or the folder is gone
-        if os.geteuid() == 0:
-            subprocess.run(["chattr", "+i" if on else "-i", str(folder)], check=on, capture_output=True)
-        else:
-            folder.chmod(0o555 if on else 0o755)
-
-
-def _dies_saving(run: Run) -> Struck:
-    """Wait until rank 0 is killed while it saves. Its files remain under a temporary name."""
-    run.launcher.wait(_END_S)
-    struck = first_strike(run.scratch)
-    if struck is None or not list(run.folder.glob("checkpoints/*")):
-        raise NotStruckError(f"no rank died while it saved: {run.said()[-300:]}")
-    left = [path.name for path in run.folder.glob("checkpoints/*.andon-tmp-*")]
-    return Struck(struck.at, struck.step, f"{struck.proof}; left over: {', '.join(left) or 'nothing'}")
+    if os.geteuid() == 0:
+        subprocess.run(["chattr", "+i" if on else "-i", str(folder)], check=True, capture_output=True)
+    else:
+        folder.chmod(0o555 if on else 0o755)
 
 
 @contextmanager
 def _traced(run: Run, *options: str) -> Iterator[Path]:
     """Trace rank 0 with strace. Yields the log."""
-    found = run.ranks()
-    if not found:
-        raise NotStruckError("there is no rank 0")
+    run.wait_for(lambda: bool(ranks(run.launcher.pid)), "rank 0 is there")
     log = run.scratch / "strace"
-    with attached(found[0], "-f", "-o", str(log), *options):
+    with attached(ranks(run.launcher.pid)[0].pid, "-f", "-o", str(log), *options):
         yield log
 
 
@@ -141,12 +112,10 @@ def _fail_syncs(run: Run) -> Struck:
     """Let every further fsync of rank 0 fail with an input/output error, and find one in strace's log."""
     _, step = run.reach(5, 12)
     with _traced(run, "-e", "trace=fsync", "-e", "inject=fsync:error=EIO") as log:
-        run.wait_for(lambda: "(INJECTED)" in log.read_text() or run.over(), "fsync failed", _END_S)
+        run.wait_for(lambda: "(INJECTED)" in log.read_text(), "fsync failed", _END_S)
         at = time.monotonic()
         run.launcher.wait(_END_S)
     failed = [line for line in log.read_text().splitlines() if "(INJECTED)" in line]
-    if not failed:
-        raise NotStruckError("no fsync was called")
     return Struck(at, step, f"{len(failed)} calls of fsync failed, first {failed[0].split('<')[-1][:80]}")
 
 
@@ -154,24 +123,13 @@ def powerless(*, names: bool) -> Fault:
     """Kill all processes and take back what rank 0 wrote after the last fsync. names: new names too."""
 
     def strike(run: Run) -> Struck:
-        run.wait_for(lambda: bool(run.ranks()), "rank 0 is there")
         with _traced(run, "-s", "0", "-e", f"trace={','.join(CALLS)}") as log:
             at, step = run.reach(13, 22)
             run.kill()
         lines = log.read_text(errors="replace").splitlines()
         return Struck(at, step, f"{len(lines)} calls logged; {power_cut(lines, run.folder, names=names)}")
 
-    return Fault(strike, needs=missing)
-
-
-def _end_at_boundary(run: Run, first: int, end: int) -> None:
-    """After a random number of updates end the run by SIGTERM. Raises `NotStruckError` if it does not end."""
-    run.reach(first, end)
-    run.launcher.send_signal(signal.SIGTERM)
-    try:
-        run.launcher.wait(_END_S)
-    except subprocess.TimeoutExpired:
-        raise NotStruckError("the run does not end at SIGTERM") from None
+    return Fault(strike)
 
 
 def damaged(damage: Callable[[Path, Path], object]) -> Fault:
@@ -181,7 +139,9 @@ def damaged(damage: Callable[[Path, Path], object]) -> Fault:
     """
 
     def strike(run: Run) -> Struck:
-        _end_at_boundary(run, 17, 24)
+        run.reach(17, 24)
+        run.launcher.send_signal(signal.SIGTERM)
+        run.launcher.wait(_END_S)
         step, changed = run.steps, []
         newest = sorted(run.folder.glob("checkpoints/step-????????"), reverse=True)
         for folder, before, name in zip(newest, newest[1:], _DAMAGED, strict=False):
@@ -223,11 +183,6 @@ def mix(path: Path, before: Path) -> None:
 DAMAGES = (cut_short, flip, zero, mix)
 
 
-def _go_elsewhere(run: Run) -> Struck:
-    _end_at_boundary(run, 5, 20)
-    return Struck(time.monotonic(), run.steps, "ended on 2 workers, resumed on 3")
-
-
 _FORGIVEN, _BELIEVED = (Plant.of("forgiven"),), (Plant.of("unverified"),)
 _REFUSED = Guard(
     "an error of the disk ends the run", "exit 0 instead of 2|not said: 'cannot be written", plants=_FORGIVEN
@@ -240,7 +195,7 @@ _VERIFIED = Guard(
 _SYNCED = Guard(
     "fsync of files and folders",
     "healing: exit|healing: other bits|healing: not said: 'resume: from step-",
-    plants=(Plant.of("no_fsync"),),
+    plants=(Plant.of("silent", target="os:fsync"),),
 )
 _RESUMED = ("resume: from step-",)
 _REJECTED = ("resume: rejected", f"/{TENSORS}:", f"/{STATE}:", f"/{MANIFEST}:", *_RESUMED)
@@ -253,17 +208,15 @@ def _unwritable(why: str, *heal_says: str) -> Promise:
     return Promise((2,), (f"cannot be written: {why}",), heal_says=heal_says)
 
 
-def _damaged(
-    name: str, number: int, how: str, damage: Callable[[Path, Path], object], says: tuple[str, ...] = _REJECTED
-) -> Nemesis:
-    return Nemesis(name, (number,), how, Promise((75,), heal_says=says), (damaged(damage),), _VERIFIED)
+def _damaged(name: str, how: str, damage: Callable[[Path, Path], object], says: tuple[str, ...] = _REJECTED) -> Nemesis:
+    return Nemesis(name, how, Promise((75,), heal_says=says), damaged(damage), _VERIFIED)
 
 
 NEMESES = (
     Nemesis(
-        *("rank killed while saving", (4, 39), "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
+        *("rank killed while saving", "SIGKILL to rank 0 between the last byte of a checkpoint and its name"),
         Promise((71,), ("rank 0 of 2 was killed by SIGKILL",), 6.0, heal_says=("resume: from step-00000012",)),
-        (Fault(_dies_saving, plants=(Plant.of("dies_while_saving", step=14),)),),
+        planted("dies_while_saving", step=14),
         Guard(
             "a temporary name, and a manifest that is written last",
             _VERIFIED.finds,
@@ -272,60 +225,59 @@ NEMESES = (
         ),
     ),
     Nemesis(
-        *("disk full", (34,), "a tmpfs of 8 MB, filled while the run trains"),
+        *("disk full", "a tmpfs of 8 MB, filled while the run trains"),
         _unwritable("the disk is full", *_RESUMED),
-        (Fault(_fill, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True)),),
+        Fault(_fill, heal=lambda run: (run.folder.parent / "filler").unlink(missing_ok=True)),
         _REFUSED,
         place=SmallDisk("8m"),
-        tier="seconds",
     ),
     Nemesis(
-        *("checkpoints read-only", (40,)),
+        "checkpoints read-only",
         "the folder of checkpoints made immutable (chattr +i), or mode 555 for a user",
         _unwritable("no permission to write", *_RESUMED),
-        (Fault(_forbid_checkpoints, lambda run: _read_only(run.folder / "checkpoints", False), needs=not_forbidden),),
+        Fault(_forbid, _allow),
         _FATAL,
     ),
     Nemesis(
-        *("checkpoints removed", (40,), "the folder of checkpoints removed while the run trains", _GONE),
-        *((gone("checkpoints"),), _FATAL),
+        *("checkpoints removed", "the folder of checkpoints removed while the run trains", _GONE, gone("checkpoints")),
+        _FATAL,
     ),
     Nemesis(
-        *("run folder removed", (40,), "the whole folder of the run removed while it trains", _GONE, (gone(""),)),
+        *("run folder removed", "the whole folder of the run removed while it trains", _GONE, gone("")),
         # Without a folder there is no summary either, by which the launcher knows that a run is finished.
         Guard("what cannot be written ends the run", "exit 71 instead of 2", _LAST, _FORGIVEN),
     ),
     Nemesis(
-        *("power cut, names kept", (37,)),
+        "power cut, names kept",
         "SIGKILL to all; what strace saw rank 0 write after the last fsync is cut off its files",
         _POWER,
-        (powerless(names=False),),
+        powerless(names=False),
         _SYNCED,
     ),
     Nemesis(
-        *("power cut, names lost", (37,)),
+        "power cut, names lost",
         "the same, and names given after the last fsync of their folder are taken back",
         _POWER,
-        (powerless(names=True),),
+        powerless(names=True),
         _SYNCED,
     ),
     Nemesis(
-        *("fsync fails", (40,), "strace lets every fsync of rank 0 fail with EIO"),
+        *("fsync fails", "strace lets every fsync of rank 0 fail with EIO"),
         _unwritable("the disk reports an input/output error"),
-        (Fault(_fail_syncs, needs=missing),),
+        Fault(_fail_syncs),
         Guard("an fsync that fails is fatal for what it was to save", "exit 0 instead of 2", plants=_FORGIVEN),
     ),
-    _damaged("checkpoints cut short", 35, f"100 bytes fewer of {_NEWEST}", cut_short),
-    replace(_damaged("bits flipped in checkpoints", 36, f"one bit of {_NEWEST}", flip), tier="seconds"),
-    _damaged("pages of zeros in checkpoints", 36, f"a page of {_NEWEST}", zero),
+    _damaged("checkpoints cut short", f"100 bytes fewer of {_NEWEST}", cut_short),
+    _damaged("bits flipped in checkpoints", f"one bit of {_NEWEST}", flip),
+    _damaged("pages of zeros in checkpoints", f"a page of {_NEWEST}", zero),
     _damaged(
-        *("files of two checkpoints mixed", 36, f"{_NEWEST} from the one before each", mix),
+        *("files of two checkpoints mixed", f"{_NEWEST} from the one before each", mix),
         ("resume: rejected", f"/{TENSORS}:", *_RESUMED),
     ),
     Nemesis(
-        *("another number of workers on resume", (41,), "2 workers, ended by SIGTERM, resumed on 3"),
+        *("another number of workers on resume", "2 workers, ended by SIGTERM, resumed on 3"),
         Promise((75,), heal_says=_RESUMED),
-        (Fault(_go_elsewhere),),
+        sent(signal.SIGTERM, "launcher"),
         Guard(
             *("moments that are lost, with contracts off", "healing: other bits", (), ()),
             *(("contracts.enabled=false",), (Plant.of("moments_lost"),)),

@@ -66,6 +66,11 @@ def _value(folder: Path) -> tuple[float | None, list[str]]:
     return (value if found.tensors["w"].tolist() == [value] * 300 else None), rejected
 
 
+def _left_over(folder: Path, expected: set[str]) -> Iterable[str]:
+    if (names := {path.name for path in folder.iterdir()}) != expected:
+        yield f"left over: {sorted(names)}"
+
+
 def _after_saving(step: int) -> Check:
     """The old state or the new one, nothing corrupt. The next save of the same step works and leaves no other file."""
 
@@ -80,9 +85,7 @@ def _after_saving(step: int) -> Check:
         _save(folder, step, 3.0)
         if _value(folder) != (3.0, []):
             yield f"the next save does not work: {_value(folder)}"
-        left = sorted(path.name for path in folder.iterdir())
-        if left != sorted({"step-00000001", f"step-{step:08d}"}):
-            yield f"left over: {left}"
+        yield from _left_over(folder, {"step-00000001", f"step-{step:08d}"})
 
     return check
 
@@ -96,8 +99,7 @@ def _after_pruning(folder: Path, code: int | None) -> Iterable[str]:
         yield f"STATE LOST: steps {sorted(steps)}"
     clean_leftovers(folder)
     prune(folder, keep=1, best=1)
-    if sorted(path.name for path in folder.iterdir()) != ["step-00000001", "step-00000004"]:
-        yield f"left over: {sorted(path.name for path in folder.iterdir())}"
+    yield from _left_over(folder, {"step-00000001", "step-00000004"})
 
 
 def _append(folder: Path, first: int, count: int) -> None:
@@ -133,8 +135,7 @@ def _after_writing(folder: Path, code: int | None) -> Iterable[str]:
     ):
         yield f"CORRUPT: {text[:60]!r}"
     clean_leftovers(folder)
-    if [path.name for path in folder.iterdir()] != ["summary.json"]:
-        yield f"left over: {[path.name for path in folder.iterdir()]}"
+    yield from _left_over(folder, {"summary.json"})
 
 
 def _own(folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from .processes import alive
+from .processes import alive, command_line
 
 _POLL_S = 0.01
 
@@ -27,22 +27,19 @@ def main() -> int:
     folder, log, keep = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "1"
     with log.open("ab") as file:
         agent = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *sys.argv[5:]], stderr=file)
-    if keep:
-        return agent.wait()
-    pid, rank = 0, ""
-    while agent.poll() is None and not pid:
-        with suppress(psutil.Error):
-            for child in psutil.Process(agent.pid).children():
-                if "train" in " ".join(child.cmdline()) and "RANK" in (variables := child.environ()):
-                    pid, rank = child.pid, variables["RANK"]
-        time.sleep(_POLL_S)
-    while agent.poll() is None:
-        if not alive(pid) and (code := _reported(folder, rank)) != 0:
+    rank, number = None, ""
+    while agent.poll() is None and not keep:
+        if rank is None:
+            with suppress(psutil.Error):
+                for child in psutil.Process(agent.pid).children():
+                    if "train" in command_line(child) and "RANK" in (variables := child.environ()):
+                        rank, number = child, variables["RANK"]
+        elif not alive(rank) and (code := _reported(folder, number)) != 0:
             agent.kill()
             agent.wait()
             return code
         time.sleep(_POLL_S)
-    return agent.returncode and _reported(folder, rank)
+    return agent.wait() if keep else agent.returncode and _reported(folder, number)
 
 
 def _reported(folder: Path, rank: str) -> int:

@@ -1,15 +1,17 @@
 """Two or three hosts on this machine, so that a network between them can be broken.
 
-    with Lan.of(2) as lan:
-        subprocess.Popen(lan.hosts[0].command(["python", "job.py"], {}))
-        lan.hosts[0].drop(lan.hosts[1])
+    with lan(2) as hosts:
+        subprocess.Popen(hosts[0].command(["python", "job.py"]))
+        hosts[0].drop(hosts[1])
 
-A host is a network namespace with one interface, connected to a bridge in a namespace for itself. Its processes see
-only each other. It has a name that all hosts know and a separate temporary folder, because sockets in the file system
-cross network namespaces. The hosts share everything else, also the run folder. Needs root, `ip` and `unshare`.
+A host is a set of namespaces with one network interface. The first host's interface is a bridge, to which the others
+are connected. Its processes see only each other. A host has a name that all hosts know, and its own /dev/shm, which
+also holds its temporary files, because sockets in the file system cross network namespaces. The hosts share everything
+else, also the run folder. Needs root, `ip`, `tc`, `unshare` and `nsenter`.
 
-Nothing remains: `close` ends the processes and removes the namespaces. If this process ends without `close`, a cleaner
-process does the same.
+Nothing remains. The first process of a host reads from a pipe of this process. Once the pipe is closed, because the
+context or this process ended, the first process ends. The kernel then kills the host's other processes and removes its
+namespaces with their interfaces.
 """
 
 from __future__ import annotations
@@ -17,86 +19,88 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
+
+from .planting import UnavailableError
 
 T = TypeVar("T")
 
 INTERFACE = "e0"
-"""The one interface of every host, besides `lo`."""
+"""The network interface of every host, besides `lo`."""
 _NOWHERE = "02:00:00:00:00:99"
 """The address of a network card that does not exist."""
 _CLONE_NEWNET = 0x40000000
-# The shell is the first process of its namespace, so it reaps. `$0` is the host name.
-_SETTLE = """hostname "$0" && mount --bind "$TMPDIR/../hosts" /etc/hosts && mount -t tmpfs none "$TMPDIR" || exit 125
-"$@"
-exit $?"""
-FOLDER = Path(tempfile.gettempdir())
-"""Holds the folders of hosts."""
-_GONE_S = 10.0
-_MADE_S = 10.0
+_SCRATCH = "/dev/shm"
+# `$0` is the name of the host. A process that ignores SIGCHLD needs not wait for orphans.
+_SETTLE = f"""hostname "$0" && mount -t tmpfs none {_SCRATCH} && echo "$1" >{_SCRATCH}/hosts &&
+mount --bind {_SCRATCH}/hosts /etc/hosts && echo ready && trap '' CHLD && exec cat"""
+_CONNECTED_S = 10.0
 """How long a datagram may take between two new hosts on a busy machine."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a `Lan`. name: of its namespace. scratch: the mount point of its temporary folder."""
+    """A host of a `lan`. pid: of its first process. interface: the one that gloo is told to use."""
 
-    name: str
+    pid: int
     hostname: str
     address: str
-    scratch: Path
+    interface: str = INTERFACE
 
-    def command(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """A command line that runs `command` on this host. SIGKILL ends it with all of its processes."""
-        own = {"TMPDIR": str(self.scratch), "GLOO_SOCKET_IFNAME": INTERFACE, **environment}
-        variables = [f"{name}={value}" for name, value in own.items()]
-        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts", "env", *variables]
-        return ["ip", "netns", "exec", self.name, *apart, "sh", "-c", _SETTLE, self.hostname, *command]
+    def command(self, command: Sequence[str]) -> list[str]:
+        """A command line that runs `command` on this host, in this process's working directory."""
+        enter = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--net", "--pid", f"--wd={Path.cwd()}"]
+        return [*enter, "env", f"TMPDIR={_SCRATCH}", f"GLOO_SOCKET_IFNAME={self.interface}", *command]
+
+    def run(self, *command: str) -> str:
+        """The output of a network tool on this host. Raises `OSError` with its error output if it fails."""
+        entered = ["nsenter", f"--target={self.pid}", "--net", *command]
+        done = subprocess.run(entered, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit {done.returncode}'}")
+        return done.stdout
 
     def unplug(self) -> None:
         """Cut the link: the interface goes down."""
-        ip("-n", self.name, "link", "set", INTERFACE, "down")
+        self.run("ip", "link", "set", INTERFACE, "down")
 
     def plug(self) -> None:
-        ip("-n", self.name, "link", "set", INTERFACE, "up")
+        self.run("ip", "link", "set", INTERFACE, "up")
 
     def drop(self, other: Host) -> None:
         """Lose silently everything that this host sends to `other`."""
-        where = ("neigh", "replace", other.address, "lladdr", _NOWHERE, "nud", "permanent", "dev", INTERFACE)
-        ip("-n", self.name, *where)
+        to_nowhere = ("lladdr", _NOWHERE, "nud", "permanent", "dev", INTERFACE)
+        self.run("ip", "neigh", "replace", other.address, *to_nowhere)
 
     def undrop(self, other: Host) -> None:
         """Undo `drop`, if it was called."""
-        if _NOWHERE in ip("-n", self.name, "neigh", "show", other.address, "dev", INTERFACE):
-            ip("-n", self.name, "neigh", "del", other.address, "dev", INTERFACE)
+        if _NOWHERE in self.run("ip", "neigh", "show", other.address, "dev", INTERFACE):
+            self.run("ip", "neigh", "del", other.address, "dev", INTERFACE)
 
     def throttle(self, rate: str) -> str:
         """Limit what this host sends to `rate` (as `tc` writes it: 10mbit). Returns the kernel's queue."""
+        if shutil.which("tc") is None:
+            raise UnavailableError("this machine has no tc (iproute2)")
         bucket = ("rate", rate, "burst", "32kbit", "latency", "400ms")
-        ran("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
-        return ran("tc", "-n", self.name, "qdisc", "show", "dev", INTERFACE).strip()
+        self.run("tc", "qdisc", "replace", "dev", INTERFACE, "root", "tbf", *bucket)
+        return self.run("tc", "qdisc", "show", "dev", INTERFACE).strip()
 
     def unthrottle(self) -> None:
-        ran("tc", "-n", self.name, "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")
+        self.run("tc", "qdisc", "replace", "dev", INTERFACE, "root", "noqueue")
 
     def free_port(self) -> int:
-
-        def free() -> int:
-            with socket.create_server((self.address, 0)) as listener:
-                return int(listener.getsockname()[1])
-
-        return self.inside(free)
+        with self.inside(lambda: socket.create_server((self.address, 0))) as listener:
+            return int(listener.getsockname()[1])
 
     def reaches(self, other: Host, wait_s: float = 0.5) -> bool:
         """True if one of five datagrams within `wait_s` arrives at `other`."""
@@ -120,11 +124,11 @@ class Host:
         return False
 
     def inside(self, work: Callable[[], T]) -> T:
-        """Call `work` in a thread in this namespace. A socket stays in the namespace in which it was made."""
+        """Call `work` in a thread on this host's network. A socket stays on the network on which it was made."""
 
         def enter() -> T:
             libc = ctypes.CDLL(None, use_errno=True)
-            with (Path("/run/netns") / self.name).open("rb") as handle:
+            with Path(f"/proc/{self.pid}/ns/net").open("rb") as handle:
                 if libc.setns(handle.fileno(), _CLONE_NEWNET) != 0:
                     number = ctypes.get_errno()
                     raise OSError(number, f"setns: {os.strerror(number)}")
@@ -134,123 +138,49 @@ class Host:
             return thread.submit(enter).result()
 
 
-def ip(*arguments: str) -> str:
-    return ran("ip", *arguments)
-
-
-def ran(*command: str) -> str:
-    """The output of a command. Raises `OSError` with its error output if it fails."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit {done.returncode}'}")
-    return done.stdout
-
-
-@dataclass
-class Lan:
-    """Hosts that are connected with each other, until `close`."""
-
-    name: str
-    folder: Path
-    hosts: tuple[Host, ...]
-    _cleaner: subprocess.Popen[bytes] = field(repr=False)
-
-    @classmethod
-    def of(cls, size: int) -> Lan:
-        """Create `size` hosts. Raises `OSError` if this machine allows none."""
-        name = f"andonnet-{os.getpid()}-{time.monotonic_ns()}"
-        # The cleaner is in another session. It removes the hosts once this process no longer holds its end of a pipe.
-        command = [sys.executable, "-m", __name__, name]
-        cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        folder = FOLDER / name
-        hosts = tuple(Host(f"{name}-{n}", f"host{n}", f"10.77.0.{n + 1}", folder / str(n)) for n in range(size))
-        lan = cls(name, folder, hosts, cleaner)
+@contextmanager
+def lan(size: int) -> Iterator[tuple[Host, ...]]:
+    """`size` hosts that are connected with each other. Raises `UnavailableError` if this machine allows none."""
+    with ExitStack() as stack:
         try:
-            lan._build()
-        except BaseException:
-            lan.close()
-            raise
-        return lan
-
-    def _build(self) -> None:
-        hub = f"{self.name}-hub"
-        ip("netns", "add", hub)
-        ip("link", "add", "br0", "netns", hub, "type", "bridge")
-        ip("-n", hub, "link", "set", "br0", "up")
-        self.folder.mkdir()
-        names = [f"{host.address} {host.hostname}" for host in self.hosts]
-        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names]) + "\n")
-        for number, host in enumerate(self.hosts):
-            port = f"p{number}"
-            host.scratch.mkdir()
-            ip("netns", "add", host.name)
-            ip("link", "add", INTERFACE, "netns", host.name, "type", "veth", "peer", "name", port, "netns", hub)
-            ip("-n", hub, "link", "set", port, "master", "br0", "up")
-            ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", INTERFACE)
-            for interface in ("lo", INTERFACE):
-                ip("-n", host.name, "link", "set", interface, "up")
-
-    def close(self) -> None:
-        """End the processes on the hosts, and remove the hosts."""
-        _remove(self.name)
-        assert self._cleaner.stdin is not None
-        self._cleaner.stdin.close()
-        self._cleaner.wait()
-
-    def __enter__(self) -> Lan:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.close()
+            hosts = _connected(size, stack)
+        except OSError as error:
+            raise UnavailableError(f"no hosts in network namespaces: {error}") from error
+        if not hosts[0].reaches(hosts[-1], _CONNECTED_S):
+            raise UnavailableError("two network namespaces do not reach each other")
+        yield hosts
 
 
-def unavailable() -> str:
-    """Why there can be no hosts here. Empty if two can be made and reach each other."""
-    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
-    if missing:
-        return f"this machine has no {' and no '.join(missing)} (iproute2, util-linux)"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    try:
-        with Lan.of(2) as lan:
-            reached = lan.hosts[0].reaches(lan.hosts[1], _MADE_S)
-            return "" if reached else "two network namespaces do not reach each other over a bridge"
-    except OSError as error:
-        return str(error)
+def _connected(size: int, stack: ExitStack) -> tuple[Host, ...]:
+    addresses = {f"host{number}": f"10.77.0.{number + 1}" for number in range(size)}
+    known = "\n".join(["127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items())])
+    hosts = [stack.enter_context(_started(name, address, known)) for name, address in addresses.items()]
+    hosts[0].run("ip", "link", "add", INTERFACE, "type", "bridge")
+    for host in hosts[1:]:
+        port, peer = host.hostname, ("peer", "name", INTERFACE, "netns", str(host.pid))
+        hosts[0].run("ip", "link", "add", port, "type", "veth", *peer)
+        hosts[0].run("ip", "link", "set", port, "master", INTERFACE, "up")
+    for host in hosts:
+        host.run("ip", "addr", "add", f"{host.address}/24", "dev", INTERFACE)
+        for interface in ("lo", INTERFACE):
+            host.run("ip", "link", "set", interface, "up")
+    return tuple(hosts)
 
 
-def _remove(lan: str) -> None:
-    """Remove what belongs to this LAN: processes, namespaces with their links, the folder."""
-    names = [name for name in namespaces() if name.startswith(f"{lan}-")]
-    deadline = time.monotonic() + _GONE_S
-    while pids := [pid for name in names for pid in pids_in(name)]:
-        for pid in pids:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if time.monotonic() > deadline:
-            raise OSError(f"processes {pids} in {lan} could not be ended")
-        time.sleep(0.01)
-    for name in names:
-        ip("netns", "del", name)
-    shutil.rmtree(FOLDER / lan, ignore_errors=True)
-
-
-def pids_in(namespace: str) -> list[int]:
-    return [int(pid) for pid in ip("netns", "pids", namespace).split()]
-
-
-def namespaces() -> list[str]:
-    """The names of all network namespaces of this machine."""
-    return [line.split()[0] for line in ip("netns", "list").splitlines() if line]
-
-
-def _main() -> None:
-    """The cleaner: wait for the end of the input, ignore signals, then remove what remains."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    sys.stdin.buffer.read()
-    _remove(sys.argv[1])
-
-
-if __name__ == "__main__":
-    _main()
+@contextmanager
+def _started(name: str, address: str, known: str) -> Iterator[Host]:
+    apart = ["unshare", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    with subprocess.Popen(
+        [*apart, "sh", "-c", _SETTLE, name, known],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline().strip()
+        if said != "ready":
+            raise OSError(said)
+        (first,) = psutil.Process(process.pid).children()
+        yield Host(first.pid, name, address)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from .language import INLINE, Fault, Guard, Nemesis, Promise, planted
-from .planting import Option, Plant, Struck
-from .plants import where_weights_lie
-from .run import TIMEOUT_S, Launch, NotStruckError, Run
+from .planting import Option, Plant, Struck, UnavailableError
+from .plants import WEIGHTS
+from .run import TIMEOUT_S, Launch, Run
 
 _AT = 7
 """The update in which most faults strike."""
@@ -23,51 +21,40 @@ _CHECKED = Guard("contracts.enabled", "exit 0 instead of 70|exit 1 instead of 70
 _COMPARED = Guard("contracts.enabled", "exit 0 instead of 70|exit 71 instead of 70", _OFF)
 
 
-def _inside(
-    name: str, numbers: tuple[int, ...], how: str, promise: Promise, fault: Fault, guard: Guard, workers: str = "3"
-) -> Nemesis:
+def _inside(name: str, how: str, promise: Promise, fault: Fault, guard: Guard, workers: str = "3") -> Nemesis:
     """Resumed with all ranks in one process: this is faster and has the same bits."""
     launched, resumed = Launch(workers), Launch(workers, INLINE)
-    return Nemesis(name, numbers, how, promise, (fault,), guard, launched=launched, resumed=resumed)
+    return Nemesis(name, how, promise, fault, guard, launched=launched, resumed=resumed)
 
 
-def _other(name: str, how: str, function: str, said: str, number: int, **options: Option) -> Nemesis:
+def _other(name: str, how: str, function: str, said: str, **options: Option) -> Nemesis:
     """Rank 1 starts from something else than rank 0."""
     broken = "start-agrees broken|layout-equal broken|content-planned broken"
     promise = Promise((70,), (broken, said), 15.0, at_once=True)
-    return _inside(f"other {name}", (number,), how, promise, planted(function, rank=1, **options), _COMPARED, "2")
+    return _inside(f"other {name}", how, promise, planted(function, rank=1, **options), _COMPARED, "2")
 
 
-def _config(name: str, key: str, value: Option, said: str = "configuration", number: int = 24) -> Nemesis:
-    return _other(name, f"{key}={value} on rank 1", "other_config", said, number, key=key, value=value)
+def _config(name: str, key: str, value: Option, said: str = "configuration") -> Nemesis:
+    return _other(name, f"{key}={value} on rank 1", "other_config", said, key=key, value=value)
 
 
 def _broken(*says: str) -> Promise:
     return Promise((70,), says, _WITHIN_S, at_once=True)
 
 
-def _wrong(name: str, numbers: tuple[int, ...], how: str, fault: Fault, *says: str) -> Nemesis:
+def _wrong(name: str, how: str, fault: Fault, *says: str) -> Nemesis:
     """A wrong number in one update."""
-    return _inside(name, numbers, f"{how} in update {_AT}", _broken(*says, f"step {_AT}"), fault, _CHECKED)
+    return _inside(name, f"{how} in update {_AT}", _broken(*says, f"step {_AT}"), fault, _CHECKED)
 
 
-def _flipped(name: str, number: int, how: str, what: str, clause: str) -> Nemesis:
+def _flipped(name: str, how: str, what: str, clause: str) -> Nemesis:
     how, fault = f"the sign of {how}", _at_step("flips", what=what)
-    return _wrong(f"flipped {name}", (number,), how, fault, f"{clause} broken", "rank 1")
-
-
-def _untraceable() -> str | None:
-    """Why this process may not write another process's memory."""
-    if not Path("/proc/self/mem").exists():
-        return "there is no /proc/PID/mem"
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    strict = scope.exists() and scope.read_text().strip() != "0"
-    return "the kernel lets nobody trace (ptrace_scope)" if strict and os.geteuid() else None
+    return _wrong(f"flipped {name}", how, fault, f"{clause} broken", "rank 1")
 
 
 def _flip_from_outside(run: Run) -> Struck:
     """Change the sign of the first nonzero weight through `/proc/PID/mem`."""
-    shown = where_weights_lie(run.scratch)
+    shown = run.scratch / WEIGHTS
     run.wait_for(shown.exists, "the rank had shown where its weights lie")
     pid, address, size = map(int, shown.read_text().split())
     try:
@@ -80,8 +67,8 @@ def _flip_from_outside(run: Run) -> Struck:
             memory.write(struct.pack("f", -values[place]))
             memory.seek(address + 4 * place)
             (after,) = struct.unpack("f", memory.read(4))
-    except OSError as error:
-        raise NotStruckError(f"/proc/{pid}/mem: {error.strerror}") from error
+    except (FileNotFoundError, PermissionError) as error:
+        raise UnavailableError(f"/proc/{pid}/mem: {error.strerror}") from error
     # The update under way may have compared its weights already.
     return Struck(at, step + 1, f"weight {place} of process {pid} was {values[place]:.3e}, is {after:.3e}")
 
@@ -91,63 +78,63 @@ _SHOWS = (Plant.of("shows_weights", rank=1, step=_AT),)
 
 NEMESES = (
     _inside(
-        *("rank raises", (7,), f"RuntimeError on rank 1 of 3 in update {_AT}"),
+        *("rank raises", f"RuntimeError on rank 1 of 3 in update {_AT}"),
         Promise((1,), ("rank 1 of 3: RuntimeError: planted",), 2.0),
         _at_step("raises"),
-        Guard("reports of ranks", "not said: 'rank 1 of 3: RuntimeError: planted'", plants=(Plant.of("no_reports"),)),
+        Guard(
+            "reports of ranks",
+            "not said: 'rank 1 of 3: RuntimeError: planted'",
+            plants=(Plant.of("silent", target="andon.launch.rank:_record"),),
+        ),
     ),
     _inside(
-        *("slow rank", (10,), f"rank 1 sleeps 3 s in update {_AT}, run.timeout_s={TIMEOUT_S:g}", Promise((0,))),
+        *("slow rank", f"rank 1 sleeps 3 s in update {_AT}, run.timeout_s={TIMEOUT_S:g}", Promise((0,))),
         _at_step("sleeps", seconds=3.0),
         Guard("a timeout above the sleep", "exit 72 instead of 0", ("run.timeout_s=1.5",)),
         "2",
     ),
     _inside(
-        *("rank never joins", (16,), f"rank 1 of 3 is started and does not connect, run.timeout_s={TIMEOUT_S:g}"),
+        *("rank never joins", f"rank 1 of 3 is started and does not connect, run.timeout_s={TIMEOUT_S:g}"),
         Promise((72,), ("rank 1",), TIMEOUT_S + 4.0, at_once=True),
         planted("never_joins", rank=1),
         Guard("run.timeout_s", "not over", ("run.timeout_s=600",)),
     ),
     _config("learning rate", "optimizer.lr", 0.005),
     _config("seed", "seed", 43),
-    _config("adapter rank", "adapter.r", 3, "tensors differ", 20),
-    _other("order of rows", "each batch reversed on rank 1", "other_order", "plan|rows", 24),
-    _other("base", "one frozen weight + 1 on rank 1", "other_base", "base", 25),
-    _other("tokenizer", "the last token of each text left out on rank 1", "other_tokens", "tokenizer|plan", 25),
-    _other("library", "another version of torch on rank 1", "other_library", "versions", 27),
-    replace(
-        _wrong(
-            *("NaN loss", (29,), "a loss of rank 1 of 3 is NaN", _at_step("loss_is_nan")),
-            *("finite broken", "rank 1", "rows are"),
-        ),
-        tier="seconds",
+    _config("adapter rank", "adapter.r", 3, "tensors differ"),
+    _other("order of rows", "each batch reversed on rank 1", "other_order", "plan|rows"),
+    _other("base", "one frozen weight + 1 on rank 1", "other_base", "base"),
+    _other("tokenizer", "the last token of each text left out on rank 1", "other_tokens", "tokenizer|plan"),
+    _other("library", "another version of torch on rank 1", "other_library", "versions"),
+    _wrong(
+        *("NaN loss", "a loss of rank 1 of 3 is NaN", _at_step("loss_is_nan"), "finite broken", "rank 1", "rows are")
     ),
-    _flipped("weight", 30, "a weight of rank 1 of 3 flips", "weights", "replicas-agree"),
+    _flipped("weight", "a weight of rank 1 of 3 flips", "weights", "replicas-agree"),
     _inside(
-        *("weight flipped from outside", (30,), "the sign of a weight of rank 1 of 3 flips, by /proc/PID/mem"),
+        *("weight flipped from outside", "the sign of a weight of rank 1 of 3 flips, by /proc/PID/mem"),
         _broken("replicas-agree broken", "rank 1"),
-        Fault(_flip_from_outside, plants=_SHOWS, needs=_untraceable),
+        Fault(_flip_from_outside, plants=_SHOWS),
         _CHECKED,
     ),
     _flipped(
-        *("reduced gradient", 31, "an element flips on rank 1 of 3 after the reduction", "gradient", "gradients-agree")
+        *("reduced gradient", "an element flips on rank 1 of 3 after the reduction", "gradient", "gradients-agree")
     ),
     Nemesis(
-        *("flipped local gradient", (31,)),
+        "flipped local gradient",
         f"the sign of an element flips on rank 1 of 3 before the reduction, in update {_AT}; all is audited",
         _broken("audit broken", "rank", f"step {_AT}"),
-        (_at_step("flips", what="own"),),
+        _at_step("flips", what="own"),
         Guard("contracts.audit_every=1", _CHECKED.finds, ("contracts.audit_every=0",)),
         launched=Launch("3", ("contracts.audit_every=1", "contracts.audit_coverage=all")),
         resumed=Launch("3", INLINE),
     ),
-    _flipped("moment", 32, "a moment of rank 1 of 3 flips", "moments", "optimizers-agree"),
+    _flipped("moment", "a moment of rank 1 of 3 flips", "moments", "optimizers-agree"),
     _wrong(
-        *("other rate in one update", (32,), "rank 1 of 3 takes twice the learning rate", _at_step("other_rate")),
+        *("other rate in one update", "rank 1 of 3 takes twice the learning rate", _at_step("other_rate")),
         *("learning-rate-planned broken", "rank 1"),
     ),
     _wrong(
-        *("step passed over", (22, 23), "rank 1 of 3 goes on with the next", _at_step("skips_a_step")),
+        *("step passed over", "rank 1 of 3 goes on with the next", _at_step("skips_a_step")),
         *("halt-together", "rank 1"),
     ),
 )

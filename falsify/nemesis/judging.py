@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .language import Phase, Promise
+from .language import Guard, Phase, Promise
 from .run import Ending
 
 _TRACEBACK = "Traceback (most recent call last)"
@@ -38,37 +38,33 @@ def not_calm(ending: Ending, result: str) -> tuple[str, ...]:
     """What is wrong with a run without faults. It must exit with 0, have the undisturbed bits and leave no process."""
     found = _common(ending)
     if any(ending.codes):
-        found.append(f"exit {codes_of(ending)}: {last_line(ending.said)}")
+        found.append(f"exit {codes_of(ending)}: {line_with(ending.said)}")
     if result:
         found.append(f"other bits: {result}")
     return tuple(found)
 
 
-def doubt(phase: Phase, found: tuple[str, ...], due: str) -> str:
+def doubt(phase: Phase, found: tuple[str, ...], guard: Guard | str) -> str:
     """Why a phase without its guard does not prove that the judge notices; empty if it does.
 
-    A plant never acted or broke, or the judge found none of `due` (`one|other`): a trainer that rejects the control's
+    A plant never acted or broke, or the judge did not find what the guard says: a trainer that rejects the control's
     settings is not an unguarded trainer.
     """
     if phase.idle:
         return f"never acted: {', '.join(phase.idle)}"
     said = [each.said for each in (phase.ending, phase.healing) if each is not None and _TRACEBACK in each.said]
     if said:
-        return f"it ends with a traceback: {last_line(said[0])}"
+        return f"it ends with a traceback: {line_with(said[0])}"
+    due = guard.finds if isinstance(guard, Guard) else ""
     if found and not any(_is_in(due, each) for each in found):
         return f"{found[0]}; to be found was {due!r}"
     return ""
 
 
-def last_line(said: str) -> str:
-    return (said.strip().splitlines() or ["nothing was said"])[-1]
-
-
-def line_with(said: str, words: tuple[str, ...]) -> str:
-    """The last of the lines with the most of these words, or the last line if no line has any."""
-    scored = [(sum(_is_in(word, line) for word in words), line) for line in said.strip().splitlines()]
-    best = max((score for score, _ in scored), default=0)
-    return [line for score, line in scored if score == best][-1] if best else last_line(said)
+def line_with(said: str, words: tuple[str, ...] = ()) -> str:
+    """The last of the lines with the most of these words."""
+    lines = said.strip().splitlines() or ["nothing was said"]
+    return max(reversed(lines), key=lambda line: sum(_is_in(word, line) for word in words))
 
 
 def codes_of(ending: Ending) -> str:

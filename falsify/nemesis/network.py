@@ -9,25 +9,25 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from itertools import permutations
 
-from .hosts import Host, Lan, unavailable
+from psutil import Process
+
+from .hosts import INTERFACE, lan
 from .language import Fault, Guard, Nemesis, Place, Promise
-from .planting import Struck
-from .processes import command_line, family, identified, send, still_runs
-from .run import TIMEOUT_S, Launch, NotStruckError, Run
+from .planting import NotStruckError, Struck
+from .processes import alive, command_line, family, send
+from .run import TIMEOUT_S, Launch, Run
 
 _STRIKES = 6
 """The number of updates after which a fault strikes."""
 _WITHIN_S = TIMEOUT_S + 2.0
 _ANSWER_S = 60.0
-_ARRIVES_S = 5.0
-"""How long a datagram may take on a busy machine."""
-_LAST_INTERFACE = "ANDON_LAST_HOST_IFNAME"
-"""In a launch's environment: the network interface for the last host's rank."""
+_ARRIVES_S, _LOST_S = 5.0, 0.5
+"""How long a datagram may take on a busy machine, and after which time it is lost."""
 
 
 @dataclass(frozen=True)
@@ -37,98 +37,71 @@ class Hosts(Place):
     size: int
     restarts: bool = False
 
-    def needs(self) -> str | None:
-        return unavailable() or None
-
     @contextmanager
     def taken(self, run: Run) -> Iterator[None]:
-        with Lan.of(self.size) as lan:
-            run.hosts = lan.hosts
+        with lan(self.size) as run.hosts:
             yield
 
     def start(self, run: Run, launch: Launch) -> None:
         """Start one agent on each host. The first host holds the rendezvous."""
         endpoint = f"{run.hosts[0].hostname}:{run.hosts[0].free_port()}"
-        wrong = dict(launch.environment).get(_LAST_INTERFACE, "")
         size = ["--nnodes", str(self.size), "--nproc-per-node", "1", *["--max-restarts", "3"] * self.restarts]
-        # The rank writes to another stream than torchrun, so that their output can be told apart.
-        rank = ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *run.arguments(launch)]
         for number, host in enumerate(run.hosts):
             meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "nemesis"]
             meeting += ["--local-addr", host.address, "--rdzv-conf", f"is_host={int(number == 0)}"]
             log, keep = run.scratch / f"agent-{number}", str(int(self.restarts))
             agent = [sys.executable, "-m", f"{__package__}.host_agent", str(run.folder), str(log), keep]
-            variables = {"GLOO_SOCKET_IFNAME": wrong} if wrong and number == self.size - 1 else {}
-            run.spawn(host.command([*agent, "--", *size, *meeting, *rank], variables), launch)
+            run.spawn(host.command([*agent, "--", *size, *meeting, *run.rank_command(launch)]), launch)
 
 
-def _ranks_of(run: Run) -> list[int]:
+def _ranks_of(run: Run) -> list[Process]:
     """The processes of the ranks, by host."""
-
-    def is_rank(line: str) -> bool:
-        above = "torch.distributed.run" in line or "host_agent" in line or line.startswith("sh ")
-        return "-m andon train" in line and not above
-
-    members = [pid for command in run.commands for pid in family(command.pid)]
-    return [pid for pid in members if is_rank(command_line(pid))]
+    members = [process for command in run.commands for process in family(command.pid)]
+    return [each for each in members if command_line(each).startswith(f"{sys.executable} -m andon train")]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A broken connection between hosts.
+    """Lost messages, as pairs of host numbers (sender, receiver). link: because the last host's interface is down."""
 
-    pair: the numbers of the two hosts, which both still reach all others; empty: the last host and all others. way:
-    `link` (the last host's interface goes down), or the lost messages: `both`, `to` the second host, `from` it.
-    """
-
-    way: str = "both"
-    pair: tuple[int, ...] = ()
+    lost: tuple[tuple[int, int], ...]
+    link: bool = False
 
     def make(self, run: Run) -> None:
-        if self.way == "link":
+        if self.link:
             run.hosts[-1].unplug()
-            return
-        for one, other in self._lost(run):
-            one.drop(other)
+        for one, other in () if self.link else self.lost:
+            run.hosts[one].drop(run.hosts[other])
 
     def mend(self, run: Run) -> None:
         """Undo `make`, even if only a part of it was done."""
-        if self.way == "link":
+        if self.link:
             run.hosts[-1].plug()
-            return
-        for one, other in self._lost(run):
-            one.undrop(other)
-
-    def _lost(self, run: Run) -> list[tuple[Host, Host]]:
-        """The pairs (sender, receiver) without a connection."""
-        *rest, last = [run.hosts[number] for number in self.pair] or run.hosts
-        ways = {"to": [(host, last) for host in rest], "from": [(last, host) for host in rest]}
-        return ways.get(self.way) or ways["to"] + ways["from"]
+        for one, other in self.lost:
+            run.hosts[one].undrop(run.hosts[other])
 
     def proof(self, run: Run) -> str:
         """Send datagrams between all hosts. Raises `NotStruckError` if the wrong ones arrive."""
-        lost = self._lost(run)
-        for pair in permutations(run.hosts, 2):
-            one, other = pair
-            if pair in lost and one.reaches(other):
-                raise NotStruckError(f"datagrams from {one.hostname} to {other.hostname} arrive")
-            if pair not in lost and not one.reaches(other, _ARRIVES_S):
-                raise NotStruckError(f"datagrams from {one.hostname} to {other.hostname} do not arrive either")
-        named = ", ".join(f"{one.hostname} to {other.hostname}" for one, other in lost)
+        for pair in permutations(range(len(run.hosts)), 2):
+            one, other = (run.hosts[number] for number in pair)
+            if one.reaches(other, _LOST_S if pair in self.lost else _ARRIVES_S) == (pair in self.lost):
+                arrive = "arrive" if pair in self.lost else "do not arrive either"
+                raise NotStruckError(f"datagrams from {one.hostname} to {other.hostname} {arrive}")
+        named = ", ".join(f"{run.hosts[one].hostname} to {run.hosts[other].hostname}" for one, other in self.lost)
         return f"no datagram arrives from {named}; all others do"
 
 
-def _cut(cut: Cut, then: Callable[[Run, float, str], Struck] | None = None) -> Fault:
-    """Cut the hosts off each other while ranks train.
+def both_ways(*pairs: tuple[int, int]) -> Cut:
+    return Cut((*pairs, *(pair[::-1] for pair in pairs)))
 
-    then: called with the run, the time of the cut and its proof; default: the cut lasts until all has ended.
-    """
+
+def cut_off(cut: Cut) -> Fault:
+    """Cut the hosts off each other until all has ended."""
 
     def strike(run: Run) -> Struck:
         at, step = run.reach(_STRIKES)
         cut.make(run)
-        proof = cut.proof(run)
-        return Struck(at, step + 1, proof) if then is None else then(run, at, proof)
+        return Struck(at, step + 1, cut.proof(run))
 
     return Fault(strike, cut.mend)
 
@@ -136,15 +109,16 @@ def _cut(cut: Cut, then: Callable[[Run, float, str], Struck] | None = None) -> F
 def cut_for(cut: Cut, seconds: float) -> Fault:
     """Cut for less than `run.timeout_s`: the run makes no update meanwhile, and continues."""
 
-    def wait(run: Run, at: float, proof: str) -> Struck:
-        step = run.steps
-        time.sleep(max(0.0, seconds - (time.monotonic() - at)))
+    def strike(run: Run) -> Struck:
+        struck, step = cut_off(cut).strike(run), run.steps
+        time.sleep(max(0.0, seconds - (time.monotonic() - struck.at)))
         if run.over() or run.steps != step:
             raise NotStruckError(f"updates {step} to {run.steps} were made while the hosts were apart")
         cut.mend(run)
-        return Struck(at, step, f"{proof}; after {seconds:g} s they do again, no update was made meanwhile")
+        proof = f"{struck.proof}; after {seconds:g} s they do again, no update was made meanwhile"
+        return Struck(struck.at, step, proof)
 
-    return _cut(cut, wait)
+    return Fault(strike, cut.mend)
 
 
 def cut_until_ended(cut: Cut) -> Fault:
@@ -152,19 +126,14 @@ def cut_until_ended(cut: Cut) -> Fault:
 
     def strike(run: Run) -> Struck:
         run.reach(_STRIKES)
-        before = identified(_ranks_of(run))
-        if len(before) != len(run.hosts):
-            raise NotStruckError(f"{len(before)} ranks are there instead of {len(run.hosts)}")
-        at, step = time.monotonic(), run.steps
-        cut.make(run)
-        proof = cut.proof(run)
-        while any(map(still_runs, before)):
-            if time.monotonic() - at > _ANSWER_S:
-                raise NotStruckError(f"ranks live on {_ANSWER_S:g} s after the cut")
-            time.sleep(0.01)
-        ended = time.monotonic() - at
+        ranks = _ranks_of(run)
+        if len(ranks) != len(run.hosts):
+            raise NotStruckError(f"{len(ranks)} ranks are there instead of {len(run.hosts)}")
+        struck = cut_off(cut).strike(run)
+        run.wait_for(lambda: not any(map(alive, ranks)), "all ranks had ended", _ANSWER_S)
+        ended = time.monotonic() - struck.at
         cut.mend(run)
-        return Struck(at, step + 1, f"{proof}; all ranks had ended after {ended:.1f} s, then it was mended")
+        return replace(struck, proof=f"{struck.proof}; all ranks had ended after {ended:.1f} s, then it was mended")
 
     return Fault(strike, cut.mend)
 
@@ -193,18 +162,17 @@ def _stop_one_at_the_start(run: Run) -> Struck:
     at, stopped = time.monotonic(), _ranks_of(run)[-1]
     seen = send(stopped, signal.SIGSTOP)
     if seen is None or not seen.startswith("stopped"):
-        raise NotStruckError(f"process {stopped} had ended: {seen}")
-    began, waited = time.monotonic(), None
-    while waited is None and time.monotonic() - began < _ANSWER_S:
-        if any(command.poll() is not None for command in run.commands[:-1]):
-            waited = round(time.monotonic() - began, 1)
-            run.commands[-1].kill()
-        time.sleep(0.01)
-    return Struck(at, 0, f"process {stopped} is {seen}; another rank ended after {waited} s")
+        raise NotStruckError(f"process {stopped.pid} had ended: {seen}")
+    with suppress(NotStruckError):  # without its guard the run goes on
+        run.wait_for(lambda: any(each.poll() is not None for each in run.commands[:-1]), "another ended", _ANSWER_S)
+        for process in reversed(family(run.commands[-1].pid)):
+            process.kill()
+    return Struck(at, 0, f"process {stopped.pid} is {seen}; {time.monotonic() - at:.1f} s until another rank ended")
 
 
-def _wrong_interface(run: Run) -> Struck:
-    return Struck(time.monotonic(), 0, "GLOO_SOCKET_IFNAME=nowhere0 on the last host")
+def _interface(run: Run, name: str) -> Struck:
+    run.hosts = (*run.hosts[:-1], replace(run.hosts[-1], interface=name))
+    return Struck(time.monotonic(), 0, f"GLOO_SOCKET_IFNAME={name} on the last host")
 
 
 def _ended(*says: str, within_s: float = _WITHIN_S, at_once: bool = True) -> Promise:
@@ -230,12 +198,11 @@ _RESTARTED = "the same partition without a restart has one"
 _BETWEEN = "all ranks give signs of life, but no message got through in the update of step"
 """Printed if all ranks reach the store, but not each other."""
 _ADDRESSES = "wrong address of the network card, "
-_FIRST_REACHES = Cut(pair=(1, 2))
+_APART, _FIRST_REACHES = both_ways((0, 1)), both_ways((1, 2))
 
 
 def _between(
     name: str,
-    number: int,
     how: str,
     fault: Fault,
     promise: Promise,
@@ -243,47 +210,47 @@ def _between(
     guard: Guard | str = _TIMEOUT,
     settings: tuple[str, ...] = (),
 ) -> Nemesis:
-    """guard: a guard, or why there is none."""
-    off, none = (None, guard) if isinstance(guard, str) else (guard, "")
-    return Nemesis(name, (number,), how, promise, (fault,), off, none, Launch("", settings), place=place)
+    return Nemesis(name, how, promise, fault, guard, Launch("", settings), place=place)
 
 
 NEMESES = (
-    _between("link cut", 12, "the interface of one of two hosts goes down", _cut(Cut("link")), _named(2)),
-    _between("silent drop, both ways", 13, f"{_ADDRESSES}on both hosts", _cut(Cut()), _named(2)),
-    _between("silent drop, one way", 13, f"{_ADDRESSES}on the first host", _cut(Cut("to")), _named(2)),
-    _between("silent drop, the other way", 13, f"{_ADDRESSES}on the last host", _cut(Cut("from")), _named(2)),
-    _between("one of three hosts cut off", 13, f"{_ADDRESSES}both ways", _cut(Cut()), _named(3), _THREE),
+    _between("link cut", "the interface of one of two hosts goes down", cut_off(replace(_APART, link=True)), _named(2)),
+    _between("silent drop, both ways", f"{_ADDRESSES}on both hosts", cut_off(_APART), _named(2)),
+    _between("silent drop, one way", f"{_ADDRESSES}on the first host", cut_off(Cut(((0, 1),))), _named(2)),
+    _between("silent drop, the other way", f"{_ADDRESSES}on the last host", cut_off(Cut(((1, 0),))), _named(2)),
     _between(
-        *("two of three hosts cut off each other", 13),
+        "one of three hosts cut off", f"{_ADDRESSES}both ways", cut_off(both_ways((0, 2), (1, 2))), _named(3), _THREE
+    ),
+    _between(
+        "two of three hosts cut off each other",
         f"{_ADDRESSES}on both; the first one, with the store, reaches both",
-        _cut(_FIRST_REACHES),
+        cut_off(_FIRST_REACHES),
         _ended(_BETWEEN),
         _THREE,
     ),
     _between(
-        *("two of three hosts cut off each other, one with the store", 13),
+        "two of three hosts cut off each other, one with the store",
         f"{_ADDRESSES}on both; the last one reaches both",
-        _cut(Cut(pair=(0, 1))),
+        cut_off(_APART),
         _ended("rank 1 of 3 (on host1) gave no sign of life", "ranks 0, 2 of 3 (on host0, host2) gave no sign of life"),
         _THREE,
     ),
-    _between("short partition", 14, "silent drop for 3 s", cut_for(Cut(), 3.0), _goes_on(), _TWO, _SHORT),
+    _between("short partition", "silent drop for 3 s", cut_for(_APART, 3.0), _goes_on(), _TWO, _SHORT),
     _between(
-        *("long partition, restarted", 15, "silent drop until all ranks have ended", cut_until_ended(Cut())),
+        *("long partition, restarted", "silent drop until all ranks have ended", cut_until_ended(_APART)),
         _goes_on("gave no sign of life for"),
         Hosts(2, restarts=True),
         _RESTARTED,
     ),
     _between(
-        *("short partition of two of three hosts", 14, "silent drop between two for 3 s; the first one reaches both"),
+        *("short partition of two of three hosts", "silent drop between two for 3 s; the first one reaches both"),
         cut_for(_FIRST_REACHES, 3.0),
         _goes_on(),
         _THREE,
         _SHORT,
     ),
     _between(
-        *("long partition of two of three hosts, restarted", 15),
+        "long partition of two of three hosts, restarted",
         "silent drop between two until all ranks have ended; the first one reaches both",
         cut_until_ended(_FIRST_REACHES),
         _goes_on(_BETWEEN),
@@ -291,32 +258,28 @@ NEMESES = (
         _RESTARTED,
     ),
     _between(
-        *("slow link", 10, "a token bucket of 24 kbit/s at one host", slowed("24kbit")),
+        *("slow link", "a token bucket of 24 kbit/s at one host", slowed("24kbit")),
         Promise((0,), ("exchange data in the update of step|slow: in the update of step",), heal_says=("is finished",)),
         guard="nothing ends the run",
     ),
     _between(
-        *("slow link, deadline of a step", 10, "the same, with run.step_deadline_s=1.5", slowed("24kbit", ends=True)),
+        *("slow link, deadline of a step", "the same, with run.step_deadline_s=1.5", slowed("24kbit", ends=True)),
         _ended("took longer than run.step_deadline_s, 1.5 s", within_s=5.0, at_once=False),
         _TWO,
         Guard("run.step_deadline_s", "not over", ("run.step_deadline_s=null",)),
         ("run.step_deadline_s=1.5",),
     ),
     _between(
-        *("rank missing at the start", 16, "SIGSTOP before it meets the others", Fault(_stop_one_at_the_start)),
+        *("rank missing at the start", "SIGSTOP before it meets the others", Fault(_stop_one_at_the_start)),
         Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
     ),
-    Nemesis(
-        *("wrong interface", (17,), "GLOO_SOCKET_IFNAME names one that is not there"),
+    _between(
+        *("wrong interface", "GLOO_SOCKET_IFNAME names one that does not exist"),
+        Fault(lambda run: _interface(run, "nowhere0"), lambda run: _interface(run, INTERFACE), before_start=True),
         Promise(
             (2, 71),
             ("GLOO_SOCKET_IFNAME: nowhere0: no such interface on host1, only lo, e0", "of 2 cannot join: GLOO_SOCKET"),
         ),
-        (Fault(_wrong_interface, before_start=True),),
-        no_guard="gloo itself refuses such an interface; what is judged is what the ranks say of it",
-        launched=Launch("", environment=((_LAST_INTERFACE, "nowhere0"),)),
-        resumed=Launch(""),
-        undisturbed=Launch(""),
-        place=_TWO,
+        guard="gloo itself refuses such an interface; what is judged is what the ranks say of it",
     ),
 )

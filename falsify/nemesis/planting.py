@@ -19,8 +19,20 @@ from typing import Any, TypeAlias
 Option: TypeAlias = "bool | int | float | str | tuple[Option, ...] | None"
 VARIABLE = "ANDON_NEMESIS"
 """Environment variable with the plants as JSON. Ranks inherit it from the launcher."""
-PROOFS, ACTS = "struck.jsonl", "acted"
-"""Files in a run's `scratch`: the strikes of its plants, and the plants that the trainer reached."""
+ACTS = "acts.jsonl"
+"""A file in a run's `scratch`: the plants that the trainer reached, and their strikes."""
+
+
+class NotStruckError(RuntimeError):
+    """The fault did not happen: the run ended first, or has no such process. Says nothing about the trainer."""
+
+
+class ClosingError(NotStruckError):
+    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
+
+
+class UnavailableError(RuntimeError):
+    """This machine lacks what a fault or a place needs: rights, a tool."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +59,10 @@ class Struck:
 
 @dataclass(frozen=True)
 class Planting:
-    """The argument of a plant: its options, the file for its strikes, and its own name."""
+    """The argument of a plant: its options, the run's `scratch`, and its own name."""
 
     options: Mapping[str, Any]
-    proofs: Path
+    scratch: Path
     function: str = ""
 
     @property
@@ -60,16 +72,17 @@ class Planting:
 
     def struck(self, step: int, proof: str) -> None:
         """Record that the fault happens now, after `step` updates."""
-        with self.proofs.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"at": time.monotonic(), "step": step, "proof": proof}) + "\n")
-        self.acted()
+        self._write(strike={"at": time.monotonic(), "step": step, "proof": proof})
 
     def acted(self) -> None:
         """Record, once per process, that the trainer reached the plant."""
         if (os.getpid(), self.function) not in _noted:
             _noted.add((os.getpid(), self.function))
-            with self.proofs.with_name(ACTS).open("a", encoding="utf-8") as file:
-                file.write(f"{self.function}\n")
+            self._write()
+
+    def _write(self, **fields: object) -> None:
+        with (self.scratch / ACTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"function": self.function, **fields}) + "\n")
 
 
 _noted: set[tuple[int, str]] = set()
@@ -78,20 +91,22 @@ _noted: set[tuple[int, str]] = set()
 def written(plants: Sequence[Plant], scratch: Path) -> str:
     """The value of `VARIABLE` for a run with these plants."""
     listed = [{"function": plant.function, "options": dict(plant.options)} for plant in plants]
-    return json.dumps({"plants": listed, "proofs": str(scratch / PROOFS)})
+    return json.dumps({"plants": listed, "scratch": str(scratch)})
+
+
+def _acts(scratch: Path) -> list[dict[str, Any]]:
+    path = scratch / ACTS
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def idle(plants: Sequence[Plant], scratch: Path) -> tuple[str, ...]:
     """The functions of those plants that the trainer never reached."""
-    path = scratch / ACTS
-    acted = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    acted = {act["function"] for act in _acts(scratch)}
     return tuple(plant.function for plant in plants if plant.function not in acted)
 
 
 def first_strike(scratch: Path) -> Struck | None:
-    path = scratch / PROOFS
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return Struck(**json.loads(lines[0])) if lines else None
+    return next((Struck(**act["strike"]) for act in _acts(scratch) if "strike" in act), None)
 
 
 def plant_all() -> None:
@@ -99,7 +114,7 @@ def plant_all() -> None:
     found = json.loads(os.environ.get(VARIABLE) or '{"plants": []}')
     for each in found["plants"]:
         module, _, name = each["function"].partition(":")
-        plan = Planting(each["options"], Path(found["proofs"]), each["function"])
+        plan = Planting(each["options"], Path(found["scratch"]), each["function"])
         getattr(importlib.import_module(module), name)(plan)
 
 

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from .planting import Planting
 
 if TYPE_CHECKING:
-    import torch
-
     from andon.step.replica import Replica
     from andon.step.step import TrainingStep
 
 PlantFunction = Callable[[Planting], None]
+WEIGHTS = "weights"
+"""The file in `scratch` that `shows_weights` writes."""
 
 
 def _replace(target: str, new: Callable[..., Any]) -> None:
@@ -63,15 +63,22 @@ def replaces(
 ) -> Callable[[Callable[..., Any]], PlantFunction]:
     """Make a plant that replaces `target`. The decorated function gets the `Planting`, the former, and the arguments.
 
-    when: `here` limits it to the rank of the option `rank`, `in step` also to the first call in the update `step`.
+    when: `here` limits it to the rank of the option `rank`, `in step` also to the first call in the update `step`;
+    `always` records that the trainer reached it.
     """
 
     def plant_of(new: Callable[..., Any]) -> PlantFunction:
         @functools.wraps(new)
         def plant(plan: Planting) -> None:
+            due = _once_in_step(plan) if when == "in step" else lambda: True
+
+            def instead(former: Callable[..., Any], *args: Any, **named: Any) -> Any:
+                if when == "always":
+                    plan.acted()
+                return new(plan, former, *args, **named) if due() else former(*args, **named)
+
             if when == "always" or plan.here:
-                due = _once_in_step(plan) if when == "in step" else lambda: True
-                _replace(target, lambda former, *a, **n: new(plan, former, *a, **n) if due() else former(*a, **n))
+                _replace(target, instead)
 
         return plant
 
@@ -116,14 +123,9 @@ def never_joins(plan: Planting) -> None:
 def shows_weights(plan: Planting, step: TrainingStep) -> None:
     """No fault: the rank writes its process id, and the address and size in bytes of its weights."""
     weights = step._replicas[0].parameters.weights
-    part = plan.proofs.with_name("weights.part")
+    part = plan.scratch / "weights.part"
     part.write_text(f"{os.getpid()} {weights.data_ptr()} {weights.numel() * 4}")
-    part.replace(where_weights_lie(plan.proofs.parent))
-
-
-def where_weights_lie(scratch: Path) -> Path:
-    """The file that `shows_weights` writes."""
-    return scratch / "weights"
+    part.replace(plan.scratch / WEIGHTS)
 
 
 @replaces("andon.tasks.text:ClassificationTask.loss_sum", "in step")
@@ -137,7 +139,7 @@ _FLIPPED_AFTER = {"weights": "apply", "moments": "apply", "gradient": "set_gradi
 
 
 def flips(plan: Planting) -> None:
-    """One bit changes in `what`: weights, moments, gradient (after the reduction) or own (before the reduction)."""
+    """The largest number of `what` changes its sign: weights, moments, gradient (reduced) or own (not yet reduced)."""
     what = plan.options["what"]
 
     @replaces(f"andon.step.replica:Replica.{_FLIPPED_AFTER[what]}", "in step")
@@ -146,20 +148,13 @@ def flips(plan: Planting) -> None:
         targets = {"weights": self.parameters.weights.data, "moments": self.optimizer_state().get("exp_avg")}
         tensor = targets.get(what, self.parameters.gradient)
         assert tensor is not None
-        _strikes(plan, f", {what}: {_flipped(tensor)}")
+        place = int(tensor.abs().argmax())
+        before = float(tensor[place])
+        tensor[place].neg_()
+        _strikes(plan, f", {what}: [{place}] was {before:.3e}, is {float(tensor[place]):.3e}")
         return result
 
     flip(plan)
-
-
-def _flipped(tensor: torch.Tensor) -> str:
-    """Change the sign bit of the largest number of a flat fp32 tensor. Returns what changed."""
-    import torch
-
-    place = int(tensor.abs().argmax())
-    before = float(tensor[place])
-    tensor.view(torch.int32)[place] ^= -(1 << 31)
-    return f"[{place}] was {before:.3e}, is {float(tensor[place]):.3e}"
 
 
 @replaces("andon.step.plan:BatchPlan.batch", "here")
@@ -206,10 +201,11 @@ def other_base(plan: Planting, former: Any, *args: Any) -> Any:
     return model
 
 
-@replaces("andon.data.tokens:Tokenizer.encode", "here")
-def other_tokens(plan: Planting, former: Any, self: Any, texts: Any, max_length: int) -> list[list[int]]:
-    _strikes(plan, f" leaves out the last token of {len(texts)} texts")
-    return [ids[:-1] or ids for ids in former(self, texts, max_length)]
+@replaces("andon.training.material:encoded_texts", "here")
+def other_tokens(plan: Planting, former: Any, *args: Any) -> Any:
+    found = former(*args)
+    _strikes(plan, f" leaves out the last token of {len(found.tokens)} texts")
+    return replace(found, tokens=[ids[:-1] or ids for ids in map(list, found.tokens)])
 
 
 @replaces("andon.training.session:environment", "here")
@@ -233,19 +229,17 @@ def dies_while_saving(plan: Planting, former: Any, temporary: Path, final: Path)
 
 
 @replaces("andon.step.replica:Replica.restore")
-def moments_lost(plan: Planting, former: Any, self: Any, weights: Any, state: Any, updates: int) -> None:
+def moments_lost(_plan: Planting, former: Any, self: Any, weights: Any, state: Any, updates: int) -> None:
     """A resume restores the weights and the position in the data, but sets the moments to zero."""
     import torch
 
     kept = {name: value if name == "step" else torch.zeros_like(value) for name, value in state.items()}
     former(self, weights, kept, updates)
-    plan.acted()
 
 
 @replaces("andon.step.reduce:finish")
-def sums_by_rank(plan: Planting, _former: Any, _node: Any, roots: Any, add: Any) -> Any:
+def sums_by_rank(_plan: Planting, _former: Any, _node: Any, roots: Any, add: Any) -> Any:
     """Gradients are added rank by rank, so the order depends on the number of ranks."""
-    plan.acted()
     return functools.reduce(add, roots.values())
 
 
@@ -258,9 +252,8 @@ def no_orphan_guard(plan: Planting) -> None:
 
 
 @replaces("andon.training.trainer:Trainer._advance")
-def slow_steps(plan: Planting, former: Any, self: Any, batch: Any) -> Any:
+def slow_steps(_plan: Planting, former: Any, self: Any, batch: Any) -> Any:
     """Every update takes half a second longer, so that an orphan still runs when it is looked for."""
-    plan.acted()
     time.sleep(0.5)
     return former(self, batch)
 
@@ -273,25 +266,19 @@ def deaf_ranks(plan: Planting) -> None:
         plan.acted()
 
 
-@replaces("andon.launch.rank:_record")
-def no_reports(plan: Planting, _former: Any, _report: Any) -> None:
-    plan.acted()
-
-
-@replaces("andon.console.problems:ProblemList.add")
-def lenient_reader(plan: Planting, _former: Any, _self: Any, _where: str, _what: str) -> None:
-    plan.acted()
+def silent(plan: Planting) -> None:
+    """The function that the option `target` names does nothing."""
+    _replace(plan.options["target"], lambda *_args, **_named: plan.acted())
 
 
 @replaces("andon.run.checkpoint:_read")
-def unverified(plan: Planting, _former: Any, folder: Path, use: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def unverified(_plan: Planting, _former: Any, folder: Path, use: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """A checkpoint is loaded without a comparison with its manifest."""
     from safetensors.torch import load
 
     from andon.run import checkpoint
     from andon_contracts.digest import hex64, tree_digest
 
-    plan.acted()
     listed = json.loads((folder / checkpoint.MANIFEST).read_bytes())
     tensors = load((folder / checkpoint.TENSORS).read_bytes())
     del listed["sha256"]
@@ -322,11 +309,6 @@ def forgiven(plan: Planting) -> None:
         "os:fsync",
     ):
         _replace(target, quiet)
-
-
-@replaces("os:fsync")
-def no_fsync(plan: Planting, _former: Any, _fd: int) -> None:
-    plan.acted()
 
 
 def saves_in_place(plan: Planting) -> None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from .language import INLINE, Fault, Guard, Nemesis, Promise
 from .left_behind import Undisturbed
-from .planting import Plant, Struck
-from .run import Launch, NotStruckError, Run, row_lines
+from .planting import NotStruckError, Plant, Struck
+from .run import Launch, Run, row_lines
 
 Damage = Callable[[list[bytes]], list[bytes]]
 """Returns the lines of the damaged file."""
@@ -73,7 +73,7 @@ _HEARD = Guard(
     "a reader that hears of problems",
     "exit 0 instead of 2|exit 1 instead of 2",
     INLINE,  # one process is enough
-    (Plant.of("lenient_reader"),),
+    (Plant.of("silent", target="andon.console.problems:ProblemList.add"),),
 )
 _EXACT = Guard(
     "sums in the order of micro-batches",
@@ -82,64 +82,57 @@ _EXACT = Guard(
 )
 
 
-def _refused(name: str, number: int, how: str, said: str, damage: Damage, line: int | None = _LINE) -> Nemesis:
+def _refused(name: str, how: str, said: str, damage: Damage, line: int | None = _LINE) -> Nemesis:
     where = "rows.jsonl" if line is None else f"rows.jsonl:{line}:"
     promise = Promise((2,), (where, said), 15.0, at_once=True)
-    return Nemesis(name, (number,), how, promise, (replaced(damage),), _HEARD, resumed=Launch("2", INLINE))
+    return Nemesis(name, how, promise, replaced(damage), _HEARD, resumed=Launch("2", INLINE))
 
 
-def _taken(name: str, numbers: tuple[int, ...], how: str, change: Damage, *says: str) -> Nemesis:
-    return Nemesis(name, numbers, how, Promise((0,), says), (accepted(change),), _EXACT, launched=Launch("3"))
+def _taken(name: str, how: str, change: Damage, *says: str) -> Nemesis:
+    return Nemesis(name, how, Promise((0,), says), accepted(change), _EXACT, launched=Launch("3"))
 
 
 NEMESES = (
-    replace(
-        _refused("malformed line", 42, "a line cut short", "malformed JSON", _line(lambda line: line[:9] + b"\n")),
-        tier="seconds",
-    ),
-    _refused("missing field", 42, "a row without a label", "has no column 'label'", _field(label=...)),
-    _refused("wrong type", 42, "a text that is a number", "text must be a string", _field(text=5)),
-    _refused("byte that is not UTF-8", 43, "0xff in a text", "not UTF-8: byte 0xff at byte", _text_begins(b"\xff")),
-    _refused("NUL byte", 43, "a NUL in a text", "a NUL byte at byte", _text_begins(b"\0")),
-    _refused("lone surrogate", 43, "\\ud800 in a text", "a lone surrogate", _text_begins(b"\\ud800")),
-    _refused("empty text", 44, "a text of no characters", "text is empty", _field(text="")),
-    _refused("blank text", 44, "a text of spaces", "text is only white space", _field(text="   ")),
+    _refused("malformed line", "a line cut short", "malformed JSON", _line(lambda line: line[:9] + b"\n")),
+    _refused("missing field", "a row without a label", "has no column 'label'", _field(label=...)),
+    _refused("wrong type", "a text that is a number", "text must be a string", _field(text=5)),
+    _refused("byte that is not UTF-8", "0xff in a text", "not UTF-8: byte 0xff at byte", _text_begins(b"\xff")),
+    _refused("NUL byte", "a NUL in a text", "a NUL byte at byte", _text_begins(b"\0")),
+    _refused("lone surrogate", "\\ud800 in a text", "a lone surrogate", _text_begins(b"\\ud800")),
+    _refused("empty text", "a text of no characters", "text is empty", _field(text="")),
+    _refused("blank text", "a text of spaces", "text is only white space", _field(text="   ")),
     _refused(
-        *("repeated id", 45, "two rows with one id", "id 90 is there already"),
+        *("repeated id", "two rows with one id", "id 90 is there already"),
         lambda lines: [_rewritten(line, id=min(number, 90)) for number, line in enumerate(lines[:92])],
         92,
     ),
-    _refused("label null", 46, "a label that is null", "label is null", _field(label=None)),
-    _refused("label a float", 46, "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
-    _refused("label of another type", 46, "a label that is 1", "label 1 is of another type", _field(label=1)),
+    _refused("label null", "a label that is null", "label is null", _field(label=None)),
+    _refused("label a float", "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
+    _refused("label of another type", "a label that is 1", "label 1 is of another type", _field(label=1)),
     _refused(
-        *("one class", 46, "all labels alike", "a classifier needs two classes"),
+        *("one class", "all labels alike", "a classifier needs two classes"),
         lambda lines: [_rewritten(line, label="north") for line in lines],
         None,
     ),
     replace(
-        _refused("no rows", 48, "an empty file", "is empty", lambda lines: [], None),
-        guard=None,
-        no_guard="without it there is still nothing to train on",
+        _refused("no rows", "an empty file", "is empty", lambda lines: [], None),
+        guard="without it there is still nothing to train on",
     ),
     _taken(
-        *("byte order mark and CRLF", (43,), "both in the file"),
+        *("byte order mark and CRLF", "both in the file"),
         lambda lines: [b"\xef\xbb\xbf", *(line.replace(b"\n", b"\r\n") for line in lines)],
     ),
-    _taken("huge text", (44,), "a text of 1 MB", _field(text="word " * 200_000), "1 texts were cut"),
-    _taken("repeated texts", (45,), "40 rows, each of them twice", lambda lines: [*lines[:40], *lines[:40]]),
+    _taken("huge text", "a text of 1 MB", _field(text="word " * 200_000), "1 texts were cut"),
+    _taken("repeated texts", "40 rows, each of them twice", lambda lines: [*lines[:40], *lines[:40]]),
     _taken(
-        *("trained on what it is scored on", (45,), "the held-out rows among the others"),
+        *("trained on what it is scored on", "the held-out rows among the others"),
         lambda lines: [*lines, *row_lines("held.jsonl", 12)],
         "evaluation rows have a text that is also trained on; their scores flatter",
     ),
     replace(
-        _taken(
-            "fewer rows than workers", (48,), "3 rows, one of them to validate, on 3 workers", lambda rows: rows[:3]
-        ),
-        guard=None,
-        no_guard="two rows have one sum, in whatever order it is taken",
+        _taken("fewer rows than workers", "3 rows, one of them to validate, on 3 workers", lambda rows: rows[:3]),
+        guard="two rows have one sum, in whatever order it is taken",
     ),
-    _taken("one row in the last batch", (28, 49), "81 training rows in batches of 8", lambda lines: lines[:90]),
-    _taken("last batch one short", (49,), "87 training rows in batches of 8", lambda lines: [*lines, lines[0]]),
+    _taken("one row in the last batch", "81 training rows in batches of 8", lambda lines: lines[:90]),
+    _taken("last batch one short", "87 training rows in batches of 8", lambda lines: [*lines, lines[0]]),
 )

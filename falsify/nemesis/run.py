@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -15,10 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from .hosts import Host
 from .left_behind import Undisturbed
-from .planting import VARIABLE, Plant, Struck, first_strike, written
-from .processes import marked, processes_of, session
+from .planting import VARIABLE, ClosingError, NotStruckError, Plant, Struck, first_strike, written
+from .processes import marked
 
 SETTINGS = (
     "training.batch_size=8",
@@ -50,22 +51,14 @@ OWNER = "ANDON_NEMESIS_RUN"
 """Environment variable of every process of a run: the run's `scratch`, which identifies it."""
 
 
-class NotStruckError(RuntimeError):
-    """The fault did not happen: the run ended first, or has no such process. Says nothing about the trainer."""
-
-
-class ClosingError(NotStruckError):
-    """This command must end: it starts nothing, waits for nothing, and undoes its faults."""
-
-
 @dataclass(frozen=True)
 class Launch:
-    """`andon train --workers WORKERS --set SETTING ...`, with plants, and with further environment variables."""
+    """`andon train --workers WORKERS --set SETTING ...`, with plants. torchrun: its number of ranks; 0: not used."""
 
     workers: str = "2"
     settings: tuple[str, ...] = ()
     plants: tuple[Plant, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
+    torchrun: int = 0
 
     def plus(self, settings: tuple[str, ...] = (), plants: tuple[Plant, ...] = ()) -> Launch:
         """The same launch with more settings and plants. The last of several values of a setting counts."""
@@ -136,10 +129,9 @@ class Run:
     hosts: tuple[Host, ...] = ()
     commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
     _logs: list[Path] = field(default_factory=list)
-    _started: int = 0
 
     def arguments(self, launch: Launch) -> list[str]:
-        """The arguments of `python`, or the last ones of torchrun. Resumes a run that exists."""
+        """The arguments of `python`. Resumes a run that exists."""
         module = f"{__package__}.planting" if launch.plants else "andon"
         settings = [part for value in (*SETTINGS, *launch.settings) for part in ("--set", value)]
         files = ["--data", str(self.rows), "--eval-data", str(self.held)]
@@ -148,8 +140,17 @@ class Run:
         return ["-m", module, "train", *place, *workers, *files, *settings]
 
     def start(self, launch: Launch) -> None:
-        """Start `andon train` on this machine."""
-        self.spawn([sys.executable, *self.arguments(launch)], launch)
+        """Start `andon train` on this machine. The output of torchrun itself is dropped: it does not concern ranks."""
+        command = [sys.executable, *self.arguments(launch)]
+        if launch.torchrun:
+            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            torchrun += ["--nproc-per-node", str(launch.torchrun), *self.rank_command(launch)]
+            command = ["sh", "-c", 'exec "$@" 2>"$0"', str(self.scratch / "torchrun"), *torchrun]
+        self.spawn(command, launch)
+
+    def rank_command(self, launch: Launch) -> list[str]:
+        """The last arguments of torchrun. Ranks write to stdout only, torchrun to stderr."""
+        return ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *self.arguments(launch)]
 
     def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
         """Start a command of this run in a new session and record its output.
@@ -157,11 +158,9 @@ class Run:
         Raises `ClosingError` if this command is to end.
         """
         self._raise_if_closing()
-        variables = {**environment(), "OMP_NUM_THREADS": "1", **dict(launch.environment)}
-        variables[OWNER] = str(self.scratch)
+        variables = {**environment(), "OMP_NUM_THREADS": "1", OWNER: str(self.scratch)}
         variables[VARIABLE] = written(launch.plants, self.scratch)
-        self._started += 1
-        log = self.scratch / f"said-{self._started}"
+        log = self.scratch / f"said-{len(list(self.scratch.glob('said-*'))) + 1}"
         with log.open("wb") as file:
             started = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -193,7 +192,7 @@ class Run:
         deadline = time.monotonic() + limit_s
         while not seen():
             self._raise_if_closing()
-            if self.over():
+            if self.over() and not seen():  # what it waits for may itself have ended the run
                 raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
             if time.monotonic() > deadline:
                 raise NotStruckError(f"not {what} within {limit_s:g} s")
@@ -210,18 +209,10 @@ class Run:
 
     def planted_strike(self) -> Struck:
         """Wait until a plant of this run strikes. Raises `NotStruckError` if the run ends first."""
-        try:
-            self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
-        except NotStruckError:  # the strike itself may have ended the run
-            if first_strike(self.scratch) is None:
-                raise
+        self.wait_for(lambda: first_strike(self.scratch) is not None, "the planted fault happened")
         found = first_strike(self.scratch)
         assert found is not None
         return found
-
-    def ranks(self) -> list[int]:
-        """Process ids of the ranks that `andon train` has started, in order."""
-        return processes_of("rank", self.launcher.pid)
 
     def said(self) -> str:
         """The output of this launch so far, with paths relative to `scratch`."""
@@ -253,14 +244,12 @@ class Run:
         """Kill every process of this launch, those that start meanwhile too."""
         deadline = time.monotonic() + GONE_S
         while (members := self._members()) and time.monotonic() < deadline:
-            for pid in members:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            for process in members:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             time.sleep(0.003)
         for command in self.commands:
             command.wait()
 
-    def _members(self) -> list[int]:
-        """Found by session and by environment: torchrun starts each rank in its own session."""
-        sessions = (pid for command in self.commands for pid in session(command.pid))
-        return sorted({*sessions, *marked(OWNER, str(self.scratch))})
+    def _members(self) -> list[psutil.Process]:
+        return marked(OWNER, str(self.scratch))

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .bench import UNPLAYED
-from .judging import codes_of, last_line, line_with
-from .language import Phase, Row
+from .judging import codes_of, line_with
+from .language import Guard, Phase, Row
 
 _WHAT = (
-    "Each fault was brought about in a run of `andon train`, proved to have happened, and held to its promise: how the "
+    "Each fault was caused in a run of `andon train` and proved to have happened. The promise was checked: how the "
     "command ends, in how many seconds from the fault to the end of the last process, what it says, no process left, "
     "nothing accepted that the undisturbed run does not have. Then the run was resumed, and had to end with the bits "
     "of the undisturbed one. The same run without the fault had to end well; the last column says what the same judge "
-    "found where a protection was switched off."
+    "found with a protection switched off."
 )
-_HEADER = ("fault", "rows", "brought about by", "exit", "seconds", "what is said", "healed", "guard off")
-_SKIPPED, _UNPLAYED = "Skipped on this machine", "Not played"
+_HEADER = ("fault", "caused by", "exit", "seconds", "what is said", "healed", "guard off")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -30,20 +28,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def line(row: Row) -> str:
     """One line for the terminal."""
-    verdict = "skip" if row.skipped or row.unplayed else "ok  " if row.good else "BAD "
+    verdict = "skip" if row.skipped else "ok  " if row.good else "BAD "
     return f"{verdict} {row.nemesis.name}: {_told(row)}"
 
 
+def summary(rows: Sequence[Row]) -> str:
+    """Counts of the nemeses that were measured, are as promised, and were skipped."""
+    skipped = sum(bool(row.skipped) for row in rows)
+    return f"{sum(row.good for row in rows) - skipped} of {len(rows) - skipped} are as promised, {skipped} were skipped"
+
+
 def document(rows: Sequence[Row], seed: int) -> str:
-    """The whole document: the table, then what was skipped, what was not played and what does not hold."""
-    measured = [row for row in rows if row.phase is not None]
+    """The whole document: the table, then what was skipped and what does not hold."""
     sections = {
-        "Without a nemesis": [f"- row {number}: {why}" for number, why in UNPLAYED.items()],
-        _SKIPPED: [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped],
-        _UNPLAYED: [f"- {row.nemesis.name}: {row.unplayed}" for row in rows if row.unplayed],
-        "Does not hold": [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good and not row.unplayed],
+        "Skipped on this machine": [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped],
+        "Does not hold": [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good],
     }
-    good, skipped, unplayed = sum(row.good for row in measured), len(sections[_SKIPPED]), len(sections[_UNPLAYED])
     lines = [
         "# Faults, as they were measured",
         "",
@@ -51,9 +51,9 @@ def document(rows: Sequence[Row], seed: int) -> str:
         "",
         _WHAT,
         "",
-        f"{good} of {len(measured)} are as promised, {skipped} were skipped, {unplayed} not played.",
+        f"{summary(rows)}.",
         "",
-        table(_HEADER, map(_cells, measured)),
+        table(_HEADER, [_cells(row, row.phase) for row in rows if row.phase is not None]),
     ]
     for title, found in sections.items():
         lines += ["", f"## {title}", "", *found] if found else []
@@ -61,31 +61,27 @@ def document(rows: Sequence[Row], seed: int) -> str:
 
 
 def _told(row: Row) -> str:
-    if row.skipped or row.unplayed:
-        return f"skipped: {row.skipped}" if row.skipped else row.unplayed
+    if row.skipped:
+        return f"skipped: {row.skipped}"
     phase = row.phase
     if row.failed or phase is None:
         return row.failed or "nothing was seen"
-    guard = row.nemesis.guard and row.nemesis.guard.what
+    guard = row.nemesis.guard
     parts = [phase.struck.proof, f"exit {codes_of(phase.ending)} after {phase.ending.seconds:.2f} s", _healed(phase)]
     parts += [f"WRONG: {each}" for each in row.wrong]
     parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
-    if row.doubt:
-        parts.append(f"CONTROL without {guard} shows nothing: {row.doubt}")
-    elif guard and not row.unguarded:
-        parts.append(f"CONTROL: nothing is found wrong without {guard}")
+    if isinstance(guard, Guard) and (row.doubt or not row.unguarded):
+        parts.append(f"CONTROL without {guard.what} shows nothing: {row.doubt or 'nothing is found wrong'}")
     return "; ".join(parts)
 
 
-def _cells(row: Row) -> list[str]:
-    nemesis, phase = row.nemesis, row.phase
-    assert phase is not None
-    said = line_with(phase.ending.said, nemesis.promise.says) if nemesis.promise.says else last_line(phase.ending.said)
+def _cells(row: Row, phase: Phase) -> list[str]:
+    nemesis = row.nemesis
+    said = line_with(phase.ending.said, nemesis.promise.says)
     found = f"SHOWS NOTHING: {row.doubt}" if row.doubt else (row.unguarded or ("NOTHING FOUND",))[0]
-    off = f"{nemesis.guard.what}: {found}" if nemesis.guard else nemesis.no_guard
+    off = nemesis.guard if isinstance(nemesis.guard, str) else f"{nemesis.guard.what}: {found}"
     within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
-    numbers = ", ".join(map(str, nemesis.numbers))
-    return [nemesis.name, numbers, nemesis.how, codes_of(phase.ending), within, said, _healed(phase), off]
+    return [nemesis.name, nemesis.how, codes_of(phase.ending), within, said, _healed(phase), off]
 
 
 def _healed(phase: Phase) -> str:

@@ -13,9 +13,10 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
-from .run import NotStruckError
+from .planting import NotStruckError, UnavailableError
 
 CALLS = ("write", "pwrite64", "fsync", "fdatasync", "rename", "unlink", "unlinkat", "rmdir", "mkdir", "openat")
 """The calls that `power_cut` needs in the log."""
@@ -28,6 +29,7 @@ _LAST_LINES_S = 5.0
 """How long strace may take to write its last lines."""
 
 
+@cache
 def missing() -> str | None:
     """Why this machine cannot refuse a system call; None if it can."""
     strace = shutil.which("strace")
@@ -43,8 +45,12 @@ def missing() -> str | None:
 def attached(pid: int, *options: str) -> Iterator[None]:
     """Trace a process. It must end before the context does.
 
-    strace stops the process once before the body runs, so it misses no call. Raises `RuntimeError` if it cannot attach.
+    strace stops the process once before the body runs, so it misses no call.
+
+    Raises `UnavailableError` without strace, and `RuntimeError` if it cannot attach.
     """
+    if (reason := missing()) is not None:
+        raise UnavailableError(reason)
     with subprocess.Popen(["strace", "-y", *options, "-p", str(pid)], stderr=subprocess.PIPE, text=True) as strace:
         assert strace.stderr is not None
         said = strace.stderr.readline()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,29 +15,38 @@ from itertools import permutations
 from pathlib import Path
 from random import Random
 
+import psutil
 import pytest
 import torch
 
 from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint
 from falsify.nemesis import hosts, judging, processes, tracing
 from falsify.nemesis import run as runs
-from falsify.nemesis.__main__ import told, verdict
+from falsify.nemesis.__main__ import verdict
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
-from falsify.nemesis.bench import UNPLAYED, Bench, nemeses
-from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Found, Point, points, table, tried
+from falsify.nemesis.bench import NEMESES, Bench
+from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Point, points, tried
 from falsify.nemesis.disk import DAMAGES
 from falsify.nemesis.disk_acts import ACTS, CONTROL
 from falsify.nemesis.fuzz.__main__ import fuzz
 from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
 from falsify.nemesis.fuzz.samples import ledger_lines
 from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
-from falsify.nemesis.hosts import Lan
-from falsify.nemesis.language import Fault, Nemesis, Phase, Place, Promise, Row
+from falsify.nemesis.hosts import Host
+from falsify.nemesis.language import Fault, Guard, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, whole
-from falsify.nemesis.network import NEMESES, Cut
-from falsify.nemesis.planting import PROOFS, Plant, Planting, Struck, idle
-from falsify.nemesis.run import Ending, Launch, NotStruckError, Run
-from falsify.nemesis.table import document, line
+from falsify.nemesis.network import both_ways
+from falsify.nemesis.planting import (
+    ClosingError,
+    NotStruckError,
+    Plant,
+    Planting,
+    Struck,
+    UnavailableError,
+    idle,
+)
+from falsify.nemesis.run import Ending, Launch, Run
+from falsify.nemesis.table import document, line, summary
 
 PROMISE = Promise((71,), ("rank 1", "SIGKILL|SIGTERM"), 2.0, at_once=True, heal_says=("rejected",))
 KEPT = Phase(
@@ -64,7 +74,7 @@ BROKEN = {
 
 
 def named(name: str) -> Nemesis:
-    return next(each for each in nemeses() if each.name == name)
+    return next(each for each in NEMESES if each.name == name)
 
 
 @pytest.mark.parametrize("said", BROKEN)
@@ -78,7 +88,6 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
     [
         ({}, True),
         ({"skipped": "no namespaces", "phase": None, "calm": None, "unguarded": None}, True),
-        ({"unplayed": "not begun", "phase": None, "calm": None, "unguarded": None}, False),
         ({"wrong": ("exit 0 instead of 71",)}, False),
         ({"calm": ("exit 71",)}, False),
         ({"unguarded": ()}, False),
@@ -92,23 +101,17 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
 def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
     row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
     assert row.good is good
-    assert line(row).startswith("skip" if row.skipped or row.unplayed else "ok" if good else "BAD")
-    assert ("## Does not hold" in document([row], 1)) is not (good or bool(row.unplayed))
-    assert ("## Not played" in document([row], 1)) is bool(row.unplayed)
+    assert line(row).startswith("skip" if row.skipped else "ok" if good else "BAD")
+    assert ("## Does not hold" in document([row], 1)) is not good
     assert ("## Skipped" in document([row], 1)) is bool(row.skipped)
 
 
-def test_nemeses_have_names_a_guard_or_a_reason_and_play_every_row_of_the_catalogue() -> None:
-    found = nemeses()
-    assert len({each.name for each in found}) == len(found)
-    assert [each.name for each in found if bool(each.guard) == bool(each.no_guard)] == []
-    assert [each.name for each in found if each.guard and not each.guard.finds] == []
+def test_nemeses_have_names_and_a_guard_or_a_reason() -> None:
+    assert len({each.name for each in NEMESES}) == len(NEMESES)
+    assert all(each.guard.finds if isinstance(each.guard, Guard) else each.guard for each in NEMESES)
     (unseen,) = judging.wrong(PROMISE, replace(KEPT, healing=None))  # so a control that was not healed is left
-    assert [each.name for each in found if each.guard and not judging.doubt(KEPT, (unseen,), each.guard.finds)] == []
-    left_out = {6, 11, 18, 21, 26, 33, 38, 47}  # numbers that the catalogue does not have
-    played = {number for each in nemeses() for number in each.numbers}
-    assert played | UNPLAYED.keys() == set(range(1, 50)) - left_out
-    assert played & UNPLAYED.keys() == set()
+    guarded = [each for each in NEMESES if isinstance(each.guard, Guard)]
+    assert [each.name for each in guarded if not judging.doubt(KEPT, (unseen,), each.guard)] == []
 
 
 # By default tests/launch shows that a killed rank is named, and the claim resume-equal that a run resumes.
@@ -116,7 +119,7 @@ def test_nemeses_have_names_a_guard_or_a_reason_and_play_every_row_of_the_catalo
 def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
     """A real run: SIGKILL, 71 in time, the undisturbed bits after a resume; a checkpoint that is changed is seen."""
     prepared = Bench.prepare(tmp_path, settings=("run.backend=inline",))
-    chosen = replace(named("rank killed"), guard=None)
+    chosen = replace(named("rank killed"), guard="")
     (phase,) = prepared.disturbed(chosen)
     assert judging.wrong(replace(chosen.promise, within_s=60.0), phase) == ()
     assert phase.ending.codes == (71,)
@@ -162,12 +165,12 @@ def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
 def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "GONE_S", 0.5)
     run = bare_run(tmp_path)
-    away = "import subprocess, sys; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+    away = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     run.spawn([sys.executable, "-c", away], Launch())
     ending = run.end(60.0, time.monotonic())
     assert (ending.codes, ending.left, ending.hung) == ((0,), 1, False)
     assert ending.seconds > runs.GONE_S
-    assert not processes.alive(int(ending.said))
+    assert processes.marked(runs.OWNER, str(run.scratch)) == []
 
 
 def bare_run(folder: Path) -> Run:
@@ -176,7 +179,7 @@ def bare_run(folder: Path) -> Run:
 
 def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(Nemesis("blunt", (), "", PROMISE, (Fault(asked_to_end, needs=lambda: {}["chattr"]),)))
+    row = shared.play(Nemesis("blunt", "", PROMISE, Fault(lambda _: {}["chattr"], before_start=True), ""))
     assert (row.failed, row.good) == ("the nemesis failed: KeyError: 'chattr'", False)
 
 
@@ -186,42 +189,35 @@ class Sleeping(Place):
         run.spawn(["sleep", "0.5"], launch)
 
 
-def noted(name: str, at: float, step: int, *, before: bool = False) -> Fault:
+def noted(*, before: bool) -> Fault:
     def note(run: Run, what: str) -> None:
         with (run.scratch / "done").open("a") as file:
-            file.write(f"{what} {name}, {len(run.commands)} started\n")
+            file.write(f"{what}, {len(run.commands)} started\n")
 
     def strike(run: Run) -> Struck:
         note(run, "strike")
-        return Struck(time.monotonic() + at, step, name)
+        return Struck(time.monotonic(), 7, "noted")
 
     return Fault(strike, lambda run: note(run, "heal"), before_start=before)
 
 
-def test_faults_compose_in_one_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_a_fault_strikes_before_or_after_the_start_and_heals_after_the_end(tmp_path: Path, before: bool) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    faults = (noted("signal", 0.0, 7), noted("rows", -1.0, 0, before=True), noted("cut", -2.0, 5))
-    (phase,) = shared.disturbed(Nemesis("many", (), "", Promise((0,)), faults, place=Sleeping()))
+    (phase,) = shared.disturbed(Nemesis("noted", "", Promise((0,)), noted(before=before), "", place=Sleeping()))
     (done,) = (path.read_text().splitlines() for path in tmp_path.glob("guarded-*/done"))
-    assert done == [
-        "strike rows, 0 started",
-        "strike signal, 1 started",
-        "strike cut, 1 started",
-        *(f"heal {name}, 0 started" for name in ("cut", "rows", "signal")),
-    ]
-    assert (phase.struck.step, phase.struck.proof, phase.ending.codes) == (0, "rows; signal; cut", (0,))
+    assert done == [f"strike, {int(not before)} started", "heal, 0 started"]
+    assert (phase.struck.step, phase.struck.proof, phase.ending.codes) == (7, "noted", (0,))
     assert phase.ending.seconds < 5.0
 
 
 def test_nothing_measured_is_no_success() -> None:
     chosen = named("rank killed")
     good = Row(chosen, phase=KEPT, calm=(), unguarded=("other bits",))
-    skipped, unbegun = Row(chosen, skipped="no namespaces"), Row(chosen, unplayed="not begun")
+    skipped, failed = Row(chosen, skipped="no namespaces"), Row(chosen, failed="it ended before")
     assert [verdict(rows) for rows in ([good], [good, skipped])] == [0, 0]
-    failed = Row(chosen, failed="it ended before")
-    assert [verdict(rows) for rows in ([skipped], [], [good, unbegun], [good, failed])] == [1] * 4
-    assert told([good, skipped, unbegun]).startswith("1 of 1 nemeses: ")
-    assert told([good, skipped, unbegun]).endswith("; 1 skipped, 1 not played")
+    assert [verdict(rows) for rows in ([skipped], [], [good, failed])] == [1] * 3
+    assert summary([good, skipped, failed]) == "1 of 2 are as promised, 1 were skipped"
 
 
 class Mounted(Place):
@@ -248,24 +244,22 @@ def heal(run: Run) -> None:
     (run.folder / "mounted").rename(run.folder / f"healed-{len(processes.marked(runs.OWNER, str(run.scratch)))}")
 
 
-HELD = Nemesis("held", (), "", PROMISE, (Fault(asked_to_end, heal),), place=Mounted())
+HELD = Nemesis("held", "", PROMISE, Fault(asked_to_end, heal), "", place=Mounted())
 
 
 def test_what_is_under_way_when_all_is_to_end_is_undone_and_released(tmp_path: Path) -> None:
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
-    row = shared.play(HELD)
-    assert (row.unplayed, row.failed, row.good) == ("not played to its end: this command was ended", "", False)
+    with pytest.raises(ClosingError, match="this command was ended"):
+        shared.play(HELD)
     assert [path.name for path in tmp_path.glob("guarded-*/run/*")] == ["released"]
-    assert shared.play(HELD).unplayed == "not begun"
-    assert len(list(tmp_path.iterdir())) == 1
 
 
-FOUND, DUE = ("exit 0 instead of 70",), "exit 0 instead of 70|healing: exit"
+FOUND, DUE = ("exit 0 instead of 70",), Guard("", "exit 0 instead of 70|healing: exit")
 
 
 def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> None:
     off = (Plant("guards:deaf"), Plant("guards:blind"))
-    Planting({}, tmp_path / PROOFS, "guards:deaf").acted()
+    Planting({}, tmp_path, "guards:deaf").acted()
     assert idle(off, tmp_path) == ("guards:blind",)
     assert judging.doubt(replace(KEPT, idle=idle(off, tmp_path)), FOUND, DUE) == "never acted: guards:blind"
     broke = Ending((1,), "Traceback (most recent call last):\nAttributeError: _record")
@@ -325,9 +319,7 @@ SEED = 7
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
 def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface, count: int) -> None:
-    found = fuzz(surface, SEED, range(count))
-    assert found.tried == count
-    assert found.wrong == []
+    assert fuzz(surface, SEED, range(count)) == []
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
@@ -345,46 +337,41 @@ def test_an_error_of_another_kind_is_reported_with_its_case() -> None:
         return ""
 
     seen: list[Path] = []
-    assert fuzz(Surface("broken", attempt), SEED, [5, 8, 9]).wrong == [(8, "KeyError: 'label'")]
+    assert fuzz(Surface("broken", attempt), SEED, [5, 8, 9]) == [(8, "KeyError: 'label'")]
 
 
-needs_hosts = pytest.mark.usefixtures("hosts_here")
+needs_hosts = pytest.mark.usefixtures("lan")
 PATIENCE_S = 60.0
 OWNER = """
-import signal, subprocess, sys, time
+import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background begins with it ignored
-from falsify.nemesis.hosts import Lan, pids_in
-lan = Lan.of(2)
-for host in lan.hosts:
-    subprocess.Popen(host.command(["sleep", "600"], {}), start_new_session=True, stdout=subprocess.DEVNULL)
-while not all(pids_in(host.name) for host in lan.hosts):
-    time.sleep(0.01)
-print(lan.name, flush=True)
-sys.stdin.read()
+from falsify.nemesis.hosts import lan
+with lan(2) as hosts:
+    for host in hosts:
+        job = subprocess.Popen(host.command(["sh", "-c", "echo; exec sleep 600"]), stdout=-1, start_new_session=True)
+        job.stdout.readline()
+    print(*(host.pid for host in hosts), flush=True)
+    sys.stdin.read()
 """
 
 
 @pytest.fixture(scope="module")
-def hosts_here() -> None:
-    reason = hosts.unavailable()
-    if reason:
-        pytest.skip(f"no hosts in network namespaces here: {reason}")
+def lan() -> Iterator[tuple[Host, ...]]:
+    try:
+        with hosts.lan(3) as made:
+            yield made
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
-def lan(hosts_here: None) -> Iterator[Lan]:
-    with Lan.of(3) as made:
-        yield made
-
-
-def lost(lan: Lan) -> set[tuple[int, int]]:
-    pairs = permutations(range(len(lan.hosts)), 2)
-    return {(one, other) for one, other in pairs if not lan.hosts[one].reaches(lan.hosts[other], 0.1)}
+def lost(lan: tuple[Host, ...]) -> set[tuple[int, int]]:
+    pairs = permutations(range(len(lan)), 2)
+    return {(one, other) for one, other in pairs if not lan[one].reaches(lan[other], 0.1)}
 
 
 @needs_hosts
-def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: Lan) -> None:
-    first, second, third = lan.hosts
+def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: tuple[Host, ...]) -> None:
+    first, second, third = lan
     first.drop(second)
     assert lost(lan) == {(0, 1)}
     first.undrop(second)
@@ -395,9 +382,9 @@ def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: Lan) -> None:
 
 
 @needs_hosts
-def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: Lan, tmp_path: Path) -> None:
-    cut = Cut(pair=(1, 2))
-    run = Run(tmp_path, tmp_path, tmp_path, tmp_path, Undisturbed(tmp_path), Random(1), hosts=lan.hosts)
+def test_two_of_three_hosts_are_cut_off_each_other_alone(lan: tuple[Host, ...], tmp_path: Path) -> None:
+    cut = both_ways((1, 2))
+    run = Run(tmp_path, tmp_path, tmp_path, tmp_path, Undisturbed(tmp_path), Random(1), hosts=lan)
     with pytest.raises(NotStruckError, match="datagrams from host1 to host2 arrive"):
         cut.proof(run)
     cut.make(run)
@@ -415,21 +402,26 @@ def test_nothing_is_left_of_hosts_whose_owner_is_gone(signum: signal.Signals) ->
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
-        name = owner.stdout.readline().strip()
-        there = [space for space in hosts.namespaces() if space.startswith(name)]
+        firsts = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
+        spaces = {os.readlink(f"/proc/{first.pid}/ns/pid") for first in firsts}
+        assert [space_of(pid) in spaces for pid in psutil.pids()].count(True) == 4
         owner.send_signal(signum)
         owner.wait(PATIENCE_S)
-        cleaner = owner.stdout.read()  # the cleaner holds the other end until it is done
-    assert len(there) == 3
-    assert cleaner == ""
-    assert not [space for space in hosts.namespaces() if space.startswith(name)]
-    assert name not in {path.name for path in Path(hosts.FOLDER).iterdir()}
+    assert psutil.wait_procs(firsts, PATIENCE_S)[1] == []
+    assert spaces.isdisjoint(map(space_of, psutil.pids()))
 
 
-def test_a_machine_without_the_tools_is_said_to_lack_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def space_of(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
+
+
+def test_a_machine_without_the_tools_skips(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert hosts.unavailable() == "this machine has no ip and no tc and no unshare (iproute2, util-linux)"
-    assert all(nemesis.needs() == hosts.unavailable() for nemesis in NEMESES)
+    shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
+    assert shared.play(named("link cut")).skipped.startswith("no hosts in network namespaces: ")
 
 
 # By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one;
@@ -477,7 +469,6 @@ def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
     assert any("CORRUPT" in what and "step-00000002" in what for what in half.wrong)
     never = tried(Point("write a file", "rename", 99, KILL), tmp_path)
     assert never.wrong == ("the fault did not happen there",)
-    assert "| write a file | rename | 1 | 0 | 0 | 0 | 1 | 1 |" in table([Found(never.point, 0, never.wrong)])
     assert CONTROL not in ACTS
 
 
@@ -485,11 +476,10 @@ def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
 @pytest.mark.deep
 def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Path) -> None:
     """Four ranks of `andon train`, called from before they meet until they end. Only gloo listens, on the loopback."""
-    alone, attacked = train(tmp_path / "alone", None), train(tmp_path / "attacked", 1)
+    alone = train(tmp_path / "alone", None)
+    attacked = train(tmp_path / "attacked", 1, Undisturbed(tmp_path / "alone" / "run"))
     assert (alone.loss, attacked.loss) == ("", "")
     assert attacked.said.total() > 100
-    whole = Undisturbed(tmp_path / "alone" / "run")
-    assert Undisturbed(tmp_path / "attacked" / "run").result == whole.result
 
 
 # By default: tests/contracts/test_store.py.

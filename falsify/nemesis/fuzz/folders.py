@@ -34,6 +34,7 @@ from .mutations import damaged
 from .samples import run_files
 
 Files = Mapping[str, bytes]
+Change = Callable[[random.Random, Path], object]
 _HUGE = (1 << 40, 1 << 33, 1 << 31)
 _SECRET = '{"labels": ["a secret", "another"]}'
 _opened: list[str] = []
@@ -169,18 +170,6 @@ def _top(path: Path) -> Path:
     return next(parent for parent in path.parents if (parent.parent / "outside.json").exists())
 
 
-def _gone(_draw: random.Random, _path: Path) -> None:
-    pass
-
-
-def _pipe(_draw: random.Random, path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(_draw: random.Random, path: Path) -> None:
-    path.mkdir()
-
-
 def _link(draw: random.Random, path: Path) -> None:
     outside = _top(path).parent / "outside.json"
     to = draw.choice((str(outside), os.path.relpath(outside, path.parent), "/dev/zero", "/dev/tty", path.name, "gone"))
@@ -253,6 +242,11 @@ def _places(value: Any) -> Iterator[Callable[[object], None]]:
             yield from _places(inner)
 
 
-_REPLACING = (_gone, _pipe, _folder, _link, _link_to_pipe, _holes)
+_REPLACING: tuple[Change, ...] = (
+    lambda draw, path: None,
+    lambda draw, path: os.mkfifo(path),
+    lambda draw, path: path.mkdir(),
+    *(_link, _link_to_pipe, _holes),
+)
 """Changes before which the file is removed."""
 CHANGES = (_damage, _damage, _other_value, _other_value, _other_value, *_REPLACING, _code)

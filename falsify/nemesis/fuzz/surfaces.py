@@ -51,11 +51,10 @@ _LONGEST = 400
 
 @dataclass(frozen=True)
 class Surface:
-    """One kind of input. prepare: imports and caches before the first case, so that no case is charged for it."""
+    """One kind of input."""
 
     name: str
     attempt: Callable[[random.Random, Path], str]
-    prepare: Callable[[], object] = lambda: None
 
 
 def _written(draw: random.Random, path: Path, content: bytes) -> Path:
@@ -243,12 +242,6 @@ def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) 
     return ""
 
 
-def _prepare_conversations() -> None:
-    """Create the tokenizers and import the renderer of templates."""
-    template(random.Random(0), Path())
-    _tokenizer(True)
-
-
 def model_folder(draw: random.Random, folder: Path) -> str:
     """A model's folder: a model with tokenizer and labels, or `InputError`; no access outside, no code executed."""
     inside = folder / "model"
@@ -303,15 +296,15 @@ SURFACES: tuple[Surface, ...] = (
     Surface("config", config),
     Surface("--set", override),
     Surface("data file", data),
-    Surface("conversations", conversations, _prepare_conversations),
-    Surface("chat template", template, _prepare_conversations),
+    Surface("conversations", conversations),
+    Surface("chat template", template),
     Surface("checkpoint", checkpoint),
     Surface("ledger", ledger),
     Surface("history", history),
     Surface("summary", summary),
-    Surface("model folder", model_folder, folders.model_folder),
-    Surface("bundle", bundle, folders.bundle_folder),
-    Surface("run folder", run_folder, folders.run_folder),
+    Surface("model folder", model_folder),
+    Surface("bundle", bundle),
+    Surface("run folder", run_folder),
     Surface("report", report),
     Surface("message", message),
 )
