@@ -138,7 +138,7 @@ def check_history(
                 fail("the weights changed in a non-finite step", poison.number, before, after, "weights")
             if not recorded:
                 fail("a non-finite step without a violation in the record", poison.number, "a violation", seen)
-        if violations := [event for event in recorded if stops(event)]:
+        if violations := tuple(filter(stops, recorded)):
             checked += 1
             first = violations[0]
             if later := [event.number for event in run.steps if event.line > first.line]:
