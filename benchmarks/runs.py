@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from falsify.nemesis.run import command as command
 from falsify.nemesis.run import environment as environment
 from falsify.nemesis.run import steps_of as steps_of
 from falsify.nemesis.table import table as table
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    """The command line of a training run in `folder`."""
+    return [sys.executable, "-m", "andon", "train", "--run-dir", str(folder), *arguments]
 
 
 @dataclass(frozen=True)

@@ -151,11 +151,11 @@ class Stage:
     def controls(self) -> list[tuple[str, bool]]:
         calm = self.play(Schedule(-1, 3, 0, (), 2))
         forged = self.bench.base / "forged"
-        shutil.copytree(self.bench.whole.folder, forged)
+        shutil.copytree(self.bench.reference.folder, forged)
         summary = json.loads((forged / "summary.json").read_text())
         summary["weights_digest"] = f"{int(summary['weights_digest'], 16) ^ 1:016x}"
         (forged / "summary.json").write_text(json.dumps(summary))
-        caught = bool(self.bench.whole.differs(forged))
+        caught = bool(self.bench.reference.differs(forged))
         return [("no fault passes", calm.codes == (0,) and not calm.wrong), ("another digest is caught", caught)]
 
     def play(self, schedule: Schedule) -> Outcome:
@@ -171,17 +171,17 @@ class Stage:
             if not wrong and endings[0].codes != (0,):
                 run.start(replace(launch, workers=str(schedule.heal)))
                 endings.append(run.end(_LIMIT_S, time.monotonic()))
-                wrong = "; ".join(judging.not_calm(endings[1], ""))
+                wrong = "; ".join(judging.wrong_without_fault(endings[1], ""))
         finally:
             run.kill()
-        wrong = wrong or self.bench.whole.differs(run.folder) or self._falsified(run.folder)
+        wrong = wrong or self.bench.reference.differs(run.folder) or self._falsified(run.folder)
         if not wrong:
             shutil.rmtree(run.scratch)
         return Outcome(schedule, struck, tuple(code for each in endings for code in each.codes), wrong)
 
     @cached_property
     def _whole(self) -> Ledger:
-        return read_run(self.bench.whole.folder)
+        return read_run(self.bench.reference.folder)
 
     def _falsified(self, folder: Path) -> str:
         verdicts = verify([self._whole, read_run(folder)])
@@ -197,8 +197,8 @@ def unexplained(happened: Sequence[Fault], ending: Ending) -> str:
         may |= {KILL: {lost}, STOP: {71, 72}, PREEMPT: {75}}.get(fault.kind, set())
     (code,) = ending.codes
     expected = replace(ending, codes=(0,)) if code in may and not ending.hung else ending
-    found = "; ".join(judging.not_calm(expected, ""))
-    return f"{found}: {ending.said[-300:]}" if found else ""
+    found = "; ".join(judging.wrong_without_fault(expected, ""))
+    return f"{found}: {ending.output[-300:]}" if found else ""
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ def _last_words(output: Path) -> str:
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """`lines` up to the report of torchrun, which begins with a traceback of its own; all lines if there is none."""
+    """`lines` without the final report of torchrun, which begins with its own traceback."""
     end = next((index for index, line in enumerate(lines) if line.endswith(_LAUNCHERS_END)), None)
     if end is None:
         return lines

@@ -1,21 +1,20 @@
 """Verdicts with counterexamples, how they merge, and the closing line that counts what was checked.
 
 The rules are Jepsen's and Elle's: verdicts merge in the order holds < unknown < falsified, a checker that throws says
-unknown, and one that inferred nothing may not say holds.
+unknown, and holds needs at least one comparison.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, ParamSpec
+from typing import Any, Literal
 
-Parameters = ParamSpec("Parameters")
 Kind = Literal["trainer", "loop", "script", "ledger"]
 """What can be judged: our own trainer, anyone's training loop, a user's command, a recorded ledger."""
-ExtraRun = Literal["alone", "again", "elsewhere", "cut", "resumed", "poisoned", "random"]
-"""A further run that a claim compares with: on one rank, on one rank once more, on other layouts, killed, resumed after
+ExtraRun = Literal["alone", "again", "cut", "resumed", "poisoned", "random"]
+"""A further run that a claim compares with: on one rank, on one rank once more, killed, resumed after
 the kill, with a NaN planted, with dropout."""
 TrialKind = Literal["law", "halt", "resume", "memory"]
 """How a case is run: as it is, with a NaN planted, interrupted and resumed, with its bytes counted."""
@@ -181,16 +180,6 @@ def unknown(claim: Claim, why: str, checked: int = 0) -> Verdict:
     return Verdict(claim.name, Outcome.UNKNOWN, (why,), checked)
 
 
-def judge(
-    claim: Claim, checker: Callable[Parameters, Verdict], *args: Parameters.args, **kwargs: Parameters.kwargs
-) -> Verdict:
-    """`checker(*args, **kwargs)`; what it throws makes the claim unknown, with the error named."""
-    try:
-        return checker(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 -- whatever a checker throws is a verdict of its own: unknown
-        return unknown(claim, f"the checker failed: {type(error).__name__}: {error}")
-
-
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
     """One verdict for one claim over several cases: the gravest outcome, all counterexamples, all comparisons.
 
@@ -210,15 +199,6 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
         tuple(found for verdict in held for found in verdict.counterexamples),
         max((verdict.worst for verdict in held if verdict.worst is not None), default=None),
     )
-
-
-def repeatable(verdict: Verdict, seed: int | None, repro: str) -> Verdict:
-    """`verdict` with the seed and the command that repeats it in each counterexample that has none."""
-    named = tuple(
-        replace(found, seed=seed if found.seed is None else found.seed, repro=found.repro or repro)
-        for found in verdict.counterexamples
-    )
-    return replace(verdict, counterexamples=named)
 
 
 def closing_line(verdicts: Sequence[Verdict], runs: int, not_selected: int = 0) -> str:

@@ -36,19 +36,19 @@ _EACH = 3
 
 @dataclass(frozen=True)
 class Attacked:
-    """loss: how the attack won; empty: it did not. said: the messages by kind. halted: the message of a watch."""
+    """loss: how the attack won; empty: it did not. sent: the messages by kind. halted: the message of a watch."""
 
     loss: str
-    said: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
     halted: str = ""
 
 
 def _opened(folder: Path) -> Run:
     folder.mkdir(parents=True)
-    rows, held = folder / "rows.jsonl", folder / "held.jsonl"
-    for path, count in ((rows, 86), (held, 30)):
+    rows, eval_rows = folder / "rows.jsonl", folder / "held.jsonl"
+    for path, count in ((rows, 86), (eval_rows, 30)):
         path.write_bytes(b"".join(row_lines(path.name, count)))
-    return Run(folder, folder / "run", rows, held, Undisturbed(folder / "run"), random.Random(0))
+    return Run(folder, folder / "run", rows, eval_rows, Undisturbed(folder / "run"), random.Random(0))
 
 
 def _until(run: Run, seen: Callable[[], bool], act: Callable[[], object] = lambda: None) -> None:
@@ -79,10 +79,10 @@ def train(folder: Path, seed: int | None, whole: Undisturbed | None = None, *, g
         caller.close()
         run.kill()
     if ending.codes != (0,):
-        losses = [f"ended with {ending.codes[0]}: {ending.said[-2000:]}"]
-    elif whole is not None and (bits := run.whole.result) != whole.result:
+        losses = [f"ended with {ending.codes[0]}: {ending.output[-2000:]}"]
+    elif whole is not None and (bits := run.reference.result) != whole.result:
         losses.append(f"its bits are {bits}, and not {whole.result}")
-    return Attacked(next(iter(losses), ""), caller.said)
+    return Attacked(next(iter(losses), ""), caller.sent)
 
 
 def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
@@ -105,8 +105,8 @@ def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
         _until(run, lambda: not kinds, attack)
         (folder / "go").touch()
         _until(run, lambda: _all(folder, "weights"), attack)
-        counts += caller.said + (forger.forged if forger else Counter())
-        (folder / "calm").touch()
+        counts += caller.sent + (forger.forged if forger else Counter())
+        (folder / "quiet").touch()
         _until(run, lambda: False)
     except RuntimeError:  # the store has ended with the loop
         counts["cut short"] += 1
@@ -115,7 +115,7 @@ def watch(folder: Path, seed: int | None, bits: str = "") -> Attacked:
         hangs = not run.over()
         caller.close()
         run.kill()
-    return Attacked("it hangs", counts) if hangs else _judged(folder, bits, counts, run.said())
+    return Attacked("it hangs", counts) if hangs else _judged(folder, bits, counts, run.output())
 
 
 def _judged(folder: Path, bits: str, counts: Counter[str], text: str) -> Attacked:
@@ -134,7 +134,6 @@ def _judged(folder: Path, bits: str, counts: Counter[str], text: str) -> Attacke
 
 
 def bits_of(folder: Path) -> str:
-    """The bits of a loop that has ended."""
     return (folder / "weights-0").read_text()
 
 
@@ -148,7 +147,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--guesses", action="store_true", help="send gloo what a rank would send: known to end runs")
     options = parser.parse_args()
-    deadline, said, lost, halted, runs = time.monotonic() + options.seconds, Counter[str](), 0, 0, 0
+    deadline, sent, lost, halted, runs = time.monotonic() + options.seconds, Counter[str](), 0, 0, 0
     with tempfile.TemporaryDirectory(prefix="andon-attacked-") as place:
         base = Path(place)
         for alone in (train(base / "train", None), watch(base / "watch", None)):
@@ -163,9 +162,9 @@ def main() -> int:
                 found = train(folder, seed, whole, guesses=options.guesses)
             else:
                 found = watch(folder, seed, bits)
-            said, lost, halted = said + found.said, lost + bool(found.loss), halted + bool(found.halted)
-            print(f"{runs} {name}: {found.loss or found.halted or 'ok'} ({found.said.total()} messages)", flush=True)
-    print(f"{runs} runs, {lost} lost, {halted} halted in words; " + ", ".join(f"{n} {k}" for k, n in said.items()))
+            sent, lost, halted = sent + found.sent, lost + bool(found.loss), halted + bool(found.halted)
+            print(f"{runs} {name}: {found.loss or found.halted or 'ok'} ({found.sent.total()} messages)", flush=True)
+    print(f"{runs} runs, {lost} lost, {halted} halted in words; " + ", ".join(f"{n} {k}" for k, n in sent.items()))
     return int(lost > 0 or runs == 0)
 
 

@@ -1,4 +1,4 @@
-"""Another user of the same machine, who attacks a run through the ports at which it listens.
+"""An attack of another user of the same machine on a run, through the ports at which the run listens.
 
 `Caller` connects to listeners and sends anything. `Forger` is a client of torch's store and writes what ranks write.
 Neither reads the memory or the files of a run, because only the run's own user can.
@@ -45,7 +45,6 @@ _MAGIC = 0x3C85F7CE
 
 
 def listeners(processes: Iterable[Process]) -> list[Address]:
-    """The TCP addresses at which these processes listen."""
     found: set[Address] = set()
     for process in processes:
         with suppress(psutil.Error):  # it has ended, or belongs to another user
@@ -55,11 +54,11 @@ def listeners(processes: Iterable[Process]) -> list[Address]:
 
 
 class Caller:
-    """Connects, sends something, and leaves or stays. `said` counts each kind."""
+    """Connects, sends something, and leaves or stays. `sent` counts each kind."""
 
     def __init__(self, seed: int, *, guesses: bool = False) -> None:
         """guesses: also send numbers of 8 bytes, which gloo accepts as the number of a rank while ranks connect."""
-        self.said: Counter[str] = Counter()
+        self.sent: Counter[str] = Counter()
         self._random = random.Random(seed)
         self._held: deque[socket.socket] = deque()
         self._kinds: dict[str, Callable[[], bytes]] = {
@@ -74,14 +73,13 @@ class Caller:
             self._kinds["a number"] = lambda: struct.pack("<Q", self._random.randrange(1 << 8))
 
     def call(self, host: IPv4Address | IPv6Address, port: int) -> None:
-        """Connect once and send a random kind of message."""
         kind = self._random.choice(list(self._kinds))
         with suppress(OSError):  # the listener is gone, refuses, or hangs up
             loopback = "::1" if host.version == 6 else "127.0.0.1"
             link = socket.create_connection((loopback if host.is_unspecified else str(host), port), _ANSWER_S)
             link.settimeout(_ANSWER_S)
             self._held.append(link)
-            self.said[kind] += 1
+            self.sent[kind] += 1
             link.sendall(self._kinds[kind]())
             if self._random.random() < 0.02:  # the others do not wait for an answer
                 link.recv(64)
@@ -93,7 +91,6 @@ class Caller:
             self._held.pop().close()
 
     def _store_requests(self) -> bytes:
-        """The requests of a hostile client of a TCPStore."""
         magic = _MAGIC if self._random.random() < 0.8 else self._random.getrandbits(32)
         key = self._random.choice(["/andon/world/x/verdict", "/andon/call 1", "/0//cpu//0/rank_1", "/beat 1"]).encode()
         named = struct.pack("<Q", len(key)) + key

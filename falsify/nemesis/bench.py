@@ -21,32 +21,30 @@ NEMESES = (*signals.NEMESES, *inside.NEMESES, *rows.NEMESES, *disk.NEMESES, *net
 
 @dataclass
 class Bench:
-    """The rows and the undisturbed run, which all nemeses share."""
-
     base: Path
-    whole: Undisturbed
+    reference: Undisturbed
     rows: Path
-    held: Path
+    eval_rows: Path
     seed: int
     closing: threading.Event = field(default_factory=threading.Event)
-    _calm: dict[object, tuple[str, ...]] = field(default_factory=dict)
+    _controls: dict[object, tuple[str, ...]] = field(default_factory=dict)
     _runs: list[Run] = field(default_factory=list)
 
     @classmethod
     def prepare(cls, base: Path, seed: int = 1, settings: Sequence[str] = ()) -> Bench:
         """Write the rows and train undisturbed. Raises `RuntimeError` if that fails."""
-        bench = cls(base, Undisturbed(base / "whole"), base / "rows.jsonl", base / "held.jsonl", seed)
-        for path, count in ((bench.rows, 96), (bench.held, 12)):
+        bench = cls(base, Undisturbed(base / "undisturbed"), base / "rows.jsonl", base / "held.jsonl", seed)
+        for path, count in ((bench.rows, 96), (bench.eval_rows, 12)):
             path.write_bytes(b"".join(row_lines(path.name, count)))
-        run = replace(bench.open("whole", str(seed)), folder=bench.whole.folder)
+        run = replace(bench.open("undisturbed", str(seed)), folder=bench.reference.folder)
         try:
             run.start(Launch(settings=("training.checkpoint_every=1", *settings)))
             ending = run.end()
         finally:
             run.kill()
         if ending.codes != (0,):
-            raise RuntimeError(f"the undisturbed run ended with {ending.codes}: {ending.said[-2000:]}")
-        if lacking := bench.whole.lacking(UPDATES):
+            raise RuntimeError(f"the undisturbed run ended with {ending.codes}: {ending.output[-2000:]}")
+        if lacking := bench.reference.lacking(UPDATES):
             raise RuntimeError(f"nothing can be compared with the undisturbed run: {lacking}")
         return bench
 
@@ -54,7 +52,7 @@ class Bench:
         """Play a nemesis with both of its controls, and judge it. Raises `ClosingError` after `close`."""
         try:
             phase, *unguarded = self.disturbed(nemesis)
-            row = Row(nemesis, phase=phase, wrong=judging.wrong(nemesis.promise, phase), calm=self._control(nemesis))
+            wrong, without_fault = judging.wrong(nemesis.promise, phase), self._control(nemesis)
         except ClosingError:
             raise
         except UnavailableError as error:
@@ -63,13 +61,13 @@ class Bench:
             return Row(nemesis, failed=f"the fault did not happen: {error}")
         except Exception as error:  # noqa: BLE001 - a broken nemesis must not lose the rows of the others
             return Row(nemesis, failed=f"the nemesis failed: {type(error).__name__}: {error}")
+        row = Row(nemesis, phase=phase, wrong=wrong, without_fault=without_fault)
         for phase in unguarded:
             found = judging.wrong(nemesis.promise, phase)
             row = replace(row, unguarded=found, doubt=judging.doubt(phase, found, nemesis.guard))
         return row
 
     def disturbed(self, nemesis: Nemesis) -> list[Phase]:
-        """The disturbed run, and the one without the guard if there is a guard."""
         with self._opened("guarded", nemesis) as run:
             phases = [self._healed(nemesis, run, self._fault(nemesis, run))]
         if isinstance(guard := nemesis.guard, Guard):
@@ -91,20 +89,20 @@ class Bench:
         finally:
             run.kill()
             fault.heal(run)
-        return Phase(struck, ending, *run.whole.accepted(run.folder, struck.step))
+        return Phase(struck, ending, *run.reference.accepted(run.folder, struck.step))
 
     def _healed(self, nemesis: Nemesis, run: Run, phase: Phase) -> Phase:
         nemesis.place.start(run, nemesis.heal())
-        return replace(phase, healing=run.end(), result=run.whole.differs(run.folder))
+        return replace(phase, healing=run.end(), result=run.reference.differs(run.folder))
 
     def _control(self, nemesis: Nemesis) -> tuple[str, ...]:
         """The same run without faults, played once for all nemeses with the same place and launch."""
         launch = nemesis.undisturbed or nemesis.launched
-        if (key := (nemesis.place, launch)) not in self._calm:
-            with self._opened("calm", nemesis) as run:
+        if (key := (nemesis.place, launch)) not in self._controls:
+            with self._opened("control", nemesis) as run:
                 nemesis.place.start(run, launch)
-                self._calm[key] = judging.not_calm(run.end(), run.whole.differs(run.folder))
-        return self._calm[key]
+                self._controls[key] = judging.wrong_without_fault(run.end(), run.reference.differs(run.folder))
+        return self._controls[key]
 
     @contextmanager
     def _opened(self, what: str, nemesis: Nemesis) -> Iterator[Run]:
@@ -119,7 +117,8 @@ class Bench:
     def open(self, what: str, draw: str) -> Run:
         """A run in a new folder, not started yet. draw: the seed of its random choices."""
         scratch = Path(tempfile.mkdtemp(prefix=f"{what}-", dir=self.base))
-        run = Run(scratch, scratch / "run", self.rows, self.held, self.whole, random.Random(draw), self.closing)
+        files = (self.rows, self.eval_rows)
+        run = Run(scratch, scratch / "run", *files, self.reference, random.Random(draw), self.closing)
         self._runs.append(run)
         return run
 

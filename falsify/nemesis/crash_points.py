@@ -34,10 +34,6 @@ _LIMIT_S = 60.0
 """How long each of an act, its preparation and its check may take."""
 
 
-class HangsError(RuntimeError):
-    """An act does not end."""
-
-
 @dataclass(frozen=True)
 class Point:
     """The `number`-th call (from 1) named `call` of an act, and what happens there."""
@@ -72,7 +68,7 @@ def points(act: str, base: Path, faults: Sequence[str] = (KILL, EIO, ENOSPC)) ->
         if call is None:
             continue
         count[call[1]] += 1
-        for fault in faults if _names(line, folder) else ():
+        for fault in faults if str(folder) in line else ():
             if (fault != KILL or disk_acts.ACTS_AND_CONTROL[act].kills) and (fault != ENOSPC or call[1] in _FILLING):
                 found.append(Point(act, call[1], count[call[1]], fault))
     return found
@@ -86,11 +82,11 @@ def tried(point: Point, base: Path) -> Found:
     wrong, ended = [], None
     try:
         ended = _acted(point.act, folder, ["-o", str(log), *selected])
-    except HangsError as hangs:
+    except TimeoutError as hangs:
         wrong.append(str(hangs))
     code = None if ended is None else ended[0]
     if ended is not None and code == disk_acts.CRASHED:
-        wrong.append(f"an error that nobody foresaw: {ended[1]}")
+        wrong.append(f"an unforeseen error: {ended[1]}")
     if not wrong and not _struck(point, log.read_text(errors="replace"), folder, killed=ended is None):
         wrong.append("the fault did not happen there")
     with _process(disk_acts.look, point.act, str(folder), code) as (_, answers):
@@ -99,8 +95,7 @@ def tried(point: Point, base: Path) -> Found:
             wrong += answers.recv() if answers.poll(_LIMIT_S) else [late]
         except EOFError:
             wrong.append("looking at the folder did not end")
-    for each in (folder, folder.with_name(f"{folder.name}-rehearsal")):
-        shutil.rmtree(each, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return Found(point, code, tuple(wrong))
 
 
@@ -108,7 +103,6 @@ def tried(point: Point, base: Path) -> Found:
 def _process(
     target: Callable[..., None], *arguments: object
 ) -> Iterator[tuple[multiprocessing.context.ForkServerProcess, Connection]]:
-    """Call `target` in a new process, with a connection as its last argument. Yields the process and the other end."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([disk_acts.__name__])
     here, there = context.Pipe()
@@ -125,7 +119,7 @@ def _process(
 def _acted(act: str, folder: Path, options: Sequence[str]) -> tuple[int, str] | None:
     """Perform an act under strace with these options. Returns how it ended; None: it was killed.
 
-    Raises `HangsError` if it does not end.
+    Raises `TimeoutError` if it does not end.
     """
     with _process(disk_acts.play, act, str(folder)) as (writer, answers):
         if not answers.poll(_LIMIT_S) or answers.recv_bytes() != b"ready":
@@ -134,22 +128,17 @@ def _acted(act: str, folder: Path, options: Sequence[str]) -> tuple[int, str] | 
             try:
                 answers.send_bytes(b"go")
                 if not answers.poll(_LIMIT_S):
-                    raise HangsError(f"the writer hangs: nothing in {_LIMIT_S:g} s")
+                    raise TimeoutError(f"the writer hangs: nothing in {_LIMIT_S:g} s")
                 try:
                     code, error = answers.recv()
                 except (EOFError, ConnectionResetError):
                     return None
                 writer.join(_LIMIT_S)
                 if writer.is_alive():
-                    raise HangsError("the writer hangs at its end")
+                    raise TimeoutError("the writer hangs at its end")
                 return code, error
             finally:
                 writer.kill()
-
-
-def _names(line: str, folder: Path) -> bool:
-    """True if a line of the trace names the folder or a file in it."""
-    return re.search(re.escape(str(folder)) + r"(?!-rehearsal)", line) is not None
 
 
 def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
@@ -157,8 +146,8 @@ def _struck(point: Point, log: str, folder: Path, *, killed: bool) -> bool:
     lines = log.splitlines()
     if point.fault == KILL:
         calls = [line for line in lines if _CALL.match(line)]
-        return killed and bool(calls) and _names(calls[-1], folder) and "killed by SIGKILL" in lines[-1]
-    return any("(INJECTED)" in line and _names(line, folder) for line in lines)
+        return killed and bool(calls) and str(folder) in calls[-1] and "killed by SIGKILL" in lines[-1]
+    return any("(INJECTED)" in line and str(folder) in line for line in lines)
 
 
 def main() -> int:

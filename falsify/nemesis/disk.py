@@ -28,8 +28,6 @@ _DAMAGED = (TENSORS, STATE, MANIFEST)
 
 @dataclass(frozen=True)
 class SmallDisk(Place):
-    """A small file system for the run folder."""
-
     size: str
 
     @contextmanager
@@ -48,7 +46,6 @@ class SmallDisk(Place):
 
 
 def _fill(run: Run) -> Struck:
-    """Fill the disk while the run trains."""
     at, step = run.reach(5, 12)
     filler = run.folder.parent / "filler"
     with filler.open("wb", buffering=0) as file:
@@ -73,7 +70,6 @@ def gone(which: str) -> Fault:
 
 
 def _forbid(run: Run) -> Struck:
-    """Forbid writing to the folder of checkpoints."""
     at, step = run.reach(5, 12)
     folder = run.folder / "checkpoints"
     try:
@@ -244,7 +240,7 @@ NEMESES = (
     ),
     Nemesis(
         *("run folder removed", "the whole folder of the run removed while it trains", _GONE, gone("")),
-        # Without a folder there is no summary either, by which the launcher knows that a run is finished.
+        # The launcher reads from the summary that a run is finished, and the summary is removed too.
         Guard("what cannot be written ends the run", "exit 71 instead of 2", _LAST, _FORGIVEN),
     ),
     Nemesis(

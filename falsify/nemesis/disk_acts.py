@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from andon.run.ledger import LedgerWriter, read_ledger
 from andon_contracts.record import Broken
 from andon_contracts.violation import Violation
 
-from .left_behind import whole
+from .left_behind import intact
 
 DONE, CRASHED, REFUSED, BROKEN = 0, 1, 2, 70
 """How an act ends: normally, by an unforeseen error, by `InputError`, by `Violation`."""
@@ -60,7 +61,7 @@ def _value(folder: Path) -> tuple[float | None, list[str]]:
     found, rejected = newest_valid(folder)
     if found is None:
         return None, rejected
-    if not whole(found.path):
+    if not intact(found.path):
         return None, [f"{found.path.name} was accepted and is not whole"]
     value = float(found.state["value"])
     return (value if found.tensors["w"].tolist() == [value] * 300 else None), rejected
@@ -93,7 +94,7 @@ def _after_saving(step: int) -> Check:
 def _after_pruning(folder: Path, code: int | None) -> Iterable[str]:
     """The newest and the best are valid, the others valid or gone, and the next pruning finishes."""
     named = [path for path in sorted(folder.iterdir()) if not is_leftover(path.name)]
-    yield from (f"CORRUPT: {path.name}" for path in named if not whole(path) or load_checkpoint(path).step < 1)
+    yield from (f"CORRUPT: {path.name}" for path in named if not intact(path) or load_checkpoint(path).step < 1)
     steps = {int(path.name.removeprefix("step-")) for path in named}
     if not {1, 4} <= steps or (code == DONE and steps != {1, 4}):
         yield f"STATE LOST: steps {sorted(steps)}"
@@ -155,7 +156,7 @@ def _after_owning(folder: Path, code: int | None) -> Iterable[str]:
     """Still a run folder with its checkpoint, which the next owner opens and cleans."""
     run = RunFolder(folder / "run")
     if run.state() is State.FOREIGN:
-        yield "STATE LOST: the folder is no run's any more"
+        yield "STATE LOST: the folder is not a run folder any more"
     _own(folder)
     names = sorted(path.name for path in run.checkpoints.iterdir())
     if names != ["step-00000001"] or _value(run.checkpoints) != (1.0, []):
@@ -201,11 +202,11 @@ def play(name: str, folder: str, answers: Connection) -> None:
     """Prepare the folder and report it. Act when asked to, and report the code and the error."""
     torch.set_num_threads(1)
     act, place = ACTS_AND_CONTROL[name], Path(folder)
-    rehearsal = place.with_name(place.name + "-rehearsal")  # loads everything before the trace begins
-    for each in (place, rehearsal):
-        each.mkdir()
-        act.prepare(each)
-    act.act(rehearsal)
+    place.mkdir()
+    act.prepare(place)
+    with tempfile.TemporaryDirectory() as rehearsal:  # loads everything before the trace begins
+        act.prepare(Path(rehearsal))
+        act.act(Path(rehearsal))
     answers.send_bytes(b"ready")
     answers.recv_bytes()
     code, error = DONE, ""
@@ -221,7 +222,6 @@ def play(name: str, folder: str, answers: Connection) -> None:
 
 
 def look(name: str, folder: str, code: int | None, answers: Connection) -> None:
-    """Report what is wrong in the folder after the act ended with `code`."""
     try:
         answers.send(list(ACTS_AND_CONTROL[name].check(Path(folder), code)))
     except Exception:  # noqa: BLE001

@@ -23,7 +23,6 @@ _POLL_S = 0.01
 
 
 def main() -> int:
-    """The exit code of the rank."""
     folder, log, keep = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "1"
     with log.open("ab") as file:
         agent = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *sys.argv[5:]], stderr=file)

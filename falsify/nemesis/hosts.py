@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 
@@ -50,7 +50,7 @@ _CONNECTED_S = 10.0
 
 @dataclass(frozen=True)
 class Host:
-    """A host of a `lan`. pid: of its first process. interface: the one that gloo is told to use."""
+    """A host of a `lan`. pid: of its first process. interface: for gloo."""
 
     pid: int
     hostname: str
@@ -70,12 +70,8 @@ class Host:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit {done.returncode}'}")
         return done.stdout
 
-    def unplug(self) -> None:
-        """Cut the link: the interface goes down."""
-        self.run("ip", "link", "set", INTERFACE, "down")
-
-    def plug(self) -> None:
-        self.run("ip", "link", "set", INTERFACE, "up")
+    def set_link(self, state: Literal["up", "down"]) -> None:
+        self.run("ip", "link", "set", INTERFACE, state)
 
     def drop(self, other: Host) -> None:
         """Lose silently everything that this host sends to `other`."""
@@ -179,8 +175,8 @@ def _started(name: str, address: str, known: str) -> Iterator[Host]:
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        said = process.stdout.readline().strip()
-        if said != "ready":
-            raise OSError(said)
+        answer = process.stdout.readline().strip()
+        if answer != "ready":
+            raise OSError(answer)
         (first,) = psutil.Process(process.pid).children()
         yield Host(first.pid, name, address)

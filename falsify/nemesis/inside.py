@@ -27,15 +27,15 @@ def _inside(name: str, how: str, promise: Promise, fault: Fault, guard: Guard, w
     return Nemesis(name, how, promise, fault, guard, launched=launched, resumed=resumed)
 
 
-def _other(name: str, how: str, function: str, said: str, **options: Option) -> Nemesis:
+def _other(name: str, how: str, function: str, says: str, **options: Option) -> Nemesis:
     """Rank 1 starts from something else than rank 0."""
     broken = "start-agrees broken|layout-equal broken|content-planned broken"
-    promise = Promise((70,), (broken, said), 15.0, at_once=True)
+    promise = Promise((70,), (broken, says), 15.0, at_once=True)
     return _inside(f"other {name}", how, promise, planted(function, rank=1, **options), _COMPARED, "2")
 
 
-def _config(name: str, key: str, value: Option, said: str = "configuration") -> Nemesis:
-    return _other(name, f"{key}={value} on rank 1", "other_config", said, key=key, value=value)
+def _config(name: str, key: str, value: Option, says: str = "configuration") -> Nemesis:
+    return _other(name, f"{key}={value} on rank 1", "other_config", says, key=key, value=value)
 
 
 def _broken(*says: str) -> Promise:
@@ -43,7 +43,6 @@ def _broken(*says: str) -> Promise:
 
 
 def _wrong(name: str, how: str, fault: Fault, *says: str) -> Nemesis:
-    """A wrong number in one update."""
     return _inside(name, f"{how} in update {_AT}", _broken(*says, f"step {_AT}"), fault, _CHECKED)
 
 
@@ -74,7 +73,6 @@ def _flip_from_outside(run: Run) -> Struck:
 
 
 _at_step = partial(planted, rank=1, step=_AT)
-_SHOWS = (Plant.of("shows_weights", rank=1, step=_AT),)
 
 NEMESES = (
     _inside(
@@ -113,7 +111,7 @@ NEMESES = (
     _inside(
         *("weight flipped from outside", "the sign of a weight of rank 1 of 3 flips, by /proc/PID/mem"),
         _broken("replicas-agree broken", "rank 1"),
-        Fault(_flip_from_outside, plants=_SHOWS),
+        Fault(_flip_from_outside, plants=_at_step("shows_weights").plants),
         _CHECKED,
     ),
     _flipped(
@@ -134,7 +132,7 @@ NEMESES = (
         *("learning-rate-planned broken", "rank 1"),
     ),
     _wrong(
-        *("step passed over", "rank 1 of 3 goes on with the next", _at_step("skips_a_step")),
+        *("step passed over", "rank 1 of 3 skips one batch", _at_step("skips_a_step")),
         *("halt-together", "rank 1"),
     ),
 )

@@ -9,11 +9,10 @@ _TRACEBACK = "Traceback (most recent call last)"
 
 
 def wrong(promise: Promise, phase: Phase) -> tuple[str, ...]:
-    """Every broken part of a promise."""
     found = list(wrong_before_healing(promise, phase))
     if phase.healing is not None:
-        found += [f"healing: {each}" for each in not_calm(phase.healing, phase.result)]
-        found += [f"healing: {each}" for each in _unsaid(promise.heal_says, phase.healing.said)]
+        found += [f"healing: {each}" for each in wrong_without_fault(phase.healing, phase.result)]
+        found += [f"healing: {each}" for each in _missing(promise.heal_says, phase.healing.output)]
     else:
         found.append("healing: it was not resumed")
     return tuple(found)
@@ -27,18 +26,18 @@ def wrong_before_healing(promise: Promise, phase: Phase) -> tuple[str, ...]:
         found.append(f"exit {codes_of(ending)} instead of {' or '.join(map(str, promise.codes))}")
     if not ending.hung and ending.seconds > promise.within_s:
         found.append(f"over after {ending.seconds:.2f} s, promised were {promise.within_s:g}")
-    found += _unsaid(promise.says, ending.said)
+    found += _missing(promise.says, ending.output)
     found += [f"accepted, but the undisturbed run has no such: {each}" for each in phase.other[:3]]
     if promise.at_once:
         found += [f"accepted after the fault at step {phase.struck.step}: {each}" for each in phase.newer[:3]]
     return tuple(found)
 
 
-def not_calm(ending: Ending, result: str) -> tuple[str, ...]:
+def wrong_without_fault(ending: Ending, result: str) -> tuple[str, ...]:
     """What is wrong with a run without faults. It must exit with 0, have the undisturbed bits and leave no process."""
     found = _common(ending)
     if any(ending.codes):
-        found.append(f"exit {codes_of(ending)}: {line_with(ending.said)}")
+        found.append(f"exit {codes_of(ending)}: {line_with(ending.output)}")
     if result:
         found.append(f"other bits: {result}")
     return tuple(found)
@@ -52,18 +51,18 @@ def doubt(phase: Phase, found: tuple[str, ...], guard: Guard | str) -> str:
     """
     if phase.idle:
         return f"never acted: {', '.join(phase.idle)}"
-    said = [each.said for each in (phase.ending, phase.healing) if each is not None and _TRACEBACK in each.said]
-    if said:
-        return f"it ends with a traceback: {line_with(said[0])}"
+    output = [each.output for each in (phase.ending, phase.healing) if each is not None and _TRACEBACK in each.output]
+    if output:
+        return f"it ends with a traceback: {line_with(output[0])}"
     due = guard.finds if isinstance(guard, Guard) else ""
     if found and not any(_is_in(due, each) for each in found):
         return f"{found[0]}; to be found was {due!r}"
     return ""
 
 
-def line_with(said: str, words: tuple[str, ...] = ()) -> str:
+def line_with(output: str, words: tuple[str, ...] = ()) -> str:
     """The last of the lines with the most of these words."""
-    lines = said.strip().splitlines() or ["nothing was said"]
+    lines = output.strip().splitlines() or ["nothing was said"]
     return max(reversed(lines), key=lambda line: sum(_is_in(word, line) for word in words))
 
 
@@ -77,14 +76,14 @@ def _common(ending: Ending) -> list[str]:
         found.append(f"not over {ending.seconds:.1f} s after it began")
     if ending.left:
         found.append(f"{ending.left} processes left")
-    if _TRACEBACK in ending.said:
+    if _TRACEBACK in ending.output:
         found.append("a traceback")
     return found
 
 
-def _unsaid(words: tuple[str, ...], said: str) -> list[str]:
-    return [f"not said: {word!r}" for word in words if not _is_in(word, said)]
+def _missing(words: tuple[str, ...], output: str) -> list[str]:
+    return [f"not said: {word!r}" for word in words if not _is_in(word, output)]
 
 
-def _is_in(word: str, said: str) -> bool:
-    return any(each in said for each in word.split("|"))
+def _is_in(word: str, output: str) -> bool:
+    return any(each in output for each in word.split("|"))

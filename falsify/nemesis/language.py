@@ -52,7 +52,6 @@ class Place:
         return nullcontext()
 
     def start(self, run: Run, launch: Launch) -> None:
-        """Start the run, or resume it."""
         run.start(launch)
 
 
@@ -113,15 +112,12 @@ class Nemesis:
     place: Place = HERE
 
     def launch(self) -> Launch:
-        """How the disturbed run is started."""
         return replace(self.launched, plants=(*self.fault.plants, *self.launched.plants))
 
     def heal(self) -> Launch:
-        """How the run is resumed."""
         return self.resumed or replace(self.launched, plants=())
 
     def unguarded(self, guard: Guard) -> Nemesis:
-        """The same nemesis with its guard switched off."""
         off = replace(self, launched=self.launched.plus(guard.settings, guard.plants))
         return replace(off, resumed=off.heal().plus(guard.resume_settings, guard.resume_plants))
 
@@ -147,9 +143,9 @@ class Phase:
 class Row:
     """The measurement of one nemesis.
 
-    skipped: what this machine lacks. failed: why it could not be measured. wrong: the broken promises. calm, unguarded:
-    what is wrong in the control without faults, and in the one without the guard; None if it did not run. doubt: why
-    the control without the guard proves nothing.
+    skipped: what this machine lacks. failed: why it could not be measured. wrong: the broken promises. without_fault,
+    unguarded: what is wrong in the two controls; None if the control did not run. doubt: why the control without the
+    guard proves nothing.
     """
 
     nemesis: Nemesis
@@ -157,7 +153,7 @@ class Row:
     failed: str = ""
     phase: Phase | None = None
     wrong: tuple[str, ...] = ()
-    calm: tuple[str, ...] | None = None
+    without_fault: tuple[str, ...] | None = None
     unguarded: tuple[str, ...] | None = None
     doubt: str = ""
 
@@ -168,4 +164,5 @@ class Row:
             return True
         if self.doubt or self.failed or self.phase is None:
             return False
-        return not self.wrong and self.calm == () and (bool(self.unguarded) or isinstance(self.nemesis.guard, str))
+        noticed = bool(self.unguarded) or isinstance(self.nemesis.guard, str)
+        return not self.wrong and self.without_fault == () and noticed

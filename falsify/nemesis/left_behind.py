@@ -25,14 +25,13 @@ class Undisturbed:
 
     @cached_property
     def lines(self) -> dict[int, list[object]]:
-        """The content of the ledger line of each update."""
         return dict(_lines(self.folder))
 
     def lacking(self, updates: int) -> str:
         """Why this run cannot be compared with: an update is missing or damaged. Empty if it can."""
         if self.result[2] != updates or set(self.lines) != set(range(1, updates + 1)):
             return f"{len(self.lines)} of {updates} updates are in its ledger, {self.result[2]} in its summary"
-        broken = [path.name for step in range(1, updates + 1) if not whole(path := _checkpoint(self.folder, step))]
+        broken = [path.name for step in range(1, updates + 1) if not intact(path := _checkpoint(self.folder, step))]
         return f"not whole: {', '.join(broken)}" if broken else ""
 
     def differs(self, folder: Path) -> str:
@@ -50,13 +49,13 @@ class Undisturbed:
         if unsaid := sorted(set(self.lines) - dict(_lines(folder)).keys()):
             return f"{same} the ledger lacks the updates {', '.join(map(str, unsaid[:3]))}"
         last = _checkpoint(folder, self.result[2])
-        return "" if whole(last) else f"{same} {last.name} is not there, whole"
+        return "" if intact(last) else f"{same} {last.name} is not there, whole"
 
     def accepted(self, folder: Path, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The valid checkpoints and ledger lines after update `step`, and those that this run does not have."""
         newer, other = [], []
         for path in sorted(folder.glob("checkpoints/step-????????")):  # no other name is accepted
-            if whole(path):
+            if intact(path):
                 newer += [path.name] * (int(path.name.removeprefix("step-")) > step)
                 other += [path.name] * (_state(path) != _state(self.folder / "checkpoints" / path.name))
         for number, line in _lines(folder):
@@ -65,7 +64,7 @@ class Undisturbed:
         return tuple(newer), tuple(other)
 
 
-def whole(checkpoint: Path) -> bool:
+def intact(checkpoint: Path) -> bool:
     """True if every file of a checkpoint has the size and the digest in its manifest."""
     try:
         manifest: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_bytes())

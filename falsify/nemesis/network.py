@@ -55,7 +55,6 @@ class Hosts(Place):
 
 
 def _ranks_of(run: Run) -> list[Process]:
-    """The processes of the ranks, by host."""
     members = [process for command in run.commands for process in family(command.pid)]
     return [each for each in members if command_line(each).startswith(f"{sys.executable} -m andon train")]
 
@@ -69,14 +68,14 @@ class Cut:
 
     def make(self, run: Run) -> None:
         if self.link:
-            run.hosts[-1].unplug()
+            run.hosts[-1].set_link("down")
         for one, other in () if self.link else self.lost:
             run.hosts[one].drop(run.hosts[other])
 
     def mend(self, run: Run) -> None:
         """Undo `make`, even if only a part of it was done."""
         if self.link:
-            run.hosts[-1].plug()
+            run.hosts[-1].set_link("up")
         for one, other in self.lost:
             run.hosts[one].undrop(run.hosts[other])
 
@@ -138,17 +137,17 @@ def cut_until_ended(cut: Cut) -> Fault:
     return Fault(strike, cut.mend)
 
 
-def slowed(rate: str, *, ends: bool = False) -> Fault:
-    """The last host sends at `rate` until a rank reports that it is slow, or until the run ends (`ends`)."""
+def slowed(*, ends: bool = False) -> Fault:
+    """The last host sends at 24 kbit/s until a rank reports that it is slow, or until the run ends (`ends`)."""
 
     def strike(run: Run) -> Struck:
         at, step = run.reach(_STRIKES)
         last, made = run.hosts[-1], ""
-        bucket = last.throttle(rate)
+        bucket = last.throttle("24kbit")
         if not bucket.startswith("qdisc tbf "):
             raise NotStruckError(f"the last host sends by {bucket}")
         if not ends:
-            run.wait_for(lambda: "usually takes" in run.said(), "said to be slow", _ANSWER_S)
+            run.wait_for(lambda: "usually takes" in run.output(), "said to be slow", _ANSWER_S)
             last.unthrottle()
             made = f"; {run.steps - step} updates were made in {time.monotonic() - at:.1f} s"
         return Struck(at, step, f"the last host sends by {bucket}{made}")
@@ -179,19 +178,14 @@ def _ended(*says: str, within_s: float = _WITHIN_S, at_once: bool = True) -> Pro
     return Promise((71, 72), says, within_s, at_once=at_once)
 
 
-def _named(size: int) -> Promise:
-    """Each rank ends in time and names the ranks that it no longer reaches."""
-    last = size - 1
-    rest = "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(last)))}"
-    here = f"{rest} of {size} (on {', '.join(f'host{number}' for number in range(last))}) gave no sign of life"
-    return _ended(here, f"rank {last} of {size} (on host{last}) gave no sign of life")
-
-
 def _goes_on(*says: str) -> Promise:
     return Promise((0,), (*says, "held-out after step"), heal_says=("is finished",))
 
 
 _TWO, _THREE = Hosts(2), Hosts(3)
+_ALONE = "gave no sign of life"
+_BOTH_END = _ended(f"rank 0 of 2 (on host0) {_ALONE}", f"rank 1 of 2 (on host1) {_ALONE}")
+_ALL_END = _ended(f"ranks 0, 1 of 3 (on host0, host1) {_ALONE}", f"rank 2 of 3 (on host2) {_ALONE}")
 _TIMEOUT = Guard("run.timeout_s", "not over", ("run.timeout_s=3600",))
 _SHORT = "nothing ends the run; longer partitions show that the bound is looked at"
 _RESTARTED = "the same partition without a restart has one"
@@ -214,12 +208,12 @@ def _between(
 
 
 NEMESES = (
-    _between("link cut", "the interface of one of two hosts goes down", cut_off(replace(_APART, link=True)), _named(2)),
-    _between("silent drop, both ways", f"{_ADDRESSES}on both hosts", cut_off(_APART), _named(2)),
-    _between("silent drop, one way", f"{_ADDRESSES}on the first host", cut_off(Cut(((0, 1),))), _named(2)),
-    _between("silent drop, the other way", f"{_ADDRESSES}on the last host", cut_off(Cut(((1, 0),))), _named(2)),
+    _between("link cut", "the interface of one of two hosts goes down", cut_off(replace(_APART, link=True)), _BOTH_END),
+    _between("silent drop, both ways", f"{_ADDRESSES}on both hosts", cut_off(_APART), _BOTH_END),
+    _between("silent drop, one way", f"{_ADDRESSES}on the first host", cut_off(Cut(((0, 1),))), _BOTH_END),
+    _between("silent drop, the other way", f"{_ADDRESSES}on the last host", cut_off(Cut(((1, 0),))), _BOTH_END),
     _between(
-        "one of three hosts cut off", f"{_ADDRESSES}both ways", cut_off(both_ways((0, 2), (1, 2))), _named(3), _THREE
+        "one of three hosts cut off", f"{_ADDRESSES}both ways", cut_off(both_ways((0, 2), (1, 2))), _ALL_END, _THREE
     ),
     _between(
         "two of three hosts cut off each other",
@@ -232,7 +226,7 @@ NEMESES = (
         "two of three hosts cut off each other, one with the store",
         f"{_ADDRESSES}on both; the last one reaches both",
         cut_off(_APART),
-        _ended("rank 1 of 3 (on host1) gave no sign of life", "ranks 0, 2 of 3 (on host0, host2) gave no sign of life"),
+        _ended(f"rank 1 of 3 (on host1) {_ALONE}", f"ranks 0, 2 of 3 (on host0, host2) {_ALONE}"),
         _THREE,
     ),
     _between("short partition", "silent drop for 3 s", cut_for(_APART, 3.0), _goes_on(), _TWO, _SHORT),
@@ -258,12 +252,12 @@ NEMESES = (
         _RESTARTED,
     ),
     _between(
-        *("slow link", "a token bucket of 24 kbit/s at one host", slowed("24kbit")),
+        *("slow link", "a token bucket of 24 kbit/s at one host", slowed()),
         Promise((0,), ("exchange data in the update of step|slow: in the update of step",), heal_says=("is finished",)),
         guard="nothing ends the run",
     ),
     _between(
-        *("slow link, deadline of a step", "the same, with run.step_deadline_s=1.5", slowed("24kbit", ends=True)),
+        *("slow link, deadline of a step", "the same, with run.step_deadline_s=1.5", slowed(ends=True)),
         _ended("took longer than run.step_deadline_s, 1.5 s", within_s=5.0, at_once=False),
         _TWO,
         Guard("run.step_deadline_s", "not over", ("run.step_deadline_s=null",)),
@@ -274,7 +268,7 @@ NEMESES = (
         Promise((72, -signal.SIGKILL), (f"did not come within {TIMEOUT_S:g} s",)),
     ),
     _between(
-        *("wrong interface", "GLOO_SOCKET_IFNAME names one that does not exist"),
+        *("wrong interface", "GLOO_SOCKET_IFNAME names an interface that does not exist"),
         Fault(lambda run: _interface(run, "nowhere0"), lambda run: _interface(run, INTERFACE), before_start=True),
         Promise(
             (2, 71),

@@ -71,7 +71,6 @@ class Planting:
         return os.environ.get("RANK") == str(self.options["rank"])
 
     def struck(self, step: int, proof: str) -> None:
-        """Record that the fault happens now, after `step` updates."""
         self._write(strike={"at": time.monotonic(), "step": step, "proof": proof})
 
     def acted(self) -> None:
@@ -89,7 +88,6 @@ _noted: set[tuple[int, str]] = set()
 
 
 def written(plants: Sequence[Plant], scratch: Path) -> str:
-    """The value of `VARIABLE` for a run with these plants."""
     listed = [{"function": plant.function, "options": dict(plant.options)} for plant in plants]
     return json.dumps({"plants": listed, "scratch": str(scratch)})
 
@@ -110,7 +108,6 @@ def first_strike(scratch: Path) -> Struck | None:
 
 
 def plant_all() -> None:
-    """Call the plants of `VARIABLE` in this process."""
     found = json.loads(os.environ.get(VARIABLE) or '{"plants": []}')
     for each in found["plants"]:
         module, _, name = each["function"].partition(":")

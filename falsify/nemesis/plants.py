@@ -43,21 +43,6 @@ def _replace(target: str, new: Callable[..., Any]) -> None:
     setattr(owner, name, lambda *args, **named: new(former, *args, **named))
 
 
-def before_step(fault: Callable[[Planting, TrainingStep], object]) -> PlantFunction:
-    """Make a plant that calls `fault` before the update of the option `step`, on the rank of the option `rank`."""
-
-    @functools.wraps(fault)
-    def plant(plan: Planting) -> None:
-        def step(former: Any, self: TrainingStep, batch: Any, *args: Any, **named: Any) -> Any:
-            if plan.here and batch.step == plan.options["step"]:
-                fault(plan, self)
-            return former(self, batch, *args, **named)
-
-        _replace("andon.step.step:TrainingStep.__call__", step)
-
-    return plant
-
-
 def replaces(
     target: str, when: Literal["always", "here", "in step"] = "always"
 ) -> Callable[[Callable[..., Any]], PlantFunction]:
@@ -68,7 +53,6 @@ def replaces(
     """
 
     def plant_of(new: Callable[..., Any]) -> PlantFunction:
-        @functools.wraps(new)
         def plant(plan: Planting) -> None:
             due = _once_in_step(plan) if when == "in step" else lambda: True
 
@@ -83,6 +67,18 @@ def replaces(
         return plant
 
     return plant_of
+
+
+def before_step(fault: Callable[[Planting, TrainingStep], object]) -> PlantFunction:
+    """Make a plant that calls `fault` before the update of the option `step`, on the rank of the option `rank`."""
+
+    @replaces("andon.step.step:TrainingStep.__call__", "here")
+    def plant(plan: Planting, former: Any, self: TrainingStep, batch: Any, *args: Any, **named: Any) -> Any:
+        if batch.step == plan.options["step"]:
+            fault(plan, self)
+        return former(self, batch, *args, **named)
+
+    return plant
 
 
 def _once_in_step(plan: Planting) -> Callable[[], bool]:
@@ -107,13 +103,11 @@ def raises(plan: Planting, _step: TrainingStep) -> None:
 
 @before_step
 def sleeps(plan: Planting, _step: TrainingStep) -> None:
-    """The rank takes `seconds` longer for one update."""
     _strikes(plan, f" sleeps {plan.options['seconds']} s")
     time.sleep(plan.options["seconds"])
 
 
 def never_joins(plan: Planting) -> None:
-    """The rank is started and never connects to the others."""
     if plan.here:
         _strikes(plan, " does not connect")
         time.sleep(3600.0)

@@ -72,8 +72,8 @@ def alive(process: Process) -> bool:
 def send(process: Process, signum: signal.Signals, *, group: bool = False, pause_s: float = 0.0) -> str | None:
     """Send a signal to a process, or to its group. With `pause_s`, send SIGCONT that many seconds later.
 
-    Returns what the process table then shows; "" for signals other than SIGKILL and SIGSTOP; None if there is no such
-    process, or the process table does not show the effect.
+    Returns the state in the process table afterwards; "" for signals other than SIGKILL and SIGSTOP; None if there was
+    no such process, or the process table does not show the effect.
     """
     try:
         (os.killpg if group else os.kill)(process.pid, signum)

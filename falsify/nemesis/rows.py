@@ -28,7 +28,7 @@ def replaced(damage: Damage) -> Fault:
         return Struck(time.monotonic(), 0, f"rows of {len(before)} bytes, of {run.rows.stat().st_size} now")
 
     def heal(run: Run) -> None:
-        run.rows.write_bytes(run.held.with_name("rows.jsonl").read_bytes())
+        run.rows.write_bytes(run.eval_rows.with_name("rows.jsonl").read_bytes())
 
     return Fault(strike, heal, before_start=True)
 
@@ -43,8 +43,8 @@ def accepted(change: Damage) -> Fault:
         run.start(Launch("1", (*INLINE, "training.checkpoint_every=1")))
         ending = run.end()
         if ending.codes != (0,):
-            raise NotStruckError(f"one worker alone ended with {ending.codes}: {ending.said[-500:]}")
-        run.whole, run.folder = Undisturbed(run.folder), folder
+            raise NotStruckError(f"one worker alone ended with {ending.codes}: {ending.output[-500:]}")
+        run.reference, run.folder = Undisturbed(run.folder), folder
         return replace(struck, at=time.monotonic())
 
     return Fault(strike, before_start=True)
@@ -82,9 +82,9 @@ _EXACT = Guard(
 )
 
 
-def _refused(name: str, how: str, said: str, damage: Damage, line: int | None = _LINE) -> Nemesis:
+def _refused(name: str, how: str, says: str, damage: Damage, line: int | None = _LINE) -> Nemesis:
     where = "rows.jsonl" if line is None else f"rows.jsonl:{line}:"
-    promise = Promise((2,), (where, said), 15.0, at_once=True)
+    promise = Promise((2,), (where, says), 15.0, at_once=True)
     return Nemesis(name, how, promise, replaced(damage), _HEARD, resumed=Launch("2", INLINE))
 
 
@@ -110,7 +110,7 @@ NEMESES = (
     _refused("label a float", "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
     _refused("label of another type", "a label that is 1", "label 1 is of another type", _field(label=1)),
     _refused(
-        *("one class", "all labels alike", "a classifier needs two classes"),
+        *("one class", "one label in all rows", "a classifier needs two classes"),
         lambda lines: [_rewritten(line, label="north") for line in lines],
         None,
     ),

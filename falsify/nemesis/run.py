@@ -36,13 +36,13 @@ SETTINGS = (
     "model.num_key_value_heads=2",
     "adapter.r=2",
 )
-"""For 86 rows, so the last batch of an epoch is short. All checkpoints stay, for the comparison."""
+"""With 86 training rows the last batch of an epoch is short. All checkpoints stay, for the comparison."""
 UPDATES = 33
 """The number of updates with 86 training rows and 10 validation rows."""
 TIMEOUT_S = 5.0
 """`run.timeout_s` of `SETTINGS`: how long a rank may be silent."""
 LIMIT_S = 120.0
-"""A launch without a bound of its own takes seconds. After this time it hangs."""
+"""A launch takes seconds. One that takes longer than this hangs."""
 SLACK_S = 4.0
 """How long beyond its bound a launch is watched before it is killed."""
 GONE_S = 3.0
@@ -69,12 +69,12 @@ class Launch:
 class Ending:
     """How one launch ended.
 
-    codes: of its commands. said: their output. left: processes that had to be killed after `GONE_S`. seconds: from the
-    fault to the end of the last process. hung: the commands had to be killed.
+    codes, output: of its commands. left: processes that had to be killed after `GONE_S`. seconds: from the fault to the
+    end of the last process. hung: the commands had to be killed.
     """
 
     codes: tuple[int, ...]
-    said: str
+    output: str
     left: int = 0
     seconds: float = 0.0
     hung: bool = False
@@ -89,11 +89,6 @@ def row_lines(name: str, count: int) -> list[bytes]:
         for number in range(count)
     ]
     return [json.dumps(row).encode() + b"\n" for row in rows]
-
-
-def command(folder: Path, *arguments: str) -> list[str]:
-    """The command line of a training run in `folder`."""
-    return [sys.executable, "-m", "andon", "train", "--run-dir", str(folder), *arguments]
 
 
 def environment() -> dict[str, str]:
@@ -114,16 +109,16 @@ def steps_of(folder: Path) -> int:
 class Run:
     """One run. Faults act on it.
 
-    folder: the run folder. scratch: a folder for anything else. rows, held: data files, shared until a fault replaces
-    them. whole: the run to compare with. draw: the source of random choices. closing: set once this command is to end.
-    hosts: the hosts of a run on several.
+    folder: the run folder. scratch: a folder for anything else. rows, eval_rows: data files, shared until a fault
+    replaces them. reference: the run to compare with. draw: the source of random choices. closing: set once this
+    command must end. hosts: of a run on several.
     """
 
     scratch: Path
     folder: Path
     rows: Path
-    held: Path
-    whole: Undisturbed
+    eval_rows: Path
+    reference: Undisturbed
     draw: random.Random
     closing: threading.Event = field(default_factory=threading.Event)
     hosts: tuple[Host, ...] = ()
@@ -134,15 +129,14 @@ class Run:
         """The arguments of `python`. Resumes a run that exists."""
         module = f"{__package__}.planting" if launch.plants else "andon"
         settings = [part for value in (*SETTINGS, *launch.settings) for part in ("--set", value)]
-        files = ["--data", str(self.rows), "--eval-data", str(self.held)]
+        files = ["--data", str(self.rows), "--eval-data", str(self.eval_rows)]
         place = ["--run-dir", str(self.folder), "--resume", "auto"]
         workers = ["--workers", launch.workers] if launch.workers else []
         return ["-m", module, "train", *place, *workers, *files, *settings]
 
     def start(self, launch: Launch) -> None:
-        """Start `andon train` on this machine. The output of torchrun itself is dropped: it does not concern ranks."""
         command = [sys.executable, *self.arguments(launch)]
-        if launch.torchrun:
+        if launch.torchrun:  # the output of torchrun itself is dropped
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             torchrun += ["--nproc-per-node", str(launch.torchrun), *self.rank_command(launch)]
             command = ["sh", "-c", 'exec "$@" 2>"$0"', str(self.scratch / "torchrun"), *torchrun]
@@ -152,7 +146,7 @@ class Run:
         """The last arguments of torchrun. Ranks write to stdout only, torchrun to stderr."""
         return ["--no-python", "sh", "-c", 'exec "$@" 2>&1', "sh", sys.executable, *self.arguments(launch)]
 
-    def spawn(self, command: Sequence[str], launch: Launch) -> subprocess.Popen[bytes]:
+    def spawn(self, command: Sequence[str], launch: Launch) -> None:
         """Start a command of this run in a new session and record its output.
 
         Raises `ClosingError` if this command is to end.
@@ -160,7 +154,7 @@ class Run:
         self._raise_if_closing()
         variables = {**environment(), "OMP_NUM_THREADS": "1", OWNER: str(self.scratch)}
         variables[VARIABLE] = written(launch.plants, self.scratch)
-        log = self.scratch / f"said-{len(list(self.scratch.glob('said-*'))) + 1}"
+        log = self.scratch / f"output-{len(list(self.scratch.glob('output-*'))) + 1}"
         with log.open("wb") as file:
             started = subprocess.Popen(
                 command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
@@ -168,7 +162,6 @@ class Run:
         self.commands.append(started)
         self._logs.append(log)
         self._raise_if_closing()  # `Bench.close` may have missed this process; then `Bench.play` kills it
-        return started
 
     def _raise_if_closing(self) -> None:
         if self.closing.is_set():
@@ -176,7 +169,6 @@ class Run:
 
     @property
     def launcher(self) -> subprocess.Popen[bytes]:
-        """The first command of this launch."""
         return self.commands[0]
 
     @property
@@ -184,7 +176,6 @@ class Run:
         return steps_of(self.folder)
 
     def over(self) -> bool:
-        """True once every command of this launch has ended."""
         return all(command.poll() is not None for command in self.commands)
 
     def wait_for(self, seen: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
@@ -193,7 +184,7 @@ class Run:
         while not seen():
             self._raise_if_closing()
             if self.over() and not seen():  # what it waits for may itself have ended the run
-                raise NotStruckError(f"the run ended before {what}: {self.said()[-300:]}")
+                raise NotStruckError(f"the run ended before {what}: {self.output()[-300:]}")
             if time.monotonic() > deadline:
                 raise NotStruckError(f"not {what} within {limit_s:g} s")
             time.sleep(0.003)
@@ -214,10 +205,10 @@ class Run:
         assert found is not None
         return found
 
-    def said(self) -> str:
+    def output(self) -> str:
         """The output of this launch so far, with paths relative to `scratch`."""
-        said = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
-        return said.replace(f"{self.scratch}/", "")
+        output = "\n".join(log.read_text(encoding="utf-8", errors="replace") for log in self._logs).strip()
+        return output.replace(f"{self.scratch}/", "")
 
     def end(self, limit_s: float = LIMIT_S, since: float | None = None) -> Ending:
         """Wait until all commands and all of their processes have ended, and forget this launch.
@@ -236,7 +227,7 @@ class Run:
         seconds = time.monotonic() - (began if since is None else since)
         left = self._members()
         self.kill()
-        ending = Ending(tuple(each.returncode for each in self.commands), self.said(), len(left), seconds, hung)
+        ending = Ending(tuple(each.returncode for each in self.commands), self.output(), len(left), seconds, hung)
         self.commands, self._logs = [], []
         return ending
 

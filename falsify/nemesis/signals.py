@@ -18,19 +18,19 @@ def sent(signum: signal.Signals, victim: str | int, *, pause_s: float = 0.0) -> 
 
     pause_s: seconds until SIGCONT; 0: never.
     """
-    whom = f"rank {victim}" if isinstance(victim, int) else f"the {victim}"
+    target = f"rank {victim}" if isinstance(victim, int) else f"the {victim}"
 
     def strike(run: Run) -> Struck:
         run.reach(5, 20)
         launcher = run.launcher.pid
         number, found = (victim, ranks(launcher)) if isinstance(victim, int) else (0, family(launcher))
         if len(found) <= number:
-            raise NotStruckError(f"there is no {whom}: {len(found)} are there")
+            raise NotStruckError(f"there is no {target}: {len(found)} are there")
         at, step = time.monotonic(), run.steps
         seen = send(found[number], signum, group=victim == "group", pause_s=pause_s)
         if seen is None or (signum == signal.SIGSTOP and not seen.startswith("stopped")):
-            raise NotStruckError(f"{whom} had ended, or does not show {signum.name}")
-        return Struck(at, step, f"{signum.name} to {whom} after {step} updates{f': {seen}' if seen else ''}")
+            raise NotStruckError(f"{target} had ended, or does not show {signum.name}")
+        return Struck(at, step, f"{signum.name} to {target} after {step} updates{f': {seen}' if seen else ''}")
 
     return Fault(strike)
 
@@ -52,13 +52,9 @@ def _killed(name: str, how: str, victim: int | str, guard: Guard = _RESTORED) ->
     return _on_three(name, f"SIGKILL to {how}", promise, sent(_KILL, victim), guard)
 
 
-def _asked(whom: str, victim: str | int, signum: signal.Signals, how: str) -> Nemesis:
-    promise, name = Promise((75,), ("ended at a step boundary",), 5.0), f"{signum.name} to {whom}"
+def _asked(target: str, victim: str | int, signum: signal.Signals, how: str) -> Nemesis:
+    promise, name = Promise((75,), ("ended at a step boundary",), 5.0), f"{signum.name} to {target}"
     return _on_three(name, f"{signum.name} to {how}", promise, sent(signum, victim), _DEAF)
-
-
-def _timeout(name: str, how: str, promise: Promise, fault: Fault, guard: Guard) -> Nemesis:
-    return _on_three(name, f"SIGSTOP to rank 1 of 3{how}, run.timeout_s={TIMEOUT_S:g}", promise, fault, guard)
 
 
 NEMESES = (
@@ -72,14 +68,15 @@ NEMESES = (
     _asked("a rank", 1, signal.SIGTERM, "rank 1 of 3"),
     _asked("the launcher", "launcher", signal.SIGTERM, "`andon train`"),
     _asked("the launcher", "launcher", signal.SIGUSR1, "`andon train`"),
-    _timeout(
-        *("rank stopped", " for good"),
+    _on_three(
+        *("rank stopped", f"SIGSTOP to rank 1 of 3 for good, run.timeout_s={TIMEOUT_S:g}"),
         Promise((72,), ("rank 1 of 3 gave no answer",), TIMEOUT_S + 3.0),
         sent(_STOP, 1),
         Guard("run.timeout_s", "not over", ("run.timeout_s=600",)),
     ),
-    _timeout(
-        *("rank paused", ", SIGCONT 4 s later", Promise((0,)), sent(_STOP, 1, pause_s=4.0)),
+    _on_three(
+        *("rank paused", f"SIGSTOP to rank 1 of 3, SIGCONT 4 s later, run.timeout_s={TIMEOUT_S:g}"),
+        *(Promise((0,)), sent(_STOP, 1, pause_s=4.0)),
         Guard("a timeout above the pause", "exit 72 instead of 0", ("run.timeout_s=1.5",)),
     ),
     _on_three(

@@ -27,22 +27,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def line(row: Row) -> str:
-    """One line for the terminal."""
     verdict = "skip" if row.skipped else "ok  " if row.good else "BAD "
-    return f"{verdict} {row.nemesis.name}: {_told(row)}"
+    return f"{verdict} {row.nemesis.name}: {_details(row)}"
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Counts of the nemeses that were measured, are as promised, and were skipped."""
     skipped = sum(bool(row.skipped) for row in rows)
     return f"{sum(row.good for row in rows) - skipped} of {len(rows) - skipped} are as promised, {skipped} were skipped"
 
 
 def document(rows: Sequence[Row], seed: int) -> str:
-    """The whole document: the table, then what was skipped and what does not hold."""
     sections = {
         "Skipped on this machine": [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped],
-        "Does not hold": [f"- {row.nemesis.name}: {_told(row)}" for row in rows if not row.good],
+        "Does not hold": [f"- {row.nemesis.name}: {_details(row)}" for row in rows if not row.good],
     }
     lines = [
         "# Faults, as they were measured",
@@ -60,7 +57,7 @@ def document(rows: Sequence[Row], seed: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _told(row: Row) -> str:
+def _details(row: Row) -> str:
     if row.skipped:
         return f"skipped: {row.skipped}"
     phase = row.phase
@@ -69,7 +66,7 @@ def _told(row: Row) -> str:
     guard = row.nemesis.guard
     parts = [phase.struck.proof, f"exit {codes_of(phase.ending)} after {phase.ending.seconds:.2f} s", _healed(phase)]
     parts += [f"WRONG: {each}" for each in row.wrong]
-    parts += [f"CONTROL without the fault: {each}" for each in row.calm or ()]
+    parts += [f"CONTROL without the fault: {each}" for each in row.without_fault or ()]
     if isinstance(guard, Guard) and (row.doubt or not row.unguarded):
         parts.append(f"CONTROL without {guard.what} shows nothing: {row.doubt or 'nothing is found wrong'}")
     return "; ".join(parts)
@@ -77,11 +74,11 @@ def _told(row: Row) -> str:
 
 def _cells(row: Row, phase: Phase) -> list[str]:
     nemesis = row.nemesis
-    said = line_with(phase.ending.said, nemesis.promise.says)
+    output = line_with(phase.ending.output, nemesis.promise.says)
     found = f"SHOWS NOTHING: {row.doubt}" if row.doubt else (row.unguarded or ("NOTHING FOUND",))[0]
     off = nemesis.guard if isinstance(nemesis.guard, str) else f"{nemesis.guard.what}: {found}"
     within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
-    return [nemesis.name, nemesis.how, codes_of(phase.ending), within, said, _healed(phase), off]
+    return [nemesis.name, nemesis.how, codes_of(phase.ending), within, output, _healed(phase), off]
 
 
 def _healed(phase: Phase) -> str:

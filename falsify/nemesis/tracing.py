@@ -53,9 +53,9 @@ def attached(pid: int, *options: str) -> Iterator[None]:
         raise UnavailableError(reason)
     with subprocess.Popen(["strace", "-y", *options, "-p", str(pid)], stderr=subprocess.PIPE, text=True) as strace:
         assert strace.stderr is not None
-        said = strace.stderr.readline()
-        if f"{pid} attached" not in said:
-            raise RuntimeError(f"strace does not attach: {said}")
+        answer = strace.stderr.readline()
+        if f"{pid} attached" not in answer:
+            raise RuntimeError(f"strace does not attach: {answer}")
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """One rank of a loop under `andon.watch`, for an attack: `torchrun ... -m falsify.nemesis.watched_loop FOLDER`.
 
-After half of its updates it waits for `go` in the folder, while the attack runs. After `calm`, rank 1 changes its model
-and then halts all ranks. `rank-N.json` says what rank N noticed of both.
+After half of its updates it waits for `go` in the folder, while the attack runs. After `quiet`, rank 1 changes its
+model and then halts all ranks. `rank-N.json` says what rank N noticed of both.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     ddp, optimizer = nn.parallel.DistributedDataParallel(model), torch.optim.SGD(model.parameters(), lr=0.01)
-    found: list[dict[str, object]] = []
+    found: list[object] = []
     with andon.watch(ddp, optimizer, action="warn", log=found.append) as watch:
         for step in range(STEPS):
             if step == STEPS // 2:
@@ -41,26 +41,22 @@ def main() -> None:
             _update(ddp, optimizer, step + rank)
         weights = torch.cat([each.detach().flatten() for each in model.parameters()]).numpy().tobytes()
         (folder / f"weights-{rank}").write_text(hashlib.sha256(weights).hexdigest())
-        _until((folder / "calm").exists)
+        _until((folder / "quiet").exists)
         before = len(found)
         if rank == 1:
             with torch.no_grad():
                 model.bias.add_(1.0)
         _update(ddp, optimizer, 0)
-        said = {
-            "before": [str(each) for each in found[:before]],
-            "found": [str(each) for each in found[before:]],
-            "woken": "",
-        }
+        report = {"before": found[:before], "found": found[before:], "woken": ""}
         try:
             if rank == 1:
                 watch.pull(REASON)
             threading.Event().wait(PATIENCE_S)
         except andon.Violation as error:
-            said["woken"] = str(error)
+            report["woken"] = str(error)
             raise
         finally:
-            (folder / f"rank-{rank}.json").write_text(json.dumps(said))
+            (folder / f"rank-{rank}.json").write_text(json.dumps(report, default=str))
 
 
 def _update(model: nn.Module, optimizer: torch.optim.Optimizer, fill: int) -> None:

@@ -1,4 +1,4 @@
-"""The seed's free functions and its coordinator's devices: tables of calls, and mutants that a table must notice.
+"""The seed's free functions and its coordinator's devices: tables of calls, and mutants that the tables must notice.
 
 The expected results come from the definitions (seed R8, R9, R14, R26 to R28, V8, V11 to V13).
 """
@@ -120,7 +120,7 @@ def devices() -> Iterator[Call]:
 
 
 def fallback() -> Iterator[Call]:
-    """Without a usable GPU, ranks go on with gloo on the CPU only if the caller allows it. Asked as without a GPU."""
+    """If no GPU is usable, ranks use gloo on the CPU only with permission. The calls say that there are 0 GPUs."""
     place, named = partial(placement, "nccl", 2, None, 0), partial(named_devices, [0, 1], 0)
 
     def said_so(result: Any) -> bool:
@@ -224,7 +224,7 @@ def _none_on_cpu(*_: Any, **__: Any) -> Any:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A wrong body of `function`, the table that must notice it, and a regular expression for what the table finds.
+    """A wrong body of `function`, the table that must notice it, and a regular expression for its first wrong call.
 
     The body runs in place of the function's own, under its decorators and with the imports of its module.
     """

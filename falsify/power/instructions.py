@@ -1,4 +1,4 @@
-"""Faults of instruction tuning: wrong loss weights, wrong divisors, and rows of a pack that attend to each other."""
+"""Faults of instruction tuning: wrong loss weights, wrong divisors, rows of a pack that attend to each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKED = SFT.but(task="packed sft", batch_size=4)
 
 
 def _weighed(change: Callable[[Sequence[float]], Sequence[float]]) -> Plant:
-    """Each row has the loss weights that `change` makes of its own."""
+    """Train every row with the loss weights change(weights)."""
 
     def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         case = parts.case
@@ -43,7 +43,7 @@ def _weighed(change: Callable[[Sequence[float]], Sequence[float]]) -> Plant:
 
 
 def _loss(change: Callable[[Batch, LeafLoss], LeafLoss], planned: int) -> Plant:
-    """A micro-batch has the loss that `change` makes of it; the plan has `planned` terms for each row."""
+    """Train every micro-batch on change(batch, loss), with `planned` loss terms a row in the plan."""
 
     def loss_sum(inner: Callable[..., LeafLoss], model: nn.Module, batch: Batch) -> LeafLoss:
         return change(batch, inner(model, batch))
@@ -67,7 +67,7 @@ def _every_token_counts(batch: Batch, loss: LeafLoss) -> LeafLoss:
 
 
 def _hidden(change: Callable[..., torch.Tensor]) -> Plant:
-    """change(original, model, batch) computes the hidden states."""
+    """Compute hidden states by change(original, model, batch)."""
 
     def plant(parts: TrainerUnderTest, stack: ExitStack) -> None:
         patched(stack, andon.model.causal, "hidden_of", partial(change, andon.model.causal.hidden_of))

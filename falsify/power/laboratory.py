@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
@@ -40,7 +40,7 @@ ONE_RUN = tuple(claim for claim in claims_of("loop") if claim.trial == LAW and n
 
 @dataclass(frozen=True)
 class Observation:
-    """Runs, or a table of calls: what each claim says, a digest of all, and the clause that stopped our trainer."""
+    """The verdicts on some runs, a digest of the observations, and the clause that stopped our trainer."""
 
     verdicts: Mapping[str, Verdict]
     signature: str
@@ -171,7 +171,7 @@ def _looped(subject: Subject) -> LoopBench:
 
 
 def observed(
-    bench_of: Callable[[Subject], Bench], subject: Subject, trials: Iterable[Trial], claims: Collection[str] = ()
+    bench_of: Callable[[Subject], Bench], subject: Subject, trials: Sequence[Trial], claims: Collection[str] = ()
 ) -> Observation:
     """The verdicts of `trials` on `subject`: on all claims that each kind of trial judges, or on `claims` alone."""
     recording = _Recording(subject)
@@ -179,7 +179,9 @@ def observed(
     for trial in trials:
         if not claims or bench.kinds[trial.kind] & {*claims}:
             found |= bench.attempt(trial, claims)
-    clause = next((trace.violation[0] for trace in recording.traces if trace.violation), "")
+    # A trial also runs its case without the fault, to compare with.
+    own = [trace for trace in recording.traces if trace.case.fault in {trial.case.fault for trial in trials}]
+    clause = next((trace.violation[0] for trace in own if trace.violation), "")
     return Observation(found, signature(*recording.traces), clause)
 
 

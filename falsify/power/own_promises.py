@@ -1,4 +1,4 @@
-"""Faults of this trainer's own promises, of memory too, so that each claim of the suite is shown to be able to fall."""
+"""Faults against our trainer's own promises, including memory, so that every claim is shown to be able to fall."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _base_touched(replica: Replica) -> None:
 
 
 def _line_lost(parts: TrainerUnderTest, stack: ExitStack) -> None:
-    """The writer loses a line by itself: one that another program took away would be seen by the file's size."""
+    """The writer itself loses a line. (The file's size would show that another program removed one.)"""
     append = LedgerFile.append
 
     def losing(self: LedgerFile, record: Record) -> None:
@@ -93,7 +93,7 @@ def _moments_lost(inner: Any, weights: Any, state: Any, updates: int) -> None:
     inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
 
 
-# what is kept that need not be
+# memory that is kept without need
 
 
 def _every_leaf_kept(replica: Replica) -> None:
@@ -136,7 +136,7 @@ def _graph_kept(parts: TrainerUnderTest, stack: ExitStack) -> None:
 
 
 def _kept_after_updates(make: Callable[[Replica], list[torch.Tensor]], *, once: bool = True) -> Plant:
-    """After the update every replica holds what `make` makes of it: anew each time, or more and more."""
+    """After an update, every replica keeps the tensors of `make`. once: of the last update only."""
 
     def plant(parts: TrainerUnderTest, stack: ExitStack) -> None:
         kept: dict[int, list[torch.Tensor]] = {}

@@ -1,4 +1,4 @@
-"""What a fault is, and the ways of planting one."""
+"""What a fault is, and how to plant it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.watching import Proxy
 
 Plant = Callable[[Any, ExitStack], None]
-"""Changes a subject that was put together; the stack is for what has to be undone."""
+"""Changes a subject before it trains. The stack undoes what does not belong to this subject alone."""
 Kind = Literal["trainer", "resume", "coordinator"]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A wrong, the claim that must fall by it, and the case that shows it.
+    """A mistake, the claim that it must falsify, and the case that shows it.
 
     reason: a regular expression that the text of a counterexample must match. plant: runs in every process of the run.
     """
@@ -54,7 +54,7 @@ def around_updates(
     begins: Callable[[GlobalBatch], object],
     change: Callable[[GlobalBatch, StepResult], StepResult],
 ) -> None:
-    """Call begins(batch) before every update, and have it report change(batch, result): at once or a step later."""
+    """Call begins(batch) before every update, and make it report change(batch, result), at once or a step later."""
     inner = parts.step
 
     def call(batch: GlobalBatch, *args: Any, **kwargs: Any) -> StepResult:
@@ -75,14 +75,14 @@ def with_result(change: Callable[[StepResult], StepResult]) -> Plant:
 
 
 def current_batch(parts: TrainerUnderTest) -> Callable[[], GlobalBatch]:
-    """A function that says which batch is being trained on."""
+    """A function that returns the batch that is computed now."""
     held: dict[str, GlobalBatch] = {}
     around_updates(parts, partial(held.__setitem__, "now"), lambda batch, result: result)
     return lambda: held["now"]
 
 
 def on_replicas(change: Callable[[Replica], object], first: int = 0) -> Plant:
-    """change(replica) for the replica of each rank from `first` on."""
+    """Apply `change` to the replica of each rank from `first` on."""
 
     def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         for rank, replica in parts.by_rank.items():
@@ -98,7 +98,7 @@ def around_each(method: str, call: Callable[..., Any], first: int = 0) -> Plant:
 
 
 def after_updates(change: Callable[[Replica], object], first: int = 0) -> Plant:
-    """change(replica) after every update, on each rank from `first` on."""
+    """Apply `change` to the replica after every update, on each rank from `first` on."""
 
     def hook(replica: Replica) -> None:
         def apply(inner: Callable[[], None]) -> None:
@@ -111,7 +111,7 @@ def after_updates(change: Callable[[Replica], object], first: int = 0) -> Plant:
 
 
 def with_rate(step_of: Callable[[TrainerUnderTest, int], int]) -> Plant:
-    """Each update has the rate of the update step_of(parts, its number)."""
+    """Update n has the learning rate of update step_of(parts, n)."""
 
     def plant(parts: TrainerUnderTest, _: ExitStack) -> None:
         rate = parts.schedule.rate
@@ -121,7 +121,7 @@ def with_rate(step_of: Callable[[TrainerUnderTest, int], int]) -> Plant:
 
 
 def local_sum(replica: Replica, partial: PartialGradient) -> torch.Tensor:
-    """What this replica alone has summed, [size]."""
+    """The sum of this replica's micro-batches alone, [size]."""
     return sum(partial.roots.values(), torch.zeros_like(replica.parameters.gradient))
 
 
@@ -150,7 +150,7 @@ def unsynced(keeps: Callable[[str], bool] = lambda name: True, first: int = 1) -
 
 
 def scaled_partials(replica: Replica, factor: Callable[[PartialGradient], float]) -> None:
-    """This replica's share of the sum is multiplied before it is handed over."""
+    """Multiply this replica's partial gradient by factor(partial) before the reduction."""
 
     def gradients(inner: Callable[..., PartialGradient], *args: Any, **kwargs: Any) -> PartialGradient:
         partial = inner(*args, **kwargs)
@@ -163,5 +163,5 @@ def scaled_partials(replica: Replica, factor: Callable[[PartialGradient], float]
 
 
 def rows_of(partial: PartialGradient) -> int:
-    """How many rows a replica's partial gradient is of."""
+    """The number of rows in a replica's partial gradient."""
     return int(partial.reports[:, 1].sum()) if len(partial.reports) else 0

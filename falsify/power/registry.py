@@ -1,4 +1,4 @@
-"""All faults of our trainer by name; a rank looks up here the fault that its case names."""
+"""All faults of our trainer by name. A rank looks up the fault of its case here."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def named(name: str) -> Fault:
 
 
 def reference(fault: Fault) -> str:
-    """How `Case.fault` names it, so that a rank finds it."""
+    """The name of the fault in `Case.fault`."""
     return f"falsify.power.registry:{fault.name}"

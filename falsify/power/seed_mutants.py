@@ -1,6 +1,6 @@
-"""Mutants of the seed (seed 5.1): twelve that its own 25 tests missed, twelve that they caught, and eleven to add.
+"""Mutants of the seed (seed 5.1): those that its own 25 tests missed, those that they caught, and those to add.
 
-A suite of data parallelism must see them all. Most of those that were caught are in the seed's free functions.
+A suite for data parallelism must see all of them. The mutants of the seed's free functions are in `functions`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .planting import (
 _UNSYNCED = "step 1, rank 1: the gradient differs"
 
 
-# what the seed's own tests missed
+# missed by the seed's own tests
 
 
 def _returns_zeros(coordinator: DataParallelCoordinator, _: ExitStack) -> None:
@@ -65,7 +65,7 @@ def _mean_of_means(result: StepResult) -> StepResult:
 
 
 class _Overlapping(GlobalBatch):
-    """Every micro-batch but the last also has the first row of the next."""
+    """Every micro-batch except the last also has the first row of the next one."""
 
     def micro_batches(self, count: int) -> tuple[tuple[int, ...], ...]:
         parts = super().micro_batches(count)
@@ -124,7 +124,7 @@ MISSED = (
 )  # fmt: skip
 
 
-# what they caught
+# caught by them
 
 
 def _an_ulp_off(replica: Replica) -> None:
@@ -143,7 +143,7 @@ CAUGHT = (
 )  # fmt: skip
 
 
-# what a suite of data parallelism must add
+# to be added by a suite for data parallelism
 
 
 def _unweighted(parts: TrainerUnderTest, _: ExitStack) -> None:

@@ -422,7 +422,7 @@ def test_foreign_text_does_not_act_on_a_terminal(model_run: Path, tmp_path: Path
 
 def test_a_checker_waits_for_no_pipe_in_the_place_of_a_ledger(run: Path) -> None:
     _pipe(RunFolder(run).ledger)
-    with pytest.raises(OSError, match="is no file, but a pipe or a device"):
+    with pytest.raises(OSError, match="is a pipe or a device, not a file"):
         read_run(run)
 
 

@@ -77,7 +77,7 @@ def test_1_where_a_claim_is_falsified_and_its_command_repeats_it(tmp_path: Path)
 def test_2_where_a_backend_that_was_asked_for_could_not_be_tried() -> None:
     code, lines, _ = falsify("--backend", "nccl", "--claim", "schedule", "--world", "64", "--accumulation", "1")
     assert (code, lines[-1]) == (2, "checked 0 of 16 claims, 0 runs, 1 not applicable, 0 unknown")
-    assert lines[-2].startswith("nothing was run on nccl, which was asked for: nccl ")
+    assert lines[-2].startswith("skipped nccl: nccl ")
 
 
 @pytest.fixture
@@ -258,7 +258,7 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
         (["--name", " "], "--name: names nothing"),
         (["--expected-failed", "gradient-law"], "--expected-failed: must be CLAIM: REASON, not 'gradient-law'"),
         (["--expected-failed", "gradient: x"], "--expected-failed: there is no claim 'gradient'; did you mean gradi"),
-        (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at is no folder"),
+        (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at is not a folder"),
         (["--backend", "glo"], "there is no backend 'glo'; did you mean gloo?"),
         (["--claim", "gradient"], "there is no claim 'gradient'; did you mean gradient-law?"),
         ([*HERE, "--case", '{"lr": "x"}'], "--case: lr must be a valid number, not 'x'"),

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.request import read_request
-from andon_falsify.campaign.run import Bench, Campaign, plan
+from andon_falsify.campaign.run import Campaign, plan
 from andon_falsify.campaign.script_bench import ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
 from andon_falsify.campaign.trainer_bench import AndonBench

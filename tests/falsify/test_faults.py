@@ -63,7 +63,7 @@ def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(mo
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
-        return conclude(named_claim(summed.claim), 1, [] if evidence.sightings.case.contracts else [wrong])
+        return conclude(named_claim(summed.claim), 1, [] if evidence.observed.case.contracts else [wrong])
 
     monkeypatch.setitem(CHECKS, summed.claim, falls)
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems

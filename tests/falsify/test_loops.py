@@ -27,7 +27,6 @@ from andon_falsify.subjects.case import Case, Rows, make_rows
 from andon_falsify.subjects.meter import StorageMeter
 from andon_falsify.subjects.trace import Trace
 from andon_falsify.verdict import Outcome, Verdict
-from falsify.power.laboratory import ONE_RUN
 
 PLACES = ((1,), (2,), (3,))
 pytestmark = pytest.mark.xdist_group("test_loops")
@@ -39,7 +38,10 @@ FEW = SGD.but(rows=make_rows(13))
 
 
 def verdicts(trace: Trace) -> dict[str, Verdict]:
-    return claims.judged(of_trace(trace), ONE_RUN)
+    """What one run decides by itself."""
+    more = ("same-everywhere", "randomness-apart")
+    asked = [claim for claim in claims.claims_of("loop") if claim.trial == LAW and claim.name not in more]
+    return claims.judged(of_trace(trace), asked)
 
 
 def attempted(make: str, pools: RankPools, case: Case, *names: str) -> dict[str, Verdict]:
@@ -116,7 +118,7 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
 
 def test_noise_that_was_measured_as_0_is_no_missing_measurement(pools: RankPools) -> None:
     """Else the bound would be that of a model whose noise cannot be measured, a thousand times as much."""
-    trace = LoopSubject("andon_falsify.peers.plain:make", pools=pools).run(SGD.but(lr=0.0))
+    trace = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools).run(SGD.but(lr=0.0))
     assert noise(trace) == dict.fromkeys(range(1, 7), 0.0)
 
 

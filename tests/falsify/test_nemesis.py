@@ -31,10 +31,10 @@ from falsify.nemesis.disk_acts import ACTS, CONTROL
 from falsify.nemesis.fuzz.__main__ import fuzz
 from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
 from falsify.nemesis.fuzz.samples import ledger_lines
-from falsify.nemesis.fuzz.surfaces import SURFACES, Surface
+from falsify.nemesis.fuzz.surfaces import SURFACES
 from falsify.nemesis.hosts import Host
 from falsify.nemesis.language import Fault, Guard, Nemesis, Phase, Place, Promise, Row
-from falsify.nemesis.left_behind import Undisturbed, whole
+from falsify.nemesis.left_behind import Undisturbed, intact
 from falsify.nemesis.network import both_ways
 from falsify.nemesis.planting import (
     ClosingError,
@@ -57,11 +57,11 @@ KEPT = Phase(
 BROKEN = {
     "exit 0 instead of 71": {"ending": replace(KEPT.ending, codes=(0,))},
     "over after 2.10 s, promised were 2": {"ending": replace(KEPT.ending, seconds=2.1)},
-    "not said: 'rank 1'": {"ending": replace(KEPT.ending, said="SIGKILL")},
-    "not said: 'SIGKILL|SIGTERM'": {"ending": replace(KEPT.ending, said="rank 1 is gone")},
+    "not said: 'rank 1'": {"ending": replace(KEPT.ending, output="SIGKILL")},
+    "not said: 'SIGKILL|SIGTERM'": {"ending": replace(KEPT.ending, output="rank 1 is gone")},
     "3 processes left": {"ending": replace(KEPT.ending, left=3)},
     "not over 9.0 s after it began": {"ending": replace(KEPT.ending, hung=True, seconds=9.0, codes=(-9,))},
-    "a traceback": {"ending": replace(KEPT.ending, said=f"{KEPT.ending.said}\nTraceback (most recent call last):\n")},
+    "a traceback": {"ending": replace(KEPT.ending, output=f"{KEPT.ending.output}\nTraceback (most recent call last):")},
     "accepted after the fault at step 5: step-00000008": {"newer": ("step-00000008",)},
     "accepted, but the undisturbed run has no such: step-00000004": {"other": ("step-00000004",)},
     "healing: other bits: a where b belongs": {"result": "a where b belongs"},
@@ -87,19 +87,19 @@ def test_each_part_of_a_promise_can_be_found_broken(said: str) -> None:
     ("changes", "good"),
     [
         ({}, True),
-        ({"skipped": "no namespaces", "phase": None, "calm": None, "unguarded": None}, True),
+        ({"skipped": "no namespaces", "phase": None, "without_fault": None, "unguarded": None}, True),
         ({"wrong": ("exit 0 instead of 71",)}, False),
-        ({"calm": ("exit 71",)}, False),
+        ({"without_fault": ("exit 71",)}, False),
         ({"unguarded": ()}, False),
         ({"unguarded": None}, False),
-        ({"calm": None}, False),
+        ({"without_fault": None}, False),
         ({"phase": None}, False),
         ({"doubt": "never acted: guards:no_reports"}, False),
         ({"failed": "the run ended before"}, False),
     ],
 )
 def test_a_row_is_good_only_with_both_of_its_controls(changes: dict[str, object], good: bool) -> None:
-    row = replace(Row(named("rank killed"), phase=KEPT, calm=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
+    row = replace(Row(named("rank killed"), phase=KEPT, without_fault=(), unguarded=("other bits",)), **changes)  # type: ignore[arg-type]
     assert row.good is good
     assert line(row).startswith("skip" if row.skipped else "ok" if good else "BAD")
     assert ("## Does not hold" in document([row], 1)) is not good
@@ -125,20 +125,20 @@ def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -
     assert phase.ending.codes == (71,)
     assert phase.result == ""
     (folder,) = tmp_path.glob("guarded-*/run")
-    assert prepared.whole.accepted(folder, prepared.whole.result[2]) == ((), ())
+    assert prepared.reference.accepted(folder, prepared.reference.result[2]) == ((), ())
     same = "the result is the same, but "
     newest = max(folder.glob("checkpoints/step-*"))
     with (newest / "tensors.safetensors").open("ab") as file:
         file.write(b"\0")
-    assert prepared.whole.differs(folder) == f"{same}{newest.name} is not there, whole"
+    assert prepared.reference.differs(folder) == f"{same}{newest.name} is not there, whole"
     _in_first_step(folder, {"kind": "other"})
-    assert prepared.whole.differs(folder) == f"{same}the ledger lacks the updates 1"
+    assert prepared.reference.differs(folder) == f"{same}the ledger lacks the updates 1"
     _in_first_step(folder, {"loss": {"hex": "0x1p+0", "value": 1.0}})
-    assert prepared.whole.accepted(folder, 0)[1] == ("ledger line of step 2",)
-    assert prepared.whole.differs(folder) == f"{same}not ledger line of step 2"
+    assert prepared.reference.accepted(folder, 0)[1] == ("ledger line of step 2",)
+    assert prepared.reference.differs(folder) == f"{same}not ledger line of step 2"
     summary = json.loads((folder / "summary.json").read_bytes())
     (folder / "summary.json").write_text(json.dumps(summary | {"weights_digest": "0"}), encoding="utf-8")
-    assert prepared.whole.differs(folder).startswith("('0', ")
+    assert prepared.reference.differs(folder).startswith("('0', ")
 
 
 def _in_first_step(folder: Path, fields: dict[str, object]) -> None:
@@ -213,7 +213,7 @@ def test_a_fault_strikes_before_or_after_the_start_and_heals_after_the_end(tmp_p
 
 def test_nothing_measured_is_no_success() -> None:
     chosen = named("rank killed")
-    good = Row(chosen, phase=KEPT, calm=(), unguarded=("other bits",))
+    good = Row(chosen, phase=KEPT, without_fault=(), unguarded=("other bits",))
     skipped, failed = Row(chosen, skipped="no namespaces"), Row(chosen, failed="it ended before")
     assert [verdict(rows) for rows in ([good], [good, skipped])] == [0, 0]
     assert [verdict(rows) for rows in ([skipped], [], [good, failed])] == [1] * 3
@@ -278,7 +278,7 @@ def saved(folder: Path, step: int) -> Path:
 def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path, Path], object], name: str) -> None:
     before, path = saved(tmp_path, 1), saved(tmp_path, 2)
     damage(path / name, before / name)
-    assert not whole(path)
+    assert not intact(path)
     with pytest.raises(CheckpointError, match=rf"step-00000002/({name}|{TENSORS}):"):
         load_checkpoint(path)
 
@@ -317,9 +317,9 @@ SEED = 7
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.name)
-def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: Surface, count: int) -> None:
-    assert fuzz(surface, SEED, range(count)) == []
+@pytest.mark.parametrize("surface", SURFACES)
+def test_damaged_input_ends_in_the_promised_error_or_is_right(surface: str, count: int) -> None:
+    assert fuzz(surface, SURFACES[surface], SEED, range(count)) == []
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
@@ -337,7 +337,7 @@ def test_an_error_of_another_kind_is_reported_with_its_case() -> None:
         return ""
 
     seen: list[Path] = []
-    assert fuzz(Surface("broken", attempt), SEED, [5, 8, 9]) == [(8, "KeyError: 'label'")]
+    assert fuzz("broken", attempt, SEED, [5, 8, 9]) == [(8, "KeyError: 'label'")]
 
 
 needs_hosts = pytest.mark.usefixtures("lan")
@@ -375,9 +375,9 @@ def test_what_is_dropped_does_not_arrive_and_all_else_does(lan: tuple[Host, ...]
     first.drop(second)
     assert lost(lan) == {(0, 1)}
     first.undrop(second)
-    third.unplug()
+    third.set_link("down")
     assert lost(lan) == {(0, 2), (1, 2), (2, 0), (2, 1)}
-    third.plug()
+    third.set_link("up")
     assert lost(lan) == set()
 
 
@@ -479,7 +479,7 @@ def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Pa
     alone = train(tmp_path / "alone", None)
     attacked = train(tmp_path / "attacked", 1, Undisturbed(tmp_path / "alone" / "run"))
     assert (alone.loss, attacked.loss) == ("", "")
-    assert attacked.said.total() > 100
+    assert attacked.sent.total() > 100
 
 
 # By default: tests/contracts/test_store.py.
@@ -489,7 +489,7 @@ def test_a_watch_believes_nobody_who_is_no_rank(tmp_path: Path) -> None:
     alone = watch(tmp_path / "alone", None)
     attacked = watch(tmp_path / "attacked", 1, bits_of(tmp_path / "alone"))
     assert (alone.loss, attacked.loss, attacked.halted) == ("", "", "")
-    assert min(attacked.said[kind] for kind in ("left", "pulled", "beat", "unguarded", "deleted", "replayed")) >= 3
+    assert min(attacked.sent[kind] for kind in ("left", "pulled", "beat", "unguarded", "deleted", "replayed")) >= 3
     for rank in range(WORKERS):
-        assert f"andon: rank {rank} ignored " in (tmp_path / "attacked" / "said-1").read_text()
-        assert "ignored" not in (tmp_path / "alone" / "said-1").read_text()
+        assert f"andon: rank {rank} ignored " in (tmp_path / "attacked" / "output-1").read_text()
+        assert "ignored" not in (tmp_path / "alone" / "output-1").read_text()

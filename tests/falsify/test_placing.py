@@ -147,7 +147,7 @@ def test_mixed_losses_are_held_to_those_of_one_cpu(trainer: AndonTrainer, off: f
 
     def verdict(trace: Trace, backend: str = "mixed") -> Verdict:
         there = placed(replace(trace, case=trace.case.but(backend=backend)), "cpu cuda")
-        return losses_close.check(replace(of_trace(there), others={"alone": (alone,)}))
+        return losses_close.check(replace(of_trace(there), others={"alone": alone}))
 
     assert verdict(trace).outcome is outcome
     assert verdict(trace).checked == 2 * len(told)

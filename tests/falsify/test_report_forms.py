@@ -97,7 +97,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
     ),
     "NaN": (
         lambda plain: plain["findings"][16]["counterexamples"][0].update(ratio=math.nan),
-        ["is not JSON: NaN is no number of JSON"],
+        ["is not JSON: JSON does not have the number NaN"],
     ),
     "a boolean": (
         lambda plain: plain["findings"][0].update(world=True),

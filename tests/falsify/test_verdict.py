@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from andon_contracts.clauses import CLAUSES
 from andon_falsify.campaign.findings import diagnosed, explain, held_by_rest, mistake
 from andon_falsify.campaign.request import read_request
-from andon_falsify.claims import CLAIMS
+from andon_falsify.claims import CHECKS, CLAIMS, judged_by
 from andon_falsify.claims.clauses import ALIASES, NO_CLAIM, table
+from andon_falsify.claims.evidence import Evidence
 from andon_falsify.cli.campaign import ReportFiles, show
 from andon_falsify.ranks.errors import root_cause
 from andon_falsify.report.document import json_bytes, parse
@@ -32,10 +33,8 @@ from andon_falsify.verdict import (
     closing_line,
     conclude,
     exit_code,
-    judge,
     merge,
     not_applicable,
-    repeatable,
     unknown,
 )
 from benchmarks.scoreboard import joined, surprises
@@ -88,15 +87,15 @@ def test_merging_keeps_the_reasons_of_the_outcome_and_needs_one_claim() -> None:
             merge(verdicts)
 
 
-def test_a_checker_that_throws_says_unknown() -> None:
-    def broken(value: int) -> Verdict:
-        raise ZeroDivisionError(f"of {value}")
+def test_a_checker_that_throws_says_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: Evidence) -> Verdict:
+        raise ZeroDivisionError("of 3")
 
-    def working(value: int) -> Verdict:
-        return conclude(CLAIM, value, [])
-
-    assert judge(CLAIM, broken, 3) == unknown(CLAIM, "the checker failed: ZeroDivisionError: of 3")
-    assert judge(CLAIM, working, value=3) == HOLDS
+    monkeypatch.setitem(CHECKS, CLAIM.name, broken)
+    evidence = Evidence(None, None, "ledger")
+    assert judged_by(CLAIM, evidence) == unknown(CLAIM, "the checker failed: ZeroDivisionError: of 3")
+    monkeypatch.setitem(CHECKS, CLAIM.name, lambda _: HOLDS)
+    assert judged_by(CLAIM, evidence) == HOLDS
 
 
 def test_the_closing_line_counts() -> None:
@@ -116,15 +115,12 @@ def test_exit_codes() -> None:
 
 
 def test_a_counterexample_reads_as_a_sentence() -> None:
-    (named,) = repeatable(FALSIFIED, 42, "andon falsify --seed 42").counterexamples
-    assert str(named) == (
+    assert str(replace(FOUND, seed=42, repro="andon falsify --seed 42")) == (
         "step 1: 3; expected 2, seen 3; ratio 1.500 = 3 / 2; seed 42; repeat with: andon falsify --seed 42"
     )
     assert str(Counterexample("lost", seen="", expected="row 3")) == "lost; expected row 3, seen nothing"
     assert str(Counterexample("odd", seen="x", ratio=0.5)) == "odd; expected nothing, seen x; ratio 0.500"
     assert str(Counterexample("bare")) == "bare"
-    own = conclude(CLAIM, 1, [Counterexample("3", seed=0, repro="own")])
-    assert repeatable(own, 42, "other") == own
     assert str(FALSIFIED).splitlines() == ["sums-right: falsified", f"  {FOUND}"]
     assert str(UNKNOWN) == "sums-right: unknown (no rows)"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from andon_falsify.campaign.trial import KINDS, Trial
@@ -11,32 +11,7 @@ from andon_falsify.claims import claims_of, judged
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import why_not
-from andon_falsify.verdict import ExtraRun, Kind, Verdict, not_applicable, unknown
-
-Runs = Mapping[ExtraRun, tuple[Evidence, ...]]
-
-
-class FurtherRuns(Runs):
-    """The further runs of one run, made when a claim asks for them, once.
-
-    make: returns the run of this name, and others that are made together with it; {} if this run has no such run.
-    """
-
-    def __init__(self, make: Callable[[ExtraRun], Mapping[ExtraRun, Evidence]]) -> None:
-        self._make = make
-        self._made: dict[ExtraRun, tuple[Evidence, ...]] = {}
-
-    def __getitem__(self, name: ExtraRun) -> tuple[Evidence, ...]:
-        """The run, in a tuple. Raises `KeyError` if this run has no such run, and `RunUnavailable` if it failed."""
-        if name not in self._made:
-            self._made |= {each: (evidence,) for each, evidence in self._make(name).items()}
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[ExtraRun]:
-        return iter(self._made)
-
-    def __len__(self) -> int:
-        return len(self._made)
+from andon_falsify.verdict import Kind, Verdict, not_applicable, unknown
 
 
 class Bench(ABC):
@@ -75,7 +50,7 @@ class Bench(ABC):
 
     @abstractmethod
     def evidence(self, trial: Trial) -> Evidence:
-        """The run of `trial`, with its further runs (see `FurtherRuns`). Raises `RunUnavailable` if it failed."""
+        """The run of `trial`, with what makes its further runs. Raises `RunUnavailable` if it failed."""
 
     def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         """Run the subject and judge it. Returns verdicts by claim: all of the kind of trial, or of `claims`.

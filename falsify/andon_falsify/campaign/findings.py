@@ -51,7 +51,7 @@ _CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
         ({"updates of an epoch": 1}, "summed over the updates of an epoch"),
     )
 }
-"""The usual mistake behind a ratio, by the powers of its factors."""
+"""The usual mistake that gives a ratio, by the powers of its factors."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def held_by_rest(cases: Iterable[Case]) -> Held:
 
 
 def explain(measured: Sequence[Measured], held: Held = MappingProxyType({})) -> Explanation | None:
-    """The simplest products that give every ratio of `measured`; None if there are none, or if all ratios are 1.
+    """The simplest products that give every ratio of `measured`, or None: no product fits, or all ratios are 1.
 
     A product is ruled out if it would have shown in a case of `held` that differs in its layout alone. World size and
     accumulation are preferred to batch sizes that are no simpler: a batch is a product of the two, so that it fits by
@@ -216,7 +216,7 @@ def mistake(found: Counterexample, case: Case) -> tuple[str, ...]:
 
 
 def factors_of(found: Counterexample, case: Case) -> tuple[str, ...]:
-    """The names of the factors that explain the ratio of `found`; none if there is no ratio, or nothing explains it."""
+    """The names of the factors that explain the ratio of `found`; empty without a ratio or an explanation."""
     explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
     return tuple(sorted({name for each in explanation.products for name in each})) if explanation is not None else ()
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trainer_bench import cut_and_resume
 from andon_falsify.campaign.trial import HALT, RESUME, Trial
 from andon_falsify.claims import unmet
@@ -56,7 +56,7 @@ class LoopBench(Bench):
             self._undeclared[trial.kind] = next(
                 unmet(claim, found) for claim in self.claims if claim.trial == trial.kind
             )
-        return replace(found, others=FurtherRuns(partial(self._further, trace, trial)))
+        return replace(found, further=partial(self._further, trace, trial))
 
     def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         case = trace.case

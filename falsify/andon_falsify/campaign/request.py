@@ -91,7 +91,7 @@ def read_request(
 
 
 def check_names(option: str, given: Sequence[str], known: Collection[str], what: str) -> list[Problem]:
-    """A problem for each of the `given` names that is not `known`, with the most similar one that is."""
+    """A problem for each unknown name of `given`, with the most similar known one."""
     wrong = []
     for name in given:
         if name not in known:

@@ -207,7 +207,7 @@ def opened(request: Request) -> Iterator[Campaign]:
 
 
 def _version(make: str) -> str:
-    """The version of the subject's package. Raises `InputError` if there is no such package."""
+    """The version of the subject's package. Raises `InputError` if the package is missing."""
     package = make.partition(":")[0].partition(".")[0]
     if package not in sys.modules and find_spec(package) is None:
         msg = f"there is no module {package!r}, in the current folder or installed, so that nothing can be tried"
@@ -273,7 +273,7 @@ def _exactly(request: Request) -> list[Trial]:
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
     """When and where a campaign is run, what is expected of it, and the requested backends that cannot be run here."""
     peer = PEERS.get(request.subject) if request.script is None else None
-    known = {claim: reason for (_, claim), reason in (peer.expectations if peer is not None else {}).items()}
+    known = {} if peer is None else peer.expectations
     expected = [Expected(bench.subject, claim, reason) for claim, reason in known.items()]
     expected = [each for each in expected if each.claim not in request.expected_failed]
     expected += [Expected(bench.subject, claim, reason, True) for claim, reason in request.expected_failed.items()]

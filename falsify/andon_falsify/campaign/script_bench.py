@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.scripts import Command, Done, run
@@ -80,7 +80,7 @@ class ScriptBench(Bench):
 
     def evidence(self, trial: Trial) -> Evidence:
         """See `Bench.evidence`."""
-        return replace(self._run(trial.case), others=FurtherRuns(partial(self._further, trial.case)))
+        return replace(self._run(trial.case), further=partial(self._further, trial.case))
 
     def _further(self, case: Case, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         alone = case.but(world=1, micro_batches=1)
@@ -105,7 +105,7 @@ class ScriptBench(Bench):
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
         """A run that is killed half-way, and its resumption in the same folder."""
-        updates = len(self._run(case).told.trajectory)
+        updates = len(self._run(case).history.trajectory)
         half = -(-updates // 2)
         for after in (half, 1, 1):  # a short run may be over before it is killed
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
@@ -126,9 +126,9 @@ def _sound(done: Done, case: Case, what: str = "") -> Evidence:
     if not why and done.stray:
         why = f"it left processes behind, which were ended: {', '.join(done.stray)}"
     elif not why and not done.history.steps:
-        why = "its ledger has no update: the watch saw no step of the optimizer that it was given"
+        why = "its ledger has no update: the watch observed no step of its optimizer"
     elif not why and worlds:
-        why = f"it was asked to train on {case.world} ranks, and its ledger says {worlds.pop()}"
+        why = f"it was to train on {case.world} ranks, and its ledger says {worlds.pop()}"
     if why:
         raise RunUnavailable(f"{what}{why}")
     return _evidence(done, case)

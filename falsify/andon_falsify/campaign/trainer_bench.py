@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
-from andon_falsify.campaign.bench import Bench, FurtherRuns
+from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
@@ -41,7 +41,7 @@ class AndonBench(Bench):
         if trial.kind == RESUME:
             case = case.but(stop_after=None, checkpoint_every=None, fault=None)
         trace = self._trainer.run(case)
-        return replace(_sound(trace), others=FurtherRuns(partial(self._further, trace, trial)))
+        return replace(_sound(trace), further=partial(self._further, trace, trial))
 
     def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
         case = trial.case

@@ -31,7 +31,7 @@ interrupted and resumed. memory: a run that counts bytes."""
 _ROW_SEEDS = 64
 _NOT_WRITTEN = ("world", "backend", "folder")
 _OF_A_SCRIPT = "batch_size"
-"""The only field that a script is given, apart from its layout: rows, model and optimizer are its own."""
+"""Apart from the layout, the only field that applies to a script, which has its own rows, model and optimizer."""
 _DRAWN = TypeAdapter(tuple[PositiveInt, NonNegativeInt])
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
-from andon_falsify.verdict import Claim, Kind, Verdict, judge, not_applicable, unknown
+from andon_falsify.verdict import Claim, Kind, Verdict, not_applicable, unknown
 
 _SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "updates"}
-"""Modules that several claims use, or that use the claims. `alike` and `laws` import torch."""
+"""Modules that several claims use, or that use the claims; two of them import torch."""
 _MODULES = [
     import_module(f"{__name__}.{module.name}")
     for module in pkgutil.iter_modules(__path__)
@@ -43,14 +43,13 @@ def unmet(claim: Claim, evidence: Evidence) -> str:
 def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
     """The verdict of the check of `claim`: not applicable if a need is unmet, unknown if the check raises."""
 
-    def check() -> Verdict:
+    try:
         why = unmet(claim, evidence)
-        try:
-            return not_applicable(claim, why) if why else CHECKS[claim.name](evidence)
-        except RunUnavailable as error:
-            return unknown(claim, str(error))
-
-    return judge(claim, check)
+        return not_applicable(claim, why) if why else CHECKS[claim.name](evidence)
+    except RunUnavailable as error:
+        return unknown(claim, str(error))
+    except Exception as error:  # noqa: BLE001 -- a check that raises proves nothing: unknown
+        return unknown(claim, f"the checker failed: {type(error).__name__}: {error}")
 
 
 def judged(evidence: Evidence, claims: Iterable[Claim] | None = None) -> dict[str, Verdict]:

@@ -53,19 +53,12 @@ def noise(trace: Trace) -> dict[int, float]:
     return found
 
 
-def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[float]) -> list[Mapping[str, Tensor]]:
+def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[float]) -> list[dict[str, Tensor]]:
     case = law.case
     longest = max(map(len, case.rows.tokens))
-    trajectory = train(
-        law.model,
-        law.initial,
-        law.trainable,
-        ([piece_of(case.rows, rows, longest)] for rows in batches),
-        update_rule(case, matrices_only=False),
-        lambda step: rates[step - 1],
-        clip_norm=case.clip_norm,
-    )
-    return [update.weights for update in trajectory]
+    pieces = [piece_of(case.rows, rows, longest) for rows in batches]
+    rule = update_rule(case, matrices_only=False)
+    return list(train(law.model, law.initial, law.trainable, pieces, rule, rates, case.clip_norm))
 
 
 def _rounded(

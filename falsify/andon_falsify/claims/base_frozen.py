@@ -24,7 +24,7 @@ CLAIM = Claim(
 def check(evidence: Evidence) -> Verdict:
     """Every rank's frozen tensors at the end against the start. Of a loop, nothing else of the model trains either."""
     found, checked = [], 0
-    for rank, (start, end) in sorted(evidence.sightings.gathered("frozen").items()):
+    for rank, (start, end) in sorted(evidence.observed.gathered("frozen").items()):
         checked += bool(end)
         if end and start != end:
             found.append(Counterexample("a frozen weight changed", f"rank {rank}", start, end, quantity="weights"))

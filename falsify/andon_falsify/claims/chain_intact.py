@@ -10,7 +10,7 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 
 
 def _has_ledger(evidence: Evidence) -> str:
-    return "" if evidence.ledger is not None else "the accused keeps no ledger"
+    return "" if evidence.ledger is not None else "the subject keeps no ledger"
 
 
 CLAIM = Claim(
@@ -20,7 +20,7 @@ CLAIM = Claim(
     order=70,
     subjects=("trainer", "script", "ledger"),
     needs=(_has_ledger,),
-    unwatched="is of the record, which a run cannot judge of itself",
+    unwatched="is about the record, which a run cannot judge itself",
 )
 NO_LINE = "0" * 16
 """What the first line names as the digest of the line before it."""

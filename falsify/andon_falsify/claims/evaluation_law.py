@@ -51,16 +51,15 @@ def check(evidence: Evidence) -> Verdict:
     plain = _evaluation(evidence)
     if plain.outcome is Outcome.NOT_APPLICABLE:
         return plain
-    verdicts = [plain]
     try:
-        randoms = evidence.others.get("random", ())
+        random = evidence.find("random")
     except RunUnavailable as error:
         return merge([plain, unknown(CLAIM, str(error))])
-    for random in randoms:
-        verdict = _evaluation(random)
-        found = [replace(each, where=f"{each.where}, with dropout in the model") for each in verdict.counterexamples]
-        verdicts.append(replace(verdict, counterexamples=tuple(found)))
-    return merge(verdicts)
+    if random is None:
+        return plain
+    verdict = _evaluation(random)
+    found = [replace(each, where=f"{each.where}, with dropout in the model") for each in verdict.counterexamples]
+    return merge([plain, replace(verdict, counterexamples=tuple(found))])
 
 
 def _evaluation(evidence: Evidence) -> Verdict:

@@ -57,16 +57,19 @@ class Evidence:
     """One run of one kind of subject.
 
     seen: what the witness saw. ledger: what the subject wrote. trace: the witness's tensors. others: the further runs
-    that a claim asks for ("elsewhere" may be several), made by the caller and never by a claim. configuration: reads
-    the settings of a run folder, by dotted key; only a claim that asks for them may fail by them. folder: the run
-    folder of a ledger. layout: of a script, its numbers by name.
+    that were made; further: makes one when a check asks for it, with those that belong to it, or {} if this run has no
+    such run. elsewhere: other ledgers of the same run. configuration: reads the settings of a run folder, by dotted
+    key; only a claim that asks for them may fail by them. folder: the run folder of a ledger. layout: of a script, its
+    numbers by name.
     """
 
     seen: History | None
     ledger: History | None
     kind: Kind
     trace: Trace | None = None
-    others: Mapping[ExtraRun, tuple[Evidence, ...]] = field(default_factory=dict)
+    others: dict[ExtraRun, Evidence] = field(default_factory=dict)
+    further: Callable[[ExtraRun], Mapping[ExtraRun, Evidence]] = lambda name: {}
+    elsewhere: tuple[Evidence, ...] = ()
     configuration: Callable[[], Mapping[str, object]] = dict
     folder: Path | None = None
     layout: Mapping[str, int] = field(default_factory=dict)
@@ -92,7 +95,7 @@ class Evidence:
         return self.configuration()
 
     @property
-    def told(self) -> History:
+    def history(self) -> History:
         """The witness's account, else the subject's own. Raises `LookupError` if there is neither."""
         found = self.seen if self.seen is not None else self.ledger
         if found is None:
@@ -101,30 +104,36 @@ class Evidence:
         return found
 
     @property
-    def sightings(self) -> Trace:
+    def observed(self) -> Trace:
         """Tensors and facts of the witness. Raises `LookupError` if there was no witness."""
         if self.trace is None:
             msg = "no witness observed the run"
             raise LookupError(msg)
         return self.trace
 
+    def find(self, name: ExtraRun) -> Evidence | None:
+        """The further run `name`, made once; None if this run has no such run. Raises `RunUnavailable` if it failed."""
+        if name not in self.others:
+            self.others.update(self.further(name))
+        return self.others.get(name)
+
     def other(self, name: ExtraRun) -> Evidence:
-        """The further run `name`. Raises `RunUnavailable` if it could not be made."""
-        try:
-            return self.others[name][0]
-        except KeyError:
-            raise RunUnavailable(f"the run {name!r} to compare with is missing") from None
+        """The further run `name`. Raises `RunUnavailable` if it failed or does not exist."""
+        found = self.find(name)
+        if found is None:
+            raise RunUnavailable(f"the run {name!r} to compare with is missing")
+        return found
 
     def declares(self, name: str) -> bool:
         """Whether a loop offers or promises `name`, as "halts". Always true of other subjects."""
-        return not self.of_loop or name in getattr(self.sightings.first, "claims", ())
+        return not self.of_loop or name in getattr(self.observed.first, "claims", ())
 
     @cached_property
     def law(self) -> RunLaw:
         """The float64 reference of the updates, computed on first use."""
         from andon_falsify.claims.laws import LoopLaw, TrainerLaw
 
-        return LoopLaw(self.sightings) if self.of_loop else TrainerLaw(self.sightings)
+        return LoopLaw(self.observed) if self.of_loop else TrainerLaw(self.observed)
 
 
 def of_trace(trace: Trace, **others: Trace | None) -> Evidence:
@@ -132,7 +141,7 @@ def of_trace(trace: Trace, **others: Trace | None) -> Evidence:
     from andon_falsify.loops.sightings import LoopSightings
 
     kind: Kind = "loop" if trace.parts and isinstance(trace.first, LoopSightings) else "trainer"
-    made = {name: (of_trace(other),) for name, other in others.items() if other is not None}
+    made = {name: of_trace(other) for name, other in others.items() if other is not None}
     return Evidence(trace.seen, trace.ledger, kind, trace, others=made)  # type: ignore[arg-type]
 
 

@@ -54,6 +54,9 @@ _WHOLE = 0.02
 _SHOWN = 3
 _GROUPS = 6
 _RELABELLED = 4
+Explanation = tuple[str, str]
+"""The cause of a wrong gradient, which a smaller counterexample must keep, and the same in words with its numbers."""
+_NONE = ("", "")
 _EARLY = "it is what the optimizer got: torch's clip was called before it was whole"
 
 
@@ -149,15 +152,12 @@ def _explained(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:
     seen, planned = _vector(law, step), rows.mean(0)
     size, off = float(planned.norm()), float((seen - planned).norm())
     relative = off / size if size else float("inf")
-    words = cause = ""
+    cause = words = ""
     if relative > _FITS and _fit(seen, planned)[1] > _FITS:
-        cause, words = _other_mean(law, step, rows, seen)
-        if not words and (words := _of_before(law, step, rows, seen)):
-            cause = "the gradient of the update before"
-        if not words and (words := _relabelled(law, step, seen)):
-            cause = "other labels"
-        if not words and (words := _counted(law.rows(step), rows, seen)):
-            cause = "rows do not count once"
+        for explain in (_other_mean, _of_before, _relabelled, _counted):
+            cause, words = explain(law, step, rows, seen)
+            if words:
+                break
     early = _EARLY if law.first.made[step].early else ""
     overall = "; ".join(filter(None, (f"relative error {relative:.3g} over all tensors", early, words)))
     named = tuple(replace(each, what=f"{each.what}; {overall}", cause=cause) for each in verdict.counterexamples)
@@ -186,8 +186,8 @@ def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
     return factor, float((seen - factor * other).norm()) / (float(seen.norm()) or 1.0)
 
 
-def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> tuple[str, str]:
-    """Which other mean over the visited rows the gradient is, without its numbers and in words; "" for none."""
+def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
+    """Another mean over the visited rows, times what."""
     visits, place = law.visits(step), {row: index for index, row in enumerate(law.rows(step))}
     leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
     ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]
@@ -210,18 +210,18 @@ def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> tuple[st
             equals = explain_window(factor, law, step) or explain_ratio(factor, law.factors)
             times = "" if abs(factor - 1) <= _FITS else f", times {equals}"
             return f"a mean of means of {name}", f"it is {words}{times}"
-    return "", ""
+    return _NONE
 
 
-def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
-    """Whether the gradient contains that of the update before, or one rank's part of it."""
+def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
+    """The gradient contains that of the update before, or one rank's part of it."""
     if step - 1 not in law.updates or not law.rows(step - 1):
-        return ""
-    planned = rows.mean(0)
+        return _NONE
+    planned, cause = rows.mean(0), "the gradient of the update before"
     factor, residual = _fit(seen - planned, _vector(law, step - 1))
     if residual <= _FITS:
         times = "" if abs(factor - 1) <= _FITS else f", {factor:.3g} times"
-        return f"the gradient of the update before is still in it{times}"
+        return cause, f"the gradient of the update before is still in it{times}"
 
     def part(of: int, gradients: Tensor, visited: Sequence[tuple[int, ...]]) -> Tensor:
         place = [law.rows(of).index(row) for leaf in visited for row in leaf]
@@ -231,12 +231,12 @@ def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> str:
     for rank, (visited, past) in enumerate(zip(law.visits(step), law.visits(step - 1), strict=True)):
         instead = planned - part(step, rows, visited) + part(step - 1, before, past)
         if float((seen - instead).norm()) <= _FITS * float(seen.norm()):
-            return f"rank {rank}'s part is that of the update before"
-    return ""
+            return cause, f"rank {rank}'s part is that of the update before"
+    return _NONE
 
 
-def _relabelled(law: LoopLaw, step: int, seen: Tensor) -> str:
-    """`row 3 as label 2 instead of 1`, if such labels give the gradient; else "".
+def _relabelled(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
+    """Other labels: `row 3 as label 2 instead of 1`.
 
     With the gradient of every row for every label, `seen` is a sum of some of them, which least squares find. Needs a
     model that the reference knows, and rows whose gradients are independent.
@@ -244,43 +244,45 @@ def _relabelled(law: LoopLaw, step: int, seen: Tensor) -> str:
     import torch
 
     if law.why_no_model:
-        return ""
-    rows, labels = law.rows(step), law.case.rows.labels
+        return _NONE
+    count, labels = len(rows), law.case.rows.labels
     *others, last = [_matrix(law.labelled(step, label)) for label in range(law.case.rows.classes)]
-    if not others or len(seen) < len(others) * len(rows):
-        return ""
-    rest, columns = seen * len(rows) - last.sum(0), torch.cat([each - last for each in others]).T
+    if not others or len(seen) < len(others) * count:
+        return _NONE
+    rest, columns = seen * count - last.sum(0), torch.cat([each - last for each in others]).T
     times = torch.linalg.lstsq(columns, rest[:, None]).solution[:, 0]
-    if float((columns @ times - rest).norm()) > _FITS * len(rows) * float(seen.norm()):
-        return ""
-    shares = times.view(len(others), len(rows)).T
+    if float((columns @ times - rest).norm()) > _FITS * count * float(seen.norm()):
+        return _NONE
+    shares = times.view(len(others), count).T
     shares = torch.cat([shares, 1 - shares.sum(1, keepdim=True)], dim=1)
     if float((shares - shares.round()).abs().max()) > _WHOLE or float(shares.min()) < -_WHOLE:
-        return ""
+        return _NONE
     said = [
         f"row {row} as label {label} instead of {labels[row]}"
-        for row, label in zip(rows, shares.argmax(1).tolist(), strict=True)
+        for row, label in zip(law.rows(step), shares.argmax(1).tolist(), strict=True)
         if label != labels[row]
     ]
-    return f"it is the mean with {first_of_many(said, _RELABELLED)}" if said else ""
+    return ("other labels", f"it is the mean with {first_of_many(said, _RELABELLED)}") if said else _NONE
 
 
-def _counted(ids: Sequence[int], rows: Tensor, seen: Tensor) -> str:
-    """`rows 3, 5 count 2 times, row 7 not at all`, by least squares; "" unless it is a sum of independent rows."""
+def _counted(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
+    """Rows count otherwise than once, by least squares: `rows 3, 5 count 2 times, row 7 not at all`."""
     import torch
 
     if rows.shape[0] > rows.shape[1] or float(torch.linalg.svdvals(rows)[-1]) * 1e-3 <= 1e-6 * float(seen.norm()):
-        return ""
+        return _NONE
     weights = torch.linalg.lstsq(rows.T, seen[:, None]).solution[:, 0]
     if float((weights @ rows - seen).norm()) > _FITS * float(seen.norm()):
-        return ""
+        return _NONE
     by_times: dict[float, list[int]] = {}
-    for row, weight in zip(ids, weights.tolist(), strict=True):
-        by_times.setdefault(round(weight * len(ids), 2) + 0.0, []).append(row)
+    for row, weight in zip(law.rows(step), weights.tolist(), strict=True):
+        by_times.setdefault(round(weight * len(rows), 2) + 0.0, []).append(row)
     parts = [
         f"row{'s' * (len(held) > 1)} {', '.join(map(str, held))} count{'s' * (len(held) == 1)} "
         + (f"{times:g} times" if times else "not at all")
         for times, held in sorted(by_times.items())
         if abs(times - 1) > 0.005
     ]
-    return f"by the law every row counts once, here {'; '.join(parts)}" if parts and len(by_times) <= _GROUPS else ""
+    if not parts or len(by_times) > _GROUPS:
+        return _NONE
+    return "rows do not count once", f"by the law every row counts once, here {'; '.join(parts)}"

@@ -29,8 +29,9 @@ def _halts(evidence: Evidence) -> str:
 
 
 def _is_poisoned(evidence: Evidence) -> str:
-    trainer = evidence.kind == "trainer" and evidence.trace is not None
-    return "no NaN was planted" if trainer and evidence.sightings.case.poison is None else ""
+    if evidence.of_loop or evidence.trace is None or evidence.trace.case.poison is not None:
+        return ""
+    return "a NaN was not planted"
 
 
 CLAIM = Claim(
@@ -62,8 +63,8 @@ CLAIM = Claim(
 def check(evidence: Evidence) -> Verdict:
     """A run in which a NaN was planted (of a loop `others["poisoned"]`); or the halts that a ledger records."""
     if evidence.trace is None:
-        return _check_ledger(evidence.told)
-    trace = evidence.other("poisoned").sightings if evidence.of_loop else evidence.trace
+        return _check_ledger(evidence.history)
+    trace = evidence.other("poisoned").observed if evidence.of_loop else evidence.trace
     poison = trace.case.poison
     assert poison is not None
     if evidence.of_loop and trace.errors:  # ranks that end by errors of their own have not stopped together
@@ -152,7 +153,7 @@ def check_history(
             if first.step and any(event.number >= first.step + applied for event in done):
                 fail("the violated step was recorded as an update", first.step, "no update", "an update")
     if planted is not None:
-        violations, last = history.of_kind("violation"), max(history.trajectory, default=0)
+        violations, last = list(history.of_kind("violation")), max(history.trajectory, default=0)
         checked += bool(violations or last >= planted - 1)
         if not violations and last < planted - 1:
             missing = f"the run never reached step {planted}, where the fault was planted"

@@ -15,7 +15,7 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_
 
 
 def _has_folder(evidence: Evidence) -> str:
-    return "" if evidence.folder is not None else "a ledger alone is quoted by nothing"
+    return "" if evidence.folder is not None else "a ledger without a run folder has no files that quote it"
 
 
 CLAIM = Claim(
@@ -27,7 +27,7 @@ CLAIM = Claim(
     order=190,
     subjects=("ledger",),
     needs=(_has_folder,),
-    unwatched="is of the record and the files beside it",
+    unwatched="is about the record and its run folder",
 )
 _MOST_BYTES = 1 << 26
 _DIGITS = 16
@@ -36,7 +36,7 @@ _DIGEST = re.compile(f"[0-9a-f]{{{_DIGITS}}}")
 
 def check(evidence: Evidence) -> Verdict:
     """What the folder quotes of the ledger against its lines, and what the ledger quotes against the folder's files."""
-    history, folder = evidence.told, evidence.folder
+    history, folder = evidence.history, evidence.folder
     assert folder is not None
     lines = enumerate(history.lines(), start=1)
     digests = {number: line.digest for number, line in lines if not (isinstance(line, Unread) and line.torn)}
@@ -73,7 +73,7 @@ def _wrong_matrix(folder: Path, event: Event) -> Iterator[Counterexample]:
     """How the file of the confusion matrix that an evaluation quotes differs from what the evaluation says."""
     quote, where = str(event.fields["confusion"]), f"line {event.line}, after step {event.step}"
     if not _DIGEST.fullmatch(quote):
-        msg = f"line {event.line} quotes a confusion matrix by {quote[:_DIGITS]!r}, which is no digest"
+        msg = f"line {event.line} quotes a confusion matrix by {quote[:_DIGITS]!r}, which is not a digest"
         raise ValueError(msg)
     path = folder / "confusion" / f"{quote}.json"
     name = str(path.relative_to(folder))
@@ -101,6 +101,6 @@ def _wrong_matrix(folder: Path, event: Event) -> Iterator[Counterexample]:
 def _read(path: Path) -> bytes:
     """The file's bytes. A pipe has no end, and a link leads out of the run folder, so both are refused."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
-        msg = f"{path} is a link, no regular file, or longer than {_MOST_BYTES} bytes"
+        msg = f"{path} is a link, not a regular file, or longer than {_MOST_BYTES} bytes"
         raise ValueError(msg)
     return path.read_bytes()

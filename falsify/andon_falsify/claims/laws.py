@@ -7,7 +7,7 @@ made it. `TrainerLaw` and `LoopLaw` say which rows an update has and how its opt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -23,7 +23,7 @@ from andon_falsify.reference.decoder import Decoder
 from andon_falsify.reference.encoder import Encoder
 from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
-from andon_falsify.reference.training import Piece, RowGradients, Update, row_gradients, token_gradients, train
+from andon_falsify.reference.training import Piece, RowGradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
 from andon_falsify.subjects.case import PAD, Case, Rows
 from andon_falsify.subjects.trace import LeafMasks, Tensors, Trace, digest
@@ -185,56 +185,32 @@ class TrainerLaw(RunLaw):
 
     def of(self, step: int) -> RowGradients:
         case, before = self.case, self.before(step)
-        if case.task == "classification":
-            pieces, masks = self.pieces(step), self.masks(step)
-            law = row_gradients(self.model, before, self.trainable, pieces, self.class_weights, masks)
-            return RowGradients(self.rows(step), *law)
-        assert isinstance(self.model, Decoder)
-        rows = tuple(row for item in self.rows(step) for row in case.items[item])
-        of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
-        return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
+        if case.task != "classification":
+            assert isinstance(self.model, Decoder)
+            rows = tuple(row for item in self.rows(step) for row in case.items[item])
+            of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
+            return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
+        leaves = shares(self.rows(step), case.micro_batches)
+        observed = [self._masks.get((step, ids)) for ids in leaves]
+        pieces = [
+            piece_of(case.rows, ids, leaf.length if leaf else 0) for ids, leaf in zip(leaves, observed, strict=True)
+        ]
 
-    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
-        return (ParameterGroup(self.trainable, update_rule(self.case), rate_law(self.case)(step)),)
-
-    def _leaves(self, step: int) -> tuple[tuple[int, ...], ...]:
-        return shares(self.rows(step), self.case.micro_batches)
-
-    def pieces(self, step: int) -> list[Piece]:
-        """The planned micro-batches of `step`, padded as they were observed."""
-        seen = ((ids, self._masks.get((step, ids))) for ids in self._leaves(step))
-        return [piece_of(self.case.rows, ids, 0 if leaf is None else leaf.length) for ids, leaf in seen]
-
-    def masks(self, step: int) -> Callable[[int], Masks]:
-        """The dropout masks that the subject drew for each micro-batch of `step`."""
-        leaves = self._leaves(step)
-
-        def of_leaf(index: int) -> Masks:
-            held = self._masks.get((step, leaves[index]))
-            if held is None:
-                if self.case.dropout:
+        def masks(index: int) -> Masks:
+            leaf = observed[index]
+            if leaf is None:
+                if case.dropout:
                     msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
                     raise LookupError(msg)
                 return no_dropout
-            masks = held.masks
-            return lambda name, shape: masks[name].view(shape).double() if name in masks else None
+            held = leaf.masks
+            return lambda name, shape: held[name].view(shape).double() if name in held else None
 
-        return of_leaf
+        law = row_gradients(self.model, before, self.trainable, pieces, self.class_weights, masks)
+        return RowGradients(self.rows(step), *law)
 
-    def trajectory(self) -> Iterator[Update]:
-        """The whole run from the initial weights, with nothing of the subject but its rates and masks."""
-        rates = {reported.step: reported.lr for reported in self.trace.first.reported}
-        yield from train(
-            self.model,
-            self.initial,
-            self.trainable,
-            map(self.pieces, self._plan),
-            update_rule(self.case),
-            rates.__getitem__,
-            clip_norm=self.case.clip_norm,
-            class_weights=self.class_weights,
-            masks=self.masks,
-        )
+    def groups(self, step: int) -> tuple[ParameterGroup, ...]:
+        return (ParameterGroup(self.trainable, update_rule(self.case), rate_law(self.case)(step)),)
 
 
 class LoopLaw(RunLaw):

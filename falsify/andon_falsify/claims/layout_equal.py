@@ -23,7 +23,7 @@ Tensor = tuple[str, tuple[int, ...], str]
 
 def check(evidence: Evidence) -> Verdict:
     """Every rank's trained tensors, in the order of their addresses."""
-    held = sorted(evidence.sightings.gathered("layouts").items())
+    held = sorted(evidence.observed.gathered("layouts").items())
     return check_layouts({f"rank {rank}": layout for rank, layout in held})
 
 

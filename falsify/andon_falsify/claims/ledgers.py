@@ -13,7 +13,7 @@ from andon.console.problems import InputError, Problem
 from andon_falsify.claims import claims_of, judged_by
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, read_history
-from andon_falsify.verdict import Claim, Verdict, merge, repeatable, unknown
+from andon_falsify.verdict import Claim, Verdict, merge, unknown
 
 if TYPE_CHECKING:
     from andon.config.schema import Config
@@ -67,7 +67,7 @@ def read_run(path: Path) -> RecordedRun:
     folder = path if path.is_dir() else None
     ledger = path / "ledger.jsonl" if folder is not None else path
     if ledger.exists() and not ledger.is_file():  # opening a pipe would wait for a writer
-        raise OSError(errno.EINVAL, "is no file, but a pipe or a device", str(ledger))
+        raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(ledger))
     if folder is not None and ledger.is_symlink():
         raise OSError(errno.EINVAL, "is a link; put what it leads to in its place", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)
@@ -83,11 +83,12 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
         if claim.name in _TOGETHER and apart:
             verdict = unknown(claim, f"not comparable: {apart}")
         elif claim.name in _TOGETHER:
-            verdict = judged_by(claim, replace(evidence[0], others={"elsewhere": tuple(evidence[1:])}))
+            verdict = judged_by(claim, replace(evidence[0], elsewhere=tuple(evidence[1:])))
         else:
             each = (judged_by(claim, one) for one in evidence)
             verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
-        found.append(repeatable(verdict, None, command))
+        named = tuple(replace(each, repro=command) for each in verdict.counterexamples)
+        found.append(replace(verdict, counterexamples=named))
     return tuple(found)
 
 
@@ -99,8 +100,8 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
     found = _other_settings(first, other) if ours.fields.get("identity") != theirs.fields.get("identity") else []
     for name, called in _MADE_OF.items():
         held = [start.fields.get("digests") for start in (ours, theirs)]
-        digests = {each.get(name) if isinstance(each, Mapping) else None for each in held}
-        if len(digests) > 1 and None not in digests:
+        digests = [each.get(name) if isinstance(each, Mapping) else None for each in held]
+        if None not in digests and digests[0] != digests[1]:
             found.append(called)
     return f"{other.path} is of another job than {first.path}, with other {', '.join(found)}" if found else ""
 

@@ -10,9 +10,9 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Quantity, Verdi
 
 
 def _reports_losses(evidence: Evidence) -> str:
-    if evidence.of_loop and not getattr(evidence.sightings.first, "told_losses", ()):
+    if evidence.of_loop and not getattr(evidence.observed.first, "told_losses", ()):
         return "the loop tells no loss (told.loss)"
-    silent = evidence.of_script and all(step.loss is None for step in evidence.told.steps)
+    silent = evidence.of_script and all(step.loss is None for step in evidence.history.steps)
     return "the script tells no loss (w.loss)" if silent else ""
 
 
@@ -36,7 +36,7 @@ CLAIM = Claim(
 
 def check(evidence: Evidence) -> Verdict:
     """All updates. A loop that reports its loss now and then is judged at the updates that have one."""
-    history = evidence.told
+    history = evidence.history
     if evidence.of_loop:
         told = [event for event in history.events if not (isinstance(event, StepEvent) and event.loss is None)]
         history = replace(history, events=tuple(told))

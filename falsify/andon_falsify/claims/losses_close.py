@@ -34,21 +34,21 @@ def check(evidence: Evidence) -> Verdict:
     """As `CLAIM` says. `others["alone"]`: the same run on one CPU."""
     if evidence.of_loop:
         return _of_loop(evidence, cast("LoopLaw", evidence.law))
-    law, trace, seen = evidence.law, evidence.sightings, _reported(evidence)
+    law, trace, seen = evidence.law, evidence.observed, _reported(evidence)
     if law.why_not:
         verdicts = [not_applicable(CLAIM, law.why_not)]
     else:
         wanted = {expected.step: expected.loss for expected in law.expected}
         verdicts = [compare(seen, wanted, evidence.noise.loss, law.factors)]
     if trace.case.backend == "mixed" and not trace.case.dropout:  # a GPU draws other masks than a CPU
-        for alone in evidence.others.get("alone", ()):
-            if alone.sightings.place != trace.place:
-                verdicts.append(compare(seen, _reported(alone), MIXED_TOLERANCE, law.factors))
+        alone = evidence.find("alone")
+        if alone is not None and alone.observed.place != trace.place:
+            verdicts.append(compare(seen, _reported(alone), MIXED_TOLERANCE, law.factors))
     return merge(verdicts)
 
 
 def _reported(evidence: Evidence) -> dict[int, float]:
-    return {reported.step: reported.loss for reported in evidence.sightings.first.reported}
+    return {reported.step: reported.loss for reported in evidence.observed.first.reported}
 
 
 def compare(seen: Mapping[int, float], law: Mapping[int, float], bound: float, factors: Mapping[str, int]) -> Verdict:

@@ -10,9 +10,9 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclu
 
 
 def _counts_bytes(evidence: Evidence) -> str:
-    if evidence.sightings.place != "cpu":
+    if evidence.observed.place != "cpu":
         return ON_GPUS
-    return "" if evidence.sightings.case.memory else "bytes were not counted"
+    return "" if evidence.observed.case.memory else "bytes were not counted"
 
 
 CLAIM = Claim(
@@ -32,7 +32,7 @@ _LEAST_UPDATES = 4
 
 def check(evidence: Evidence) -> Verdict:
     """Every rank's peak of live tensor bytes against the trainer's plan, and the bytes between updates."""
-    trace = evidence.sightings
+    trace = evidence.observed
     return check_bytes(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
 
 

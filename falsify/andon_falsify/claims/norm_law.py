@@ -18,7 +18,7 @@ CLAIM = Claim(
 
 
 def check(evidence: Evidence) -> Verdict:
-    reported = {each.step: each.norm for each in evidence.sightings.first.reported}
+    reported = {each.step: each.norm for each in evidence.observed.first.reported}
     found = []
     for expected in evidence.law.expected:
         norm, seen = expected.norm, reported[expected.step]

@@ -26,8 +26,8 @@ def check(evidence: Evidence) -> Verdict:
     if evidence.trace is not None:
         from andon_falsify.claims.laws import planned_batches
 
-        return check_history(evidence.told, planned_batches(evidence.trace.case))
-    history = evidence.told
+        return check_history(evidence.history, planned_batches(evidence.trace.case))
+    history = evidence.history
     if not evidence.settings:
         return not_applicable(CLAIM, "the ledger lies beside no configuration of our trainer")
     if evidence.settings.get("training.group_by_length"):

@@ -33,9 +33,9 @@ def check(evidence: Evidence) -> Verdict:
 
     If nothing draws in the run, `others["random"]` is judged instead.
     """
-    if not evidence.sightings.case.dropout and not evidence.sightings.gathered("draws"):
-        evidence = next(iter(evidence.others.get("random", ())), evidence)
-    trace, law = evidence.sightings, cast("LoopLaw", evidence.law)
+    if not evidence.observed.case.dropout and not evidence.observed.gathered("draws"):
+        evidence = evidence.find("random") or evidence
+    trace, law = evidence.observed, cast("LoopLaw", evidence.law)
     silent = list(_undrawn(law))
     if silent:
         return conclude(CLAIM, len(law.first.made), silent)

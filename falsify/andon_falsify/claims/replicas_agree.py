@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def _has_replicas(evidence: Evidence) -> str:
-    alone = evidence.of_script and evidence.told.steps and all(step.world == 1 for step in evidence.told.steps)
-    return "one rank has nobody to agree with" if alone else ""
+    alone = evidence.of_script and evidence.history.steps and all(step.world == 1 for step in evidence.history.steps)
+    return "one rank has no other to agree with" if alone else ""
 
 
 CLAIM = Claim(
@@ -48,10 +48,10 @@ def check(evidence: Evidence) -> Verdict:
     Of a loop also the weights at the start, what does not train at the end, and running statistics before the first
     forward pass of an update, when DDP has just broadcast them.
     """
-    verdict = check_history(evidence.told)
+    verdict = check_history(evidence.history)
     if not evidence.of_loop:
         return verdict
-    trace = evidence.sightings
+    trace = evidence.observed
     first = cast("LoopSightings", trace.first)
     if first.sharded:
         return not_applicable(CLAIM, "the parameters are sharded: no rank has a replica")

@@ -68,14 +68,13 @@ _ONE_ORDER = 2
 def check(evidence: Evidence) -> Verdict:
     """The run against a killed one (`others["cut"]`) and the run that resumed it (`others["resumed"]`).
 
-    A ledger alone is judged by the updates that it holds twice, and against an uninterrupted one of
-    `others["elsewhere"]`.
+    A ledger is judged by the updates that it holds twice, and against an uninterrupted run `elsewhere`.
     """
     if evidence.of_script:
-        return check_script(evidence.told, evidence.other("cut").told, evidence.other("resumed").told)
+        return check_script(evidence.history, evidence.other("cut").history, evidence.other("resumed").history)
     if evidence.trace is None:
-        return _check_ledgers([evidence, *evidence.others.get("elsewhere", ())])
-    cut, again = evidence.other("cut").sightings, evidence.other("resumed").sightings
+        return _check_ledgers([evidence, *evidence.elsewhere])
+    cut, again = evidence.other("cut").observed, evidence.other("resumed").observed
     if evidence.declares("to_the_bit"):
         return _check_bits(evidence.trace, cut, again)
     from andon_falsify.claims.alike import alike
@@ -100,7 +99,7 @@ def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
 
 def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
     """Each resumed run by itself and, if there is one, against the first that was not resumed."""
-    histories = [run.told for run in runs]
+    histories = [run.history for run in runs]
     cut = [each for each in histories if any(run.resumed for run in each.runs) or disowned(each)]
     whole = [history for history in histories if history not in cut]
     if not cut:
@@ -125,13 +124,30 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
     found = disowned(resumed)
     if not found and not any(run.resumed for run in resumed.runs):
         return unknown(CLAIM, f"{resumed.name} was never resumed")
-    checked, differing = _repeated(resumed)
-    found += [*differing, *_gaps(resumed)]
-    missing = ""
+    checked, missing = 0, ""
+    first: dict[int, StepEvent] = {}
+    for event in resumed.steps:
+        before = event if event.line in resumed.retracted else first.setdefault(event.number, event)
+        if before is not event:
+            checked += 1
+            found += _differ(event, before, "done again after a resume", resumed.name)
+    done = 0
+    for run in resumed.runs:
+        expected = done + 1
+        for event in run.steps:
+            if event.number > expected:
+                steps = (f"step {expected}", f"step {event.number}")
+                found.append(Counterexample(f"step {expected} was never done", f"step {event.number}", *steps))
+            expected = event.number + 1
+            done = max(done, event.number)
     if uninterrupted is not None:
-        compared, apart = _against(resumed, uninterrupted)
-        checked += compared
-        found += apart
+        for number, event in resumed.trajectory.items():
+            twin = uninterrupted.trajectory.get(number)
+            apart = [] if twin is None else _differ(event, twin, "differs from the uninterrupted run", resumed.name)
+            checked += twin is not None
+            found += apart
+            if apart:
+                break
         last, reached = max(uninterrupted.trajectory, default=0), max(resumed.trajectory, default=0)
         if reached < last and resumed.runs[-1].finished:
             what, counts = "the resumed run ended early", (f"{last} updates", str(reached))
@@ -139,19 +155,6 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         elif reached < last:
             missing = f"{resumed.name} got to step {reached} of {last}"
     return conclude(CLAIM, checked, found, missing)
-
-
-def _repeated(history: History) -> tuple[int, list[Counterexample]]:
-    checked, found = 0, []
-    first: dict[int, StepEvent] = {}
-    for event in history.steps:
-        if event.line in history.retracted:
-            continue
-        before = first.setdefault(event.number, event)
-        if before is not event:
-            checked += 1
-            found += _differ(event, before, "done again after a resume", history.name)
-    return checked, found
 
 
 def disowned(history: History) -> list[Counterexample]:
@@ -179,33 +182,6 @@ def disowned(history: History) -> list[Counterexample]:
                 found.append(Counterexample(what, f"line {event.line}", wanted, said, quantity="record"))
             last, broken = min(last, kept), None
     return found
-
-
-def _gaps(history: History) -> list[Counterexample]:
-    """Each run must continue from an update that an earlier one reached."""
-    found, done = [], 0
-    for run in history.runs:
-        expected = done + 1
-        for event in run.steps:
-            if event.number > expected:
-                what = f"step {expected} was never done"
-                found.append(Counterexample(what, f"step {event.number}", f"step {expected}", f"step {event.number}"))
-            expected = event.number + 1
-            done = max(done, event.number)
-    return found
-
-
-def _against(resumed: History, whole: History) -> tuple[int, list[Counterexample]]:
-    checked = 0
-    for number, event in resumed.trajectory.items():
-        twin = whole.trajectory.get(number)
-        if twin is None:
-            continue
-        checked += 1
-        found = _differ(event, twin, "differs from the uninterrupted run", resumed.name)
-        if found:
-            return checked, found
-    return checked, []
 
 
 def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Counterexample]:

@@ -61,7 +61,7 @@ CLAIM = Claim(
 )
 COMPARED = 50
 """Updates whose norms and losses are compared; later ones may differ by what rounding made of earlier differences."""
-_SCALED = ("grad_norm", "loss")
+_SCALED = {"grad_norm", "loss"}
 """Means over a batch, so a wrong mean shows as a product of the layout's numbers."""
 _TELL = "tell the rows of each micro-batch with w.batch(ids)"
 _DEAL = (
@@ -70,31 +70,31 @@ _DEAL = (
 )
 _DRAWS = (
     "dropout and augmentation that draw by rank do this, and so does a mean of unequal means. Switch those off, or "
-    "tell the loss with w.loss: one that is the same on both shows that nothing else was drawn"
+    "tell the loss with w.loss: the same loss on both shows that nothing else was drawn"
 )
+_SCHEDULED = "another number of updates, and so other learning rates where a schedule is as long as the run"
 _NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
 
 
 def check(evidence: Evidence) -> Verdict:
-    """The run against `others["alone"]`, the same on one rank, and `others["elsewhere"]`, on other layouts.
+    """The run against `others["alone"]`, the same on one rank; a ledger against those that are `elsewhere`.
 
     If a script differs, `others["again"]` shows whether its run on one rank differs from itself too.
     """
-    elsewhere = evidence.others.get("elsewhere", ())
     if evidence.of_script:
-        alone = evidence.other("alone").told
-        verdict = check_layouts(alone, evidence.told, evidence.layout)
+        alone = evidence.other("alone").history
+        verdict = check_layouts(alone, evidence.history, evidence.layout)
         if verdict.outcome is Outcome.HOLDS:
             return verdict
-        difference = first_difference(alone, evidence.other("again").told)
+        difference = first_difference(alone, evidence.other("again").history)
         return unknown(CLAIM, not_seeded("two runs on one rank", difference)) if difference else verdict
     if evidence.of_loop:
-        return check_loop([evidence.sightings, evidence.other("alone").sightings])
+        return check_loop([evidence.observed, evidence.other("alone").observed])
     if evidence.trace is not None:
-        return check_traces(evidence.other("alone").sightings, evidence.trace)
-    if not elsewhere:
+        return check_traces(evidence.other("alone").observed, evidence.trace)
+    if not evidence.elsewhere:
         return not_applicable(CLAIM, "one ledger; name others of the same run elsewhere")
-    histories = [evidence.told, *(other.told for other in elsewhere)]
+    histories = [evidence.history, *(other.history for other in evidence.elsewhere)]
     if any(each.start is not None and each.start.watched for each in histories):
         why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
         return not_applicable(CLAIM, why)
@@ -148,54 +148,45 @@ def compare(histories: Sequence[History]) -> Verdict:
     if len({_place(history) for history in histories}) < 2:
         missing = f"every history ran on {_place(first)}"
     for other in others:
-        compared, differences = _compare(first, other)
+        compared, difference = _first_difference(first, other)
         checked += compared
-        found += differences
+        found += [] if difference is None else [difference]
         if not compared:
             missing = missing or f"{other.name} and {first.name} record nothing that can be compared"
     return conclude(CLAIM, checked, found, missing)
 
 
-def _compare(first: History, other: History) -> tuple[int, list[Counterexample]]:
-    """The comparisons made, and the first difference; later ones follow from it."""
-    held = [history.start.initial_weights if history.start else None for history in (first, other)]
-    if None not in held and held[0] != held[1]:
-        where = f"before step 1, {other.name} against {first.name}"
+def _first_difference(first: History, other: History) -> tuple[int, Counterexample | None]:
+    """The comparisons made, and the first difference; later ones follow from it. Equal inputs alone prove nothing."""
+    against, checked = f"{other.name} against {first.name}", 0
+    started = [history.start.initial_weights if history.start else None for history in (first, other)]
+    if None not in started and started[0] != started[1]:
+        digests = (str(started[0]), str(started[1]))
         what = "the initial weights differ"
-        return 1, [Counterexample(what, where, str(held[0]), str(held[1]), quantity="weights")]
-    checked = 0
+        return 1, Counterexample(what, f"before step 1, {against}", *digests, quantity="weights")
     for number, event in first.trajectory.items():
-        if number not in other.trajectory:
+        twin = other.trajectory.get(number)
+        if twin is None:
             continue
-        compared, found = _step(event, other.trajectory[number], first.name, other.name)
-        checked += compared
-        if found:
-            return checked, [found]
+        where = f"step {number}, {other.name} ({_of(twin)}) against {first.name} ({_of(event)})"
+        if event.ids and twin.ids and event.ids != twin.ids:
+            pairs = enumerate(zip_longest(event.ids, twin.ids))
+            index, rows = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+            what = f"the rows differ first, at place {index} of the batch"
+            return checked + 1, Counterexample(what, where, str(rows[0]), str(rows[1]), quantity="rows")
+        mine, theirs = bits(event), bits(twin)
+        both = {name: (mine[name], theirs[name]) for name in mine if name in theirs and name != "rows"}
+        checked += len(both.keys() - INPUTS)
+        differing = [name for name, pair in both.items() if pair[0] != pair[1]]
+        if differing:
+            equal = [name for name in both if name not in differing]
+            what = f"the {differing[0]} differs first" + (f" ({', '.join(equal)} agree)" if equal else "")
+            return checked, Counterexample(what, where, *both[differing[0]], quantity=QUANTITIES[differing[0]])
     ended = all(history.runs and history.runs[-1].finished for history in (first, other))
     if not ended or first.trajectory.keys() == other.trajectory.keys():
-        return checked, []
-    expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
-    return checked, [Counterexample("another number of updates", f"{other.name} against {first.name}", expected, seen)]
-
-
-def _step(event: StepEvent, twin: StepEvent, name: str, other: str) -> tuple[int, Counterexample | None]:
-    """Results compared, and the first difference. Equal inputs are no results and prove nothing."""
-    where = f"step {event.number}, {other} ({_of(twin)}) against {name} ({_of(event)})"
-    if event.ids and twin.ids and event.ids != twin.ids:
-        pairs = enumerate(zip_longest(event.ids, twin.ids))
-        index, rows = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-        what = f"the rows differ first, at place {index} of the batch"
-        return 1, Counterexample(what, where, str(rows[0]), str(rows[1]), quantity="rows")
-    held, other_held = bits(event), bits(twin)
-    both = {field: (held[field], other_held[field]) for field in held if field in other_held and field != "rows"}
-    checked = len(both.keys() - INPUTS)
-    differing = [field for field, pair in both.items() if pair[0] != pair[1]]
-    if not differing:
         return checked, None
-    first = differing[0]
-    equal = [field for field in both if field not in differing]
-    what = f"the {first} differs first" + (f" ({', '.join(equal)} agree)" if equal else "")
-    return checked, Counterexample(what, where, *both[first], quantity=QUANTITIES[first])
+    expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
+    return checked, Counterexample("another number of updates", against, expected, seen)
 
 
 def _fingerprint(history: History) -> object:
@@ -231,8 +222,12 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int]) -> V
         checked += compared + bool(step.ids and twin.ids)
         if apart:
             if found := _proven(apart, step, theirs, layout):
-                return conclude(CLAIM, checked, [*_scheduled(apart, base, other), *found])
-            return unknown(CLAIM, _unproven(apart, step, twin, layout, _draws(base) or _draws(other)), checked)
+                if "lr" in apart and len(ours) != len(theirs):
+                    counts = (f"{len(ours)} updates", f"{len(theirs)} updates")
+                    found.insert(0, Counterexample(_SCHEDULED, other.name, *counts))
+                return conclude(CLAIM, checked, found)
+            draws = next((each.draws for history in (base, other) for each in history.steps if each.draws), "")
+            return unknown(CLAIM, _unproven(apart, step, twin, layout, draws), checked)
     if len(ours) != len(theirs):
         what, counts = "another number of updates", (str(len(ours)), str(len(theirs)))
         if not all(step.ids for step in (*ours.values(), *theirs.values())):
@@ -259,26 +254,12 @@ def _proven(
             return [replace(found, what=f"{found.what} ({uneven})") for found in apart.values()]
         if "loss" not in apart and step.loss is not None and twin.loss is not None:
             return list(apart.values())
-    return [found for field, found in apart.items() if field == "lr" or _is_product(field, found, step.number, layout)]
-
-
-def _is_product(field: str, found: Counterexample, step: int, layout: Mapping[str, int]) -> bool:
-    if field not in _SCALED or found.ratio is None:
-        return False
-    return bool(fitting_powers([(found.ratio, layout)], allowed(step)))
-
-
-def _scheduled(apart: Mapping[str, Counterexample], base: History, other: History) -> list[Counterexample]:
-    """If learning rates differ and so do the numbers of updates: a schedule depends on the length of the run."""
-    ours, theirs = (f"{len(history.trajectory)} updates" for history in (base, other))
-    if "lr" not in apart or ours == theirs:
-        return []
-    what = "another number of updates, and so other learning rates where a schedule is as long as the run"
-    return [Counterexample(what, other.name, ours, theirs)]
-
-
-def _draws(history: History) -> str:
-    return next((step.draws for step in history.steps if step.draws), "")
+    scaled = {
+        field
+        for field in apart.keys() & _SCALED
+        if (ratio := apart[field].ratio) is not None and fitting_powers([(ratio, layout)], allowed(step.number))
+    }
+    return [found for field, found in apart.items() if field == "lr" or field in scaled]
 
 
 def _unproven(

@@ -49,7 +49,7 @@ _ORDERED = 8
 
 def check(evidence: Evidence) -> Verdict:
     """The rows that ranks were observed to train on, or those that the ledger lists."""
-    history = evidence.told
+    history = evidence.history
     if evidence.of_loop:
         return _of_loop(cast("LoopLaw", evidence.law))
     if evidence.of_script:

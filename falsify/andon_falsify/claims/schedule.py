@@ -32,12 +32,12 @@ _FP32 = 2.0**-22
 def check(evidence: Evidence) -> Verdict:
     """The schedule is the published one, from the case or the configuration beside a ledger; of a loop its own."""
     if evidence.of_loop:
-        return _of_loop(evidence.sightings)
+        return _of_loop(evidence.observed)
     if evidence.trace is not None:
         from andon_falsify.claims.laws import rate_law
 
-        return check_history(evidence.told, rate_law(evidence.trace.case))
-    settings, total = evidence.settings, evidence.told.plan.steps
+        return check_history(evidence.history, rate_law(evidence.trace.case))
+    settings, total = evidence.settings, evidence.history.plan.steps
     names = ("optimizer.lr", "schedule.warmup_fraction", "schedule.min_lr", "schedule.warmup_steps")
     numbers = [settings.get(name) for name in names]
     peak, fraction, low, steps = (float(number) if isinstance(number, int | float) else None for number in numbers)
@@ -45,7 +45,7 @@ def check(evidence: Evidence) -> Verdict:
         return not_applicable(CLAIM, "no schedule was declared")
     kind = str(settings.get("schedule.type", "cosine"))  # old runs, which had no other, do not name it
     return check_history(
-        evidence.told, PublishedSchedule(peak, total, fraction, low, kind, None if steps is None else int(steps))
+        evidence.history, PublishedSchedule(peak, total, fraction, low, kind, None if steps is None else int(steps))
     )
 
 

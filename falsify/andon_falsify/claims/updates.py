@@ -33,7 +33,7 @@ QUANTITIES: Mapping[str, Quantity] = {
 """What each name of `bits` is a number of."""
 _DOUBLINGS = 6
 _SEED = (
-    "Begin it with torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) where it draws from these, "
+    "Begin it with torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) if it draws from these, "
     "before the model and the data are made"
 )
 

@@ -25,7 +25,7 @@ from andon_falsify.verdict import Outcome, Verdict
 
 _UNKNOWN = 2
 _EVERY_S = 30.0
-"""Between two lines of progress in a log: often enough to tell a slow campaign from one that hangs."""
+"""The interval between log lines: short enough to tell a slow campaign from a hanging one."""
 _SHARE = 20
 """Reports are written when another 1 / _SHARE of the trials so far has ended; each is made of all of these trials."""
 
@@ -40,7 +40,7 @@ class ReportFiles:
             if path.is_dir():
                 wrong.append(Problem(option, f"{path} is a folder"))
             elif not os.access(path.parent, os.W_OK | os.X_OK):
-                there = "cannot be written to" if path.parent.is_dir() else "is no folder"
+                there = "cannot be written to" if path.parent.is_dir() else "is not a folder"
                 wrong.append(Problem(option, f"{path.parent} {there}"))
         if wrong:
             raise InputError(wrong)

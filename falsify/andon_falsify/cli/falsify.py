@@ -81,7 +81,7 @@ def falsify(
         typer.Option(help='"CLAIM: REASON": a known failure; it does not affect the exit code.'),
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(help="End after so many seconds, with what is known by then.")
+        float | None, typer.Option(help="Stop after so many seconds, and report the verdicts so far.")
     ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the report to this file as JSON, at the end and at intervals.")

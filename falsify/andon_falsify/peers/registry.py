@@ -1,54 +1,48 @@
-"""The training loops that come with the suite, by name: what each needs, and what is known to be wrong with it."""
+"""The bundled training loops by name: the libraries that each needs, and its known defects."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 
 from andon.console.problems import install_hint
-
-_NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Peer:
     """A bundled subject.
 
-    make: `module:function`, as `--subject` takes it. measured: the distributions that it trains with, each with the
-    version that it was written for and measured with. expected: the claims that fall, each with its reason; with any
-    other version nothing is expected. extra: those that bring the distributions.
+    make: `module:class`, as `--subject` takes it. measured: the libraries that it trains with, each with the version
+    that it was measured with. expected: the claims that are falsified with these versions, each with its reason. extra:
+    the extras that install the libraries.
     """
 
     name: str
     make: str
-    measured: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
-    expected: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
+    measured: Mapping[str, str] = field(default_factory=dict)
+    expected: Mapping[str, str] = field(default_factory=dict)
     extra: str = "falsify"
 
     @property
     def missing(self) -> str:
-        """Why it cannot be tried here, or "" if it can."""
-        absent = [name for name in self.measured if not installed(name)]
-        if not absent:
-            return ""
-        return f"{self.name} needs {', '.join(absent)}; {install_hint(self.extra)}"
+        """Why it cannot be tried here, or ""."""
+        absent = ", ".join(name for name in self.measured if not installed(name))
+        return f"{self.name} needs {absent}; {install_hint(self.extra)}" if absent else ""
 
     @property
     def version(self) -> str:
-        """`accelerate 1.15.0`: what it trains with, as installed; torch where it needs nothing else."""
+        """The installed libraries: `accelerate 1.15.0`, or torch if it needs nothing else."""
         return ", ".join(f"{name} {installed(name) or 'missing'}" for name in self.measured or ("torch",))
 
     @property
     def as_measured(self) -> bool:
-        """Whether the installed versions are those that it was measured with."""
         return all(installed(name) == wanted for name, wanted in self.measured.items())
 
     @property
-    def expectations(self) -> dict[tuple[str, str], str]:
-        """Reasons by (subject, claim), as a report takes them; none with other versions than those measured."""
-        return {(self.name, claim): reason for claim, reason in self.expected.items()} if self.as_measured else {}
+    def expectations(self) -> Mapping[str, str]:
+        """The known defects by claim; none with other versions than those measured."""
+        return self.expected if self.as_measured else {}
 
 
 def installed(name: str) -> str:
@@ -80,13 +74,7 @@ PEERS: Mapping[str, Peer] = {
         Peer("fsdp2", f"{_HERE}.fsdp2:Fsdp2Loop", expected=_AS_TAUGHT),
         Peer("accelerate", f"{_HERE}.accelerate:AccelerateLoop", _ACCELERATE, _AS_TAUGHT),
         Peer("accelerate_right", f"{_HERE}.accelerate_right:RightAccelerateLoop", _ACCELERATE),
-        Peer(
-            "fabric",
-            f"{_HERE}.fabric:FabricLoop",
-            {"lightning": "2.6.6"},
-            _AS_TAUGHT,
-            "falsify,lightning",
-        ),
+        Peer("fabric", f"{_HERE}.fabric:FabricLoop", {"lightning": "2.6.6"}, _AS_TAUGHT, "falsify,lightning"),
         Peer(
             "hf_trainer",
             f"{_HERE}.hf_trainer:HfTrainerLoop",

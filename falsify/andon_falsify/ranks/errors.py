@@ -15,8 +15,7 @@ _SYMPTOMS = ("gloo", "connection closed", "connection reset", "timed out waiting
 def root_cause(errors: Mapping[int, str]) -> str:
     """`rank 1 was killed by SIGKILL without an answer`: the gravest error, and the processes that any rank left behind.
 
-    A rank that died or raised is the cause, not one that noticed this or waited for it. Raises `ValueError` if there
-    are no errors.
+    A rank that died or raised comes before one that lost its connection or waited. Raises `ValueError` without errors.
     """
     rank = min(errors, key=lambda each: (_order(errors[each]), each))
     first = _first_line(errors[rank])

@@ -130,9 +130,9 @@ SERVER = Server()
 
 
 class RankProcess(BaseProcess):
-    """A process that `SERVER` forks."""
+    """A process that `SERVER` forks. Its own processes start by the default method, as they do under torchrun."""
 
-    _start_method = "forkserver"
+    _start_method = None
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> _Launch:

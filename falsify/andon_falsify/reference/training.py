@@ -139,37 +139,23 @@ def gradients_of(
     return torch.cat(rows), {name: torch.cat(each).detach() for name, each in parts.items()}
 
 
-@dataclass(frozen=True)
-class Update:
-    """One update of a training run: the loss before it, and the trained weights after it."""
-
-    loss: float
-    weights: Mapping[str, Tensor]
-
-
 def train(
     model: Model,
     params: Params,
     trainable: Collection[str],
-    batches: Iterable[Sequence[Piece]],
+    batches: Iterable[Piece],
     rule: UpdateRule,
-    rate: Callable[[int], float],
-    *,
+    rates: Iterable[float],
     clip_norm: float | None = None,
-    class_weights: Tensor | None = None,
-    masks: Callable[[int], PieceMasks] | None = None,
-) -> Iterator[Update]:
-    """Train on one global batch after the other, from `params` (canonical, float64). Steps are counted from 1.
+) -> Iterator[dict[str, Tensor]]:
+    """Train from `params` (canonical, float64), and yield the trained weights after each batch.
 
-    `rate` and `masks` are functions of the step. A batch without rows changes nothing and has loss 0.
+    A batch without rows changes nothing.
     """
     weights, state = {name: params[name].detach().double() for name in trainable}, State()
-    for step, pieces in enumerate(batches, start=1):
-        loss = 0.0
-        if any(len(piece.labels) for piece in pieces):
-            of_step = masks(step) if masks else None
-            losses, rows = row_gradients(model, {**params, **weights}, trainable, pieces, class_weights, of_step)
-            loss = float(losses.mean())
-            clipped = clip({name: tensor.mean(0) for name, tensor in rows.items()}, clip_norm)[0]
-            weights, state = rule.step(weights, clipped, state, rate(step))
-        yield Update(loss, weights)
+    for batch, rate in zip(batches, rates, strict=True):
+        if len(batch.labels):
+            rows = row_gradients(model, {**params, **weights}, trainable, [batch])[1]
+            gradients = clip({name: tensor.mean(0) for name, tensor in rows.items()}, clip_norm)[0]
+            weights, state = rule.step(weights, gradients, state, rate)
+        yield weights

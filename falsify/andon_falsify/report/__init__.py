@@ -1,3 +1,3 @@
-"""What a campaign found, for those who were not there: JSON, JUnit XML, one HTML page."""
+"""Reports of campaigns: the data model, and its forms as text, JSON, JUnit XML and one HTML page."""
 
 from __future__ import annotations

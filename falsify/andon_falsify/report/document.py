@@ -67,7 +67,7 @@ def parse(text: bytes, name: str) -> Report:
 
 
 def _refuse(literal: str) -> None:
-    msg = f"{literal} is no number of JSON"
+    msg = f"JSON does not have the number {literal}"
     raise ValueError(msg)
 
 

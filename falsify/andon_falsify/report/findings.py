@@ -225,7 +225,7 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
     if report.not_selected:
         yield f"not selected ({len(report.not_selected)}): {', '.join(report.not_selected)}"
     for backend, why in report.untried.items():
-        yield f"nothing was run on {backend}, which was asked for: {why}"
+        yield f"skipped {backend}: {why}"
     if report.unfinished:
         yield f"not all was tried: {report.unfinished}"
 

@@ -1,3 +1,3 @@
-"""Trainers behind one small protocol: a case goes in, a trace of what was seen from outside comes out."""
+"""Our trainer as a subject: it runs a case and returns a trace of what was observed from outside."""
 
 from __future__ import annotations

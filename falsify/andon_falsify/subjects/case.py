@@ -1,4 +1,4 @@
-"""A case: what is trained, where, and under which circumstances. Plain values, so that it can travel to a rank."""
+"""A case: what is trained, where, and under which circumstances. Plain values, which travel to a rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 FromZero = Annotated[FiniteFloat, Ge(0)]
 VOCABULARY = 127
-"""Token ids of rows are 33 to 126, the printable characters of ASCII, so that a row is also a text."""
+"""Token ids of rows are 33 to 126, the printable characters of ASCII, so a row is also a text."""
 PAD = VOCABULARY
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A data set: token ids and label of each row; a row's id is its place."""
+    """A dataset: token ids and label of each row. The id of a row is its index."""
 
     tokens: tuple[tuple[int, ...], ...]
     labels: tuple[int, ...]
@@ -30,7 +30,7 @@ class Rows:
 def make_rows(count: int, seed: int = 0, *, classes: int = 3, longest: int = 7, noise: float = 0.2) -> Rows:
     """`count` rows of 1 to `longest` tokens, sorted by label, so that contiguous shards see different classes.
 
-    A class has an alphabet of its own and a share `noise` of its tokens from the others': learnable, not trivial.
+    Each class has its own alphabet. A share `noise` of its tokens comes from the other alphabets.
     """
     drawn = random.Random(f"rows {count} {seed} {classes}")
     width = (VOCABULARY - 33) // classes
@@ -48,7 +48,7 @@ def make_rows(count: int, seed: int = 0, *, classes: int = 3, longest: int = 7, 
 
 @dataclass(frozen=True)
 class Poison:
-    """What is planted in the data path: at `step`, in micro-batch `leaf`, a `kind` of value that is not finite.
+    """A value that is not finite, planted in the data path at update `step` in micro-batch `leaf`.
 
     kinds: `nan` and `inf` in the loss with its graph, `gradient` for a finite loss with a NaN in its gradient.
     """
@@ -60,7 +60,7 @@ class Poison:
 
 @dataclass(frozen=True)
 class Case:
-    """One run. The first block defines its result; world and backend must not; the rest are circumstances.
+    """One run. The first block of fields defines its result. World and backend must not change it.
 
     task: what the rows teach: their class, or (`sft`) their tokens, see `token_weights`; `packed sft` trains several
     rows as one item. hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight.
@@ -129,7 +129,10 @@ class Case:
         for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
             left = [self.longest - sum(sizes[each] for each in pack) for pack in packs]
             fitting = [(free, place) for place, free in enumerate(left) if free >= sizes[row]]
-            packs[min(fitting)[1]].append(row) if fitting else packs.append([row])
+            if fitting:
+                packs[min(fitting)[1]].append(row)
+            else:
+                packs.append([row])
         return tuple(map(tuple, packs))
 
     def token_weights(self, row: int) -> tuple[float, ...]:
@@ -153,9 +156,3 @@ class Case:
     def but(self, **changes: Any) -> Case:
         """This case with `changes`."""
         return replace(self, **changes)
-
-    def __str__(self) -> str:
-        plain = Case(rows=self.rows)
-        names = [name for name in self.__dataclass_fields__ if getattr(self, name) != getattr(plain, name)]
-        shown = " ".join(f"{name}={getattr(self, name)}" for name in names if name != "rows")
-        return f"{len(self.rows)} rows, batches of {self.batch_size}, {shown or 'otherwise as by default'}"

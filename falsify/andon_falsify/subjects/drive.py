@@ -24,12 +24,12 @@ from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, p
 from andon.training.trainer import Journal, Progress, Trainer
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
-from andon_contracts.record import End, Plan, Record, Resume, Start, Step
+from andon_contracts.record import End, Plan, Resume, Start, Step
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import TrainerUnderTest, put_together
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import CutOff, Sightings, copied
-from andon_falsify.subjects.watching import note_end, note_result, note_start, watch_gradient, watched_step
+from andon_falsify.subjects.watching import Proxy, note_end, note_result, note_start, watch_gradient, watched_step
 
 Plant = Callable[[TrainerUnderTest, ExitStack], None]
 """Plants a fault in a run; the stack undoes what does not belong to the run alone."""
@@ -104,53 +104,42 @@ def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])
     parts.step = watched_step(parts.seen, parts.step, parts.by_rank)
     files = _files(parts, folder, progress) if parts.writes else None
-    journal = WatchedJournal(parts, files)
+    journal = _watched_journal(parts, files)
     trainer = Trainer(parts, journal, progress, Repeats(history.steps))
+    append = files.ledger.append if files is not None else lambda record: None
     try:
-        journal.append(_opening(parts, progress))
+        append(_opening(parts, progress))
         parts.step.attest_start({"progress": progress.step})
         trainer.run()
-        journal.append(End(parts.plan.total_steps, "finished", {}))
+        append(End(parts.plan.total_steps, "finished", {}))
     except Violation as violation:
         parts.seen.violation = (violation.clause or "unnamed", violation.finding.step, str(violation))
         saved_at = files.saved_at if files is not None else 0
         for record in violation_records(violation, trainer.progress.step, trainer.weights, saved_at, history.last):
-            journal.append(record)
+            append(record)
     except CutOff:
         pass
     finally:
         journal.close()
 
 
-class WatchedJournal(Journal):
-    """Notes what is reported, and on rank 0 passes it to the trainer's own journal. Cuts the run off if asked."""
+def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> Any:
+    """The trainer's own journal; what it is told is noted, and the run is cut off if the case says so."""
+    inner, case, seen = files or Journal(), parts.case, parts.seen
 
-    def __init__(self, parts: TrainerUnderTest, files: FolderJournal | None) -> None:
-        self._parts = parts
-        self._files = files
-
-    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
-        if self._files is not None:
-            self._files.step(batch, result, record)
-        seen = self._parts.seen
+    def step(batch: GlobalBatch, result: StepResult, record: Step) -> None:
+        inner.step(batch, result, record)
         note_result(seen, batch, result.rows, result.correct, result.rate, result.loss, result.grad_norm)
-        for rank, meter in self._parts.meters.items():
+        for rank, meter in parts.meters.items():
             seen.resting.setdefault(rank, []).append(meter.live)
-        if self._parts.case.stop_after == batch.step:
+        if case.stop_after == batch.step:
             raise CutOff
 
-    def checkpoint(self, progress: Progress, *, best: bool) -> None:
-        if self._files is not None and self._parts.case.folder is not None:
-            self._files.checkpoint(progress, best=best)
+    def checkpoint(progress: Progress, *, best: bool) -> None:
+        if case.folder is not None:
+            inner.checkpoint(progress, best=best)
 
-    def append(self, record: Record) -> None:
-        """Write another line of the ledger."""
-        if self._files is not None:
-            self._files.ledger.append(record)
-
-    def close(self) -> None:
-        if self._files is not None:
-            self._files.close()
+    return Proxy(inner, step=step, checkpoint=checkpoint)
 
 
 def _fingerprint(parts: TrainerUnderTest) -> dict[str, str]:
@@ -175,8 +164,8 @@ def _files(parts: TrainerUnderTest, folder: RunFolder, progress: Progress) -> Fo
 def _opening(parts: TrainerUnderTest, progress: Progress) -> Start | Resume:
     plan, replica = parts.plan, parts.primary
     digests = {"weights": hex64(replica.weights_digest()), "base": hex64(replica.base_digest())}
-    world, name = parts.backend.world_size, parts.backend.name
+    where = (_fingerprint(parts), digests, parts.backend.world_size, parts.backend.name)
     if progress.step:
-        return Resume(progress.step, "case", _fingerprint(parts), digests, world, name)
+        return Resume(progress.step, "case", *where)
     described = Plan(len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps)
-    return Start("case", _fingerprint(parts), "case", described, digests, world, name)
+    return Start("case", where[0], "case", described, *where[1:])

@@ -1,4 +1,4 @@
-"""What watches a trainer from outside: around its backend, task and step. It changes nothing, unless a case says so."""
+"""Watchers around a trainer's backend, task and step. They change nothing, except to plant the poison of a case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from andon_falsify.subjects.trace import LeafMasks, Reported, Sightings, Values,
 
 
 class Proxy:
-    """Forwards to `inner`, except for the attributes that are given. `call` is what calls of the object itself do."""
+    """Forwards to `inner`, except for the given attributes. The attribute `call` replaces calls of the object."""
 
     def __init__(self, inner: Any, **attributes: Any) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""What the witness writes of a run that it observed: lines of the ledger's schema, by a writer of its own.
+"""The witness's own writer: what was observed of a run as lines of the ledger's schema.
 
 It shares no code with the writer of a trainer's ledger, so that one fault cannot make both report the same. A test has
 their reader accept every line of this one. What was not observed is left out.

@@ -14,7 +14,6 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,8 @@ from .mutations import damaged
 from .samples import run_files
 
 Files = Mapping[str, bytes]
-Change = Callable[[random.Random, Path], object]
+Change = Callable[[random.Random, Path, Path], object]
+"""Changes a file of a folder, its last argument."""
 _HUGE = (1 << 40, 1 << 33, 1 << 31)
 _SECRET = '{"labels": ["a secret", "another"]}'
 _opened: list[str] = []
@@ -52,30 +52,26 @@ def _note_open(event: str, arguments: tuple[object, ...]) -> None:
 _listen = cache(lambda: sys.addaudithook(_note_open))
 
 
-@contextmanager
-def guarded(folder: Path) -> Iterator[Callable[[], str]]:
-    """Watch what is done with `folder`. The function that this yields says what went wrong, if anything.
+def under_attack(draw: random.Random, folder: Path, files: Files, read: Callable[[], str | None]) -> str:
+    """Write attacked `files` into `folder` and read them. Returns what went wrong, as `read` does.
 
     `folder/../outside.json` must be neither opened nor written. Code of the folder creates `folder/../ran`.
     """
     _listen()
     outside, ran = folder.parent / "outside.json", folder.parent / "ran"
     outside.write_text(_SECRET)
+    _attack(draw, folder, files)
     _opened.clear()
     _watching.append(os.path.realpath(outside))
-
-    def wrong() -> str:
-        _watching.clear()
-        if ran.exists():
-            return "code of the folder was run"
-        if outside.read_text() != _SECRET:
-            return "a file outside of the folder was written"
-        return "a file outside of the folder was opened" if _opened else ""
-
     try:
-        yield wrong
+        wrong = read()
     finally:
         _watching.clear()
+    if ran.exists():
+        return "code of the folder was run"
+    if outside.read_text() != _SECRET:
+        return "a file outside of the folder was written"
+    return wrong or ("a file outside of the folder was opened" if _opened else "")
 
 
 def _made(write: Callable[[Path], Path]) -> Callable[[], Files]:
@@ -92,7 +88,6 @@ def _made(write: Callable[[Path], Path]) -> Callable[[], Files]:
 
 @_made
 def model_folder(folder: Path) -> Path:
-    """A small decoder with its tokenizer and labels."""
     tokenizer = byte_tokenizer()
     settings = Model(hidden_size=8, num_attention_heads=2, num_key_value_heads=2)
     model = build_base(
@@ -131,8 +126,6 @@ def run_folder(folder: Path) -> Path:
 
 
 class _Code:
-    """Unpickling this creates a folder."""
-
     def __init__(self, where: str) -> None:
         self.where = where
 
@@ -140,7 +133,7 @@ class _Code:
         return os.mkdir, (self.where,)
 
 
-def attacked(draw: random.Random, folder: Path, files: Files) -> None:
+def _attack(draw: random.Random, folder: Path, files: Files) -> None:
     """Write `files` into `folder`, with one to three changes to their kinds, places and bytes."""
     for name, content in files.items():
         path = folder / name
@@ -152,10 +145,10 @@ def attacked(draw: random.Random, folder: Path, files: Files) -> None:
         if change is _damage or not path.is_dir():
             if change in _REPLACING:
                 path.unlink(missing_ok=True)
-            change(draw, path)
+            change(draw, path, folder)
 
 
-def _damage(draw: random.Random, path: Path) -> None:
+def _damage(draw: random.Random, path: Path, _folder: Path) -> None:
     if _plain(path):
         path.write_bytes(damaged(draw, path.read_bytes()))
 
@@ -165,35 +158,29 @@ def _plain(path: Path) -> bool:
     return path.is_file() and not path.is_symlink() and path.stat().st_size < _HUGE[-1]
 
 
-def _top(path: Path) -> Path:
-    """The folder above all files of the case."""
-    return next(parent for parent in path.parents if (parent.parent / "outside.json").exists())
-
-
-def _link(draw: random.Random, path: Path) -> None:
-    outside = _top(path).parent / "outside.json"
+def _link(draw: random.Random, path: Path, folder: Path) -> None:
+    outside = folder.parent / "outside.json"
     to = draw.choice((str(outside), os.path.relpath(outside, path.parent), "/dev/zero", "/dev/tty", path.name, "gone"))
     path.symlink_to(to)
 
 
-def _link_to_pipe(_draw: random.Random, path: Path) -> None:
+def _link_to_pipe(_draw: random.Random, path: Path, _folder: Path) -> None:
     pipe = path.with_name("pipe")
     if not pipe.exists():
         os.mkfifo(pipe)
     path.symlink_to(pipe.name)
 
 
-def _holes(draw: random.Random, path: Path) -> None:
+def _holes(draw: random.Random, path: Path, _folder: Path) -> None:
     with path.open("wb") as file:
         file.truncate(draw.choice(_HUGE))
 
 
-def _code(draw: random.Random, path: Path) -> None:
-    top = _top(path)
-    ran = str(top.parent / "ran")
+def _code(draw: random.Random, path: Path, folder: Path) -> None:
+    ran = str(folder.parent / "ran")
     for name in ("evil.py", "adapter/evil.py"):
-        if (top / name).parent.is_dir():
-            (top / name).write_text(f"import os\nos.mkdir({ran!r})\n")
+        if (folder / name).parent.is_dir():
+            (folder / name).write_text(f"import os\nos.mkdir({ran!r})\n")
     if path.suffix == ".json" and _plain(path):
         try:
             found = json.loads(path.read_bytes())
@@ -216,7 +203,7 @@ _EVIL: tuple[dict[str, object], ...] = (
 )
 
 
-def _other_value(draw: random.Random, path: Path) -> None:
+def _other_value(draw: random.Random, path: Path, _folder: Path) -> None:
     """Replace one value of a JSON file, at any depth."""
     if path.suffix != ".json" or not _plain(path):
         return
@@ -243,9 +230,9 @@ def _places(value: Any) -> Iterator[Callable[[object], None]]:
 
 
 _REPLACING: tuple[Change, ...] = (
-    lambda draw, path: None,
-    lambda draw, path: os.mkfifo(path),
-    lambda draw, path: path.mkdir(),
+    lambda draw, path, folder: None,
+    lambda draw, path, folder: os.mkfifo(path),
+    lambda draw, path, folder: path.mkdir(),
     *(_link, _link_to_pipe, _holes),
 )
 """Changes before which the file is removed."""

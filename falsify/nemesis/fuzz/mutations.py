@@ -44,7 +44,6 @@ def drop_stretch(draw: random.Random, data: bytes) -> bytes:
 
 
 def repeat_stretch(draw: random.Random, data: bytes) -> bytes:
-    """Copy a stretch to another place."""
     at, to = draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)
     return data[:to] + data[at : at + draw.randint(1, 200)] + data[to:]
 
@@ -68,7 +67,6 @@ def change_number(draw: random.Random, data: bytes) -> bytes:
 
 
 def noise(draw: random.Random, data: bytes) -> bytes:
-    """Replace everything."""
     del data
     return draw.randbytes(draw.choice((0, 1, 7, 8, 9, 100, 5000)))
 

@@ -42,7 +42,6 @@ def _delimited(delimiter: str) -> bytes:
 
 
 def _parquet() -> tuple[tuple[str, bytes], ...]:
-    """A Parquet file, if pyarrow is installed."""
     try:
         arrow = importlib.import_module("pyarrow")
         arrow_parquet = importlib.import_module("pyarrow.parquet")
@@ -155,7 +154,6 @@ def _bytes(part: Part) -> bytes:
 
 @cache
 def report_file() -> bytes:
-    """The report of a campaign with a finding of each outcome."""
     example = Counterexample("it is another", "step 3, rank 1", "1.0", "1.5", 1.5, "3 / 2", 1, "again")
     law = functools.partial(
         Finding, "gradient-law", version=1, subject="ddp", subject_version="1", backend="gloo", world=2, accumulation=1

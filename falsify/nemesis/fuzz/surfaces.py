@@ -1,7 +1,7 @@
 """Everything that Andon reads from a file, with the permitted answers to a damaged one.
 
 A surface writes one damaged input into an empty folder and lets Andon read it. It returns what went wrong: an error of
-another kind than the promised one, or an accepted input that differs from the one that was written; "" is right.
+another kind than the promised one, or an accepted input that differs from the written one. "" means that all is right.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -43,18 +42,11 @@ from andon_falsify.report.document import read_json
 from andon_falsify.verdict import Outcome
 
 from . import folders, samples
-from .folders import attacked, guarded
+from .folders import under_attack
 from .mutations import damaged
 
+Attempt = Callable[[random.Random, Path], str]
 _LONGEST = 400
-
-
-@dataclass(frozen=True)
-class Surface:
-    """One kind of input."""
-
-    name: str
-    attempt: Callable[[random.Random, Path], str]
 
 
 def _written(draw: random.Random, path: Path, content: bytes) -> Path:
@@ -180,7 +172,7 @@ def message(draw: random.Random, _folder: Path) -> str:
     value, form = draw.choice(samples.messages())
     raw, checked = damaged(draw, value), StrictReader()
     found = checked.read("key", raw, form)
-    return "" if (found is None) == (checked.dropped == 1) else "it was neither read nor counted"
+    return "" if (found is None) == (checked.dropped == 1) else "the message was neither read nor counted as dropped"
 
 
 @cache
@@ -245,66 +237,68 @@ def _fault(data: ConversationSet, rows: list[EncodedRow], tokenizer: Tokenizer) 
 def model_folder(draw: random.Random, folder: Path) -> str:
     """A model's folder: a model with tokenizer and labels, or `InputError`; no access outside, no code executed."""
     inside = folder / "model"
-    with guarded(inside) as wrong:
-        attacked(draw, inside, folders.model_folder())
+
+    def read() -> None:
         with contextlib.suppress(InputError):
             labels = read_labels(inside)
             tokenizer = pretrained_tokenizer(str(inside), local_only=True)
             interface = ModelInterface("classification", labels, tokenizer.vocab_size, tokenizer.pad_id)
             build_base(Model(base=str(inside)), interface, seed=0)
-        return wrong()
+
+    return under_attack(draw, inside, folders.model_folder(), read)
 
 
 def bundle(draw: random.Random, folder: Path) -> str:
     """A bundle for `andon explain`: lines, or `InputError`."""
-    inside = folder / "bundle"
-    with guarded(inside) as wrong:
-        attacked(draw, inside, folders.bundle_folder())
+
+    def read() -> None:
         with contextlib.suppress(InputError):
-            for line in explain(inside):
+            for line in explain(folder / "bundle"):
                 legible_line(line)
-        return wrong()
+
+    return under_attack(draw, folder / "bundle", folders.bundle_folder(), read)
 
 
 def run_folder(draw: random.Random, folder: Path) -> str:
     """A run folder for `show`, `verify`, `eval` and a resume: a result, or an error with a message."""
-    inside = folder / "run"
-    with guarded(inside) as wrong:
-        attacked(draw, inside, folders.run_folder())
-        run = RunFolder(inside)
-        readers: tuple[Callable[[], object], ...] = (
-            run.state,
-            lambda: list(overview(open_recorded(inside))),
-            lambda: read_summary(run.summary),
-            lambda: read_provenance(run.provenance),
-            lambda: checkpoints.newest_valid(run.checkpoints),
-            lambda: config_at_hand(run),
-            lambda: progress_text(run),
-        )
+    run = RunFolder(folder / "run")
+    readers: tuple[Callable[[], object], ...] = (
+        run.state,
+        lambda: list(overview(open_recorded(run.path))),
+        lambda: read_summary(run.summary),
+        lambda: read_provenance(run.provenance),
+        lambda: checkpoints.newest_valid(run.checkpoints),
+        lambda: config_at_hand(run),
+        lambda: progress_text(run),
+    )
+
+    def read() -> str:
         for reader in readers:
             with contextlib.suppress(InputError, ValueError):
                 reader()
         with contextlib.suppress(InputError, OSError):
-            failed = [verdict.why for verdict in verify([read_run(inside)]) if "the checker failed" in verdict.why]
+            failed = [verdict.why for verdict in verify([read_run(run.path)]) if "the checker failed" in verdict.why]
             unread = ("manifest.json", "summary.json", "config.yaml")  # a claim that needs a missing file says so
             if any(not any(name in why for name in unread) for why in failed):
                 return failed[0]
-        return wrong()
+        return ""
+
+    return under_attack(draw, run.path, folders.run_folder(), read)
 
 
-SURFACES: tuple[Surface, ...] = (
-    Surface("config", config),
-    Surface("--set", override),
-    Surface("data file", data),
-    Surface("conversations", conversations),
-    Surface("chat template", template),
-    Surface("checkpoint", checkpoint),
-    Surface("ledger", ledger),
-    Surface("history", history),
-    Surface("summary", summary),
-    Surface("model folder", model_folder),
-    Surface("bundle", bundle),
-    Surface("run folder", run_folder),
-    Surface("report", report),
-    Surface("message", message),
-)
+SURFACES: dict[str, Attempt] = {
+    "config": config,
+    "--set": override,
+    "data file": data,
+    "conversations": conversations,
+    "chat template": template,
+    "checkpoint": checkpoint,
+    "ledger": ledger,
+    "history": history,
+    "summary": summary,
+    "model folder": model_folder,
+    "bundle": bundle,
+    "run folder": run_folder,
+    "report": report,
+    "message": message,
+}
