@@ -53,7 +53,7 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
     problems: no devices, an invalid name, a missing or repeated GPU (V15).
     """
     if isinstance(devices, str) or not len(devices):
-        raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu', in a list; got {devices!r}")])
+        raise InputError.at("devices", f"At least one GPU index required, or 'cpu', in a list; got {devices!r}")
     return named_devices(devices, where="devices", absent="cpu" if cpu_fallback else "refuse")
 
 

@@ -337,7 +337,7 @@ def test_texts_are_predicted_in_order_however_they_are_batched(
 ) -> None:
     """Batches of like lengths and windows of a long file change the order of computing, and rounding at most."""
     told = records(run, texts)
-    monkeypatch.setattr("andon.model.batches._MOST_ROWS", 1)
+    monkeypatch.setattr("andon.model.masks._MOST_ROWS", 1)
     monkeypatch.setattr("andon.training.inference._WINDOW", 2)
     alone = records(run, texts)
     assert [one["id"] for one in alone] == [one["id"] for one in told]

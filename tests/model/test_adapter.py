@@ -35,8 +35,8 @@ from andon.model.adapter import (
     save_base,
     trainable_parameters,
 )
-from andon.model.batches import predictions
 from andon.model.build import facts_of
+from andon.model.masks import predictions
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import (
     CAUSAL,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from andon.backend.devices import demand_determinism
-from andon.model.batches import logits_of
-from andon.model.compiled import compile_backbone
+from andon.fast.compiled import compile_backbone
+from andon.model.masks import logits_of
 from andon.step.task import keyed_randomness
 
 DEVICE = torch.device("cuda", 0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from andon.console.problems import InputError
-from andon.model.batches import EvaluationBatching, logits_of, predictions
+from andon.model.masks import EvaluationBatching, logits_of, predictions
 from andon.tasks.text import ClassificationTask, MultiLabelTask
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
 

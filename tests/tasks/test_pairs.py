@@ -12,7 +12,7 @@ from andon.console.problems import InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet, Targets
 from andon.data.tokens import byte_tokenizer
-from andon.model.batches import predictions
+from andon.model.masks import predictions
 from andon.tasks.text import ClassificationTask
 from tests.model.tiny import CPU, PAD, adapted, perturbed
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.problems import InputError, ProblemList
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
@@ -117,7 +117,7 @@ def placement(
     count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
         if count == 0 and not fallback:
-            raise InputError([Problem("run.backend", f"nccl needs a GPU, and torch sees none here; {NO_GPU}")])
+            raise InputError.at("run.backend", f"nccl needs a GPU, and torch sees none here; {NO_GPU}")
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
             return "gloo", (cpu,) * workers, note
@@ -125,7 +125,7 @@ def placement(
             raise InputError(f"run.workers: {workers} workers; torch numbers at most {_MOST_GPUS} GPUs of one host")
         if count < workers:
             what = f"{workers} workers for {count} GPU{'s' * (count > 1)}; nccl needs a GPU for each: --workers {count}"
-            raise InputError([Problem("run.workers", f"{what}, or --backend gloo for CPUs")])
+            raise InputError.at("run.workers", f"{what}, or --backend gloo for CPUs")
         return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
     if backend == "mixed":
         accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1, _MOST_GPUS)))
@@ -156,7 +156,7 @@ def demand_determinism(devices: Sequence[torch.device]) -> None:
     setting = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
     if setting not in _CUBLAS_SETTINGS:
         what = f"{setting!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
-        raise InputError([Problem(_CUBLAS, what)])
+        raise InputError.at(_CUBLAS, what)
 
 
 @dataclass(frozen=True)
@@ -240,4 +240,4 @@ def in_gib(size: int) -> str:
 def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
     """Raise `InputError` for `nccl` if torch was built without it. available: None: ask torch."""
     if backend == "nccl" and not (dist.is_nccl_available() if available is None else available):
-        raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])
+        raise InputError.at("run.backend", "this torch was built without NCCL; choose gloo, or mixed")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.console.problems import InputError, ProblemList, shown
 
 MOST_BYTES = 2**18
 MOST_VALUES = 10_000
@@ -58,17 +58,17 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
     `InputError` for text that is malformed, too long, too deep, or expands to too many values.
     """
     if len(text) > MOST_BYTES:
-        raise InputError([Problem(where, f"is longer than {MOST_BYTES} characters ({len(text)})")])
+        raise InputError.at(where, f"is longer than {MOST_BYTES} characters ({len(text)})")
     too_deep = f"is nested deeper than {DEEPEST} levels"
     try:
         root = yaml.compose(text, Loader=_CoreLoader)
     except RecursionError as error:
-        raise InputError([Problem(where, too_deep)]) from error
+        raise InputError.at(where, too_deep) from error
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or getattr(error, "context", None) or str(error).splitlines()[0]
         place, column = (where, "") if mark is None else (f"{where}:{mark.line + 1}", f" at column {mark.column + 1}")
-        raise InputError([Problem(place, f"malformed YAML: {what}{column}")]) from error
+        raise InputError.at(place, f"malformed YAML: {what}{column}") from error
     lines: dict[KeyPath, int] = {}
     visited = 0
 
@@ -78,11 +78,11 @@ def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[Ke
         visited += 1
         place = f"{where}:{node.start_mark.line + 1}"
         if visited > MOST_VALUES:
-            raise InputError([Problem(place, f"holds more than {MOST_VALUES} values, aliases expanded")])
+            raise InputError.at(place, f"holds more than {MOST_VALUES} values, aliases expanded")
         kind = node.tag.removeprefix(_PREFIX)
         collection = isinstance(node, yaml.CollectionNode)
         if len(path) + collection > DEEPEST:
-            raise InputError([Problem(place, too_deep)])
+            raise InputError.at(place, too_deep)
         if isinstance(node, yaml.MappingNode) and kind == "map":
             mapping: dict[str, Any] = {}
             for key, value in node.value:

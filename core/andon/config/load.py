@@ -167,14 +167,14 @@ def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[Ke
             content = file.read(4 * MOST_BYTES + 4)
         text = content.decode("utf-8-sig")
     except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror or error}")]) from error
+        raise InputError.at(path, f"cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         what = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} of the file"
         line = content[: error.start].count(b"\n") + 1
-        raise InputError([Problem(f"{path}:{line}", what)]) from error
+        raise InputError.at(f"{path}:{line}", what) from error
     values, lines = parse(text, str(path), problems)
     if not isinstance(values, dict | None):
-        raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(values)}")])
+        raise InputError.at(f"{path}:1", f"must hold keys and values, is {shown(values)}")
     return values or {}, lines
 
 

@@ -6,6 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 from andon_contracts.legible import legible_line
 
@@ -43,6 +44,11 @@ class InputError(ValueError):
             raise TypeError("an InputError needs at least one problem")
         self.problems: tuple[Problem, ...] = entries
         super().__init__("\n".join(map(str, entries)))
+
+    @classmethod
+    def at(cls, where: object, what: str) -> Self:
+        """The error of the single problem `what` at `where`."""
+        return cls([Problem(str(where), what)])
 
     @classmethod
     def of_text(cls, text: str) -> InputError:

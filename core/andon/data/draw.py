@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import TypeVar
 
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 
 _Item = TypeVar("_Item")
 
@@ -69,7 +69,7 @@ def mixed(ids: Sequence[int], sizes: Sequence[int], weights: Sequence[float], se
         wanted = math.floor(len(rows) * Fraction(repr(weight)) + Fraction(1, 2))
         if rows and not wanted:
             what = f"{weight:g} leaves none of the {len(rows)} rows of that file to train on"
-            raise InputError([Problem(f"data.train.{place}.weight", what)])
+            raise InputError.at(f"data.train.{place}.weight", what)
         copies, rest = divmod(wanted, max(len(rows), 1))
         entries += [row + copy * total for copy in range(copies) for row in rows]
         sample = Draw(f"andon mix {seed} {place}").shuffled(sorted(rows))[:rest]

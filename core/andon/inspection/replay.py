@@ -47,7 +47,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     """
     recorded = open_recorded(path)
     if recorded.folder is None or not recorded.folder.config.exists():
-        raise InputError([Problem(str(path), "is a ledger alone; to do steps again takes the run's folder")])
+        raise InputError.at(path, "is a ledger alone; to do steps again takes the run's folder")
     first, last = read_range(steps, recorded)
     config = settings(recorded.folder, workers, backend)
     if config.run.backend == "inline":
@@ -74,14 +74,14 @@ def read_range(text: str, recorded: Recorded) -> tuple[int, int]:
     """First and last step of `A:B`, `A`, `A:` or `:B`. Raises `InputError` for steps that the ledger does not have."""
     steps = list(recorded.trajectory)
     if not steps:
-        raise InputError([Problem(str(recorded.ledger), "it has no steps to do again")])
+        raise InputError.at(recorded.ledger, "it has no steps to do again")
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or not (match[1] or match[2]):
-        raise InputError([Problem("--steps", f"{text!r} is not a range of steps; write A:B, as in 3:7")])
+        raise InputError.at("--steps", f"{text!r} is not a range of steps; write A:B, as in 3:7")
     first = int(match[1]) if match[1] else steps[0]
     last = int(match[3]) if match[3] else (steps[-1] if match[2] else first)
     if not steps[0] <= first <= last <= steps[-1]:
-        raise InputError([Problem("--steps", f"{text} is not within {steps[0]}:{steps[-1]}, which the ledger has")])
+        raise InputError.at("--steps", f"{text} is not within {steps[0]}:{steps[-1]}, which the ledger has")
     return first, last
 
 
@@ -129,7 +129,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
             raise InputError(problems)
         total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
-            raise InputError([Problem(str(recorded.ledger), f"it has a step {last} of a run of {total}")])
+            raise InputError.at(recorded.ledger, f"it has a step {last} of a run of {total}")
         after = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             session.run.restore(checkpoint)

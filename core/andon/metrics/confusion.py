@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.run.atomic import storage, write_whole
 from andon_contracts.fields import Hex16, read_field
 from andon_contracts.untrusted import MOST_JSON, read_regular
@@ -75,17 +75,17 @@ def read_confusion(folder: Path, digest: object) -> Confusion:
     try:
         path = folder / f"{read_field(Hex16, digest, 'confusion')}.json"
     except ValueError as error:
-        raise InputError([Problem(str(folder.parent), f"quotes no confusion matrix: {error}")]) from error
+        raise InputError.at(folder.parent, f"quotes no confusion matrix: {error}") from error
     try:
         data = read_regular(path, MOST_BYTES)
         if _digest(data) != digest:
             raise ValueError(f"its bytes have the digest {_digest(data)}, the ledger quotes {digest}")
         return _decoded(data)
     except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         what = f"is not the confusion matrix that was written: {error}; put the file back as it was"
-        raise InputError([Problem(str(path), what)]) from error
+        raise InputError.at(path, what) from error
 
 
 def most_bytes(classes: int, rows: int) -> int:

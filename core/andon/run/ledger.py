@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.run.atomic import storage
 from andon_contracts.record import LedgerError as LedgerError
 from andon_contracts.record import LedgerFile, Record, chain, read_lines
@@ -42,7 +42,7 @@ def _refusals(path: Path) -> Iterator[None]:
         with storage(path):
             yield
     except LedgerError as error:
-        raise InputError([Problem("", str(error))]) from error
+        raise InputError.at("", str(error)) from error
 
 
 def read_ledger(path: Path) -> Iterator[Record]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.run.atomic import write_json
 from andon_contracts.fingerprint import environment as environment_of_process
 from andon_contracts.fingerprint import fingerprint as fingerprint
@@ -94,7 +94,7 @@ class Provenance:
     def digest(self, name: str) -> str:
         """The digest `name`. Raises `InputError` if the file has none."""
         if name not in self.digests:
-            raise InputError([Problem(str(self.path), f"has no digest of {name!r}")])
+            raise InputError.at(self.path, f"has no digest of {name!r}")
         return self.digests[name]
 
 
@@ -103,13 +103,13 @@ def read_provenance(path: Path) -> Provenance:
     try:
         content = read_json(path)
     except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is not the provenance of a run: {error}")]) from error
+        raise InputError.at(path, f"is not the provenance of a run: {error}") from error
     content = content if isinstance(content, dict) else {}
     digests, machine, commit = (content.get(name) for name in ("digests", "fingerprint", "commit"))
     if not (_is_mapping_of_strings(digests) and _is_mapping_of_strings(machine)):
-        raise InputError([Problem(str(path), "is not the provenance of a run: it must hold digests and a fingerprint")])
+        raise InputError.at(path, "is not the provenance of a run: it must hold digests and a fingerprint")
     return Provenance(path, digests, machine, commit if isinstance(commit, str) else None)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.untrusted import read_json
@@ -95,9 +95,9 @@ def read_summary(path: Path) -> Summary:
     try:
         return Summary.from_json(read_json(path))
     except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is not the summary of a run: {error}")]) from error
+        raise InputError.at(path, f"is not the summary of a run: {error}") from error
 
 
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:

@@ -216,16 +216,17 @@ class Audit:
         self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
     ) -> dict[int, dict[Node, torch.Tensor]]:
         """For each rank of `wanted`, the sums that its auditor does not recompute."""
-        # One gather per sum, so that a rank holds at most one sum of every other rank at a time.
+        # One gather per sum, so that a rank holds at most one sum of every other rank, and sends its own once.
         copies: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
         for index in range(max(len(subject.kept) for subject in subjects)):
             local = []
             for rank, partial, replica in zip(self._backend.ranks, partials, self._replicas, strict=True):
                 nodes = subjects[rank].kept
-                local.append(partial.kept[nodes[index]] if index < len(nodes) else replica.parameters.gradient)
+                local.append(partial.kept.pop(nodes[index]) if index < len(nodes) else replica.parameters.gradient)
             for rank, tensor in enumerate(self._backend.gather(local)):
                 if rank in copies and index < len(subjects[rank].kept):
-                    copies[rank][subjects[rank].kept[index]] = tensor.clone()  # a view would keep all ranks' tensors
+                    # A view would keep the tensors of all ranks.
+                    copies[rank][subjects[rank].kept[index]] = tensor if tensor._base is None else tensor.clone()
         return copies
 
     def _audited_ranks(self, step: int) -> list[int]:

@@ -32,7 +32,7 @@ class PartialGradient:
 
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
-    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
+    kept: dict[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
 
 
 class Replica:

@@ -23,8 +23,8 @@ from andon.data.chat import EncodedRow, show_row
 from andon.data.conversations import Form
 from andon.data.tokens import Tokenizer
 from andon.metrics.scores import Scores
-from andon.model.batches import placed
 from andon.model.causal import check_packing_isolation, collate_packs, content, loss_sum, row_outputs
+from andon.model.masks import placed
 from andon.run.atomic import write_json
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.token_rows import PaddedRows, TokenRows, best_fit, sums_of
@@ -90,7 +90,7 @@ class GenerationSettings:
                 raise ValueError(f"it has no form of rows, or no list of stops ({form!r})")
             return cls(form, tuple(read_field(Count, stop, "stops") for stop in stops))
         except (OSError, ValueError, KeyError) as error:
-            raise InputError([Problem(str(file), f"does not say how to prompt the model: {error}")]) from error
+            raise InputError.at(file, f"does not say how to prompt the model: {error}") from error
 
 
 class SftTask(PaddedRows):

@@ -29,7 +29,7 @@ from andon.metrics.scores import (
     scores,
 )
 from andon.metrics.spans import UNREAD, SpanScores, span_scores
-from andon.model.batches import collate, logits_of, placed, predictions
+from andon.model.masks import collate, logits_of, placed, predictions
 from andon.step.task import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon.tasks.token_rows import FlatRows, PaddedRows

@@ -163,8 +163,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """
     for place, length in enumerate(lengths):
         if not 0 < length <= capacity:
-            msg = f"row {place} has {length} tokens, and a pack has room for 1 to {capacity}"
-            raise ValueError(msg)
+            raise ValueError(f"row {place} has {length} tokens, and a pack has room for 1 to {capacity}")
     packs: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]  # by free tokens: a heap of pack numbers
     rooms = 0  # bit r is set if a pack has exactly r free tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.run.checkpoint import Checkpoint
 from andon.run.ledger import LedgerError, digested_ledger
 from andon.run.repeats import UNKNOWN
@@ -121,7 +121,7 @@ def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Check
                     history.ended = record
     except LedgerError as error:
         anew = f"put the file back as it was, or begin anew: {begin_anew(ledger.with_name('config.yaml'))}"
-        raise InputError([Problem("", f"{error}; the run cannot be resumed: {anew}")]) from error
+        raise InputError.at("", f"{error}; the run cannot be resumed: {anew}") from error
     if history.retraction is not None:  # the resume writes it first
         history.last = history.retraction.step
     return history

@@ -23,9 +23,9 @@ from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
-from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
+from andon.model.masks import EvaluationBatching, predictions
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance
@@ -159,18 +159,18 @@ def load_run(
             step = summary.best_step if checkpoint == "best" else summary.steps
             if step is None:
                 what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
-                raise InputError([Problem("--checkpoint", f"{what}: {available}")])
+                raise InputError.at("--checkpoint", f"{what}: {available}")
         elif checkpoint.isascii() and checkpoint.isdecimal():
             step = int(checkpoint)
         else:
-            raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")])
+            raise InputError.at("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")
         if step not in saved:
             raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {available}")
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):
         why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
-        raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
+        raise InputError.at("--model", f"the run in {folder.path} takes no base: {why}")
     if not whole:
         config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
     head = HEADS[config.task or CLASSIFICATION]
@@ -185,18 +185,18 @@ def load_run(
         recorded, digest = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
         if digest != recorded:
             what = f"the base model has digest {digest}, the adapter was trained on {recorded}"
-            raise InputError([Problem(str(folder.path), what)])
+            raise InputError.at(folder.path, what)
         load_adapter(model, folder.adapter)
     if step is not None:
         path = folder.checkpoints / f"step-{step:08d}"
         try:
             tensors = load_checkpoint(path).tensors
         except CheckpointError as error:
-            raise InputError([Problem("--checkpoint", str(error))]) from error
+            raise InputError.at("--checkpoint", str(error)) from error
         prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
         values = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
-            raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
+            raise InputError.at("--checkpoint", f"{path} holds other weights than this run trains")
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
@@ -289,7 +289,7 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
         for number, tokens in enumerate(ids, start=first + 1):
             if len(tokens) >= limit:
                 what = f"has {len(tokens)} tokens, and the model has {limit} positions; shorten it"
-                raise InputError([Problem(f"prompt {number}", what)])
+                raise InputError.at(f"prompt {number}", what)
         first += len(ids)
         most = [min(max_new_tokens, limit - len(tokens)) for tokens in ids]
         for prompt, output in zip(messages, generate(run.model, ids, setup.stops, most), strict=True):
@@ -308,7 +308,7 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
     named = run.config.data.text_pair_column
     if (named is None) != (pairs is None):
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
-        raise InputError([Problem(str(run.folder.path), what)])
+        raise InputError.at(run.folder.path, what)
     waiting, others = iter(texts), iter(pairs or ())
     task, labels = run.config.task or CLASSIFICATION, run.labels
     while window := list(islice(waiting, _WINDOW)):

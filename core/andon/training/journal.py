@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from andon.console.messages import BROKEN_STREAM, write
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.integrations.trackers import Tracker
 from andon.metrics.confusion import digest_of, write_confusion
 from andon.metrics.scores import Scores
@@ -56,7 +56,7 @@ class MetricsWriter:
         data = (json.dumps(line) + "\n").encode()
         what = outside_change(self._handle, self._path, self._size)
         if what:
-            raise InputError([Problem(str(self._path), what)])
+            raise InputError.at(self._path, what)
         with storage(self._path):
             try:
                 write_all(self._handle, data)
@@ -249,6 +249,5 @@ def progress_from(checkpoint: Checkpoint) -> Progress:
         if progress.step != checkpoint.step or not 0 <= progress.best_step <= progress.step:
             raise ValueError(f"it is of step {progress.step}, its best of step {progress.best_step}")
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        what = f"its state has no usable progress: {error}"
-        raise InputError([Problem(str(checkpoint.path), what)]) from error
+        raise InputError.at(checkpoint.path, f"its state has no usable progress: {error}") from error
     return progress

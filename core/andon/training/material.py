@@ -20,9 +20,8 @@ from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
 from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
-from andon.model.batches import length_step, padded_length
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
-from andon.model.masks import padding_note
+from andon.model.masks import length_step, padded_length, padding_note
 from andon.step.plan import BatchPlan
 from andon.tasks.sft import GenerationSettings, SftTask
 from andon.tasks.text import (
@@ -80,7 +79,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
     if own.new_tokens and name != SFT:
         what = f"are for conversations (task sft), and this is {name} ({', '.join(map(repr, own.new_tokens))})"
-        raise InputError([Problem("model.new_tokens", what)])
+        raise InputError.at("model.new_tokens", what)
     if own.base is None:
         tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=name == SFT)
     else:
@@ -135,9 +134,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     task, train_ids = whole, rows.train_ids
     if training.packing:
         if not isinstance(whole, SftTask):
-            raise InputError(
-                [Problem("training.packing", "is for conversations (task sft); a class is that of one row")]
-            )
+            raise InputError.at("training.packing", "is for conversations (task sft); a class is that of one row")
         task = whole.packed([rows.row_of(id_) for id_ in train_ids])
         train_ids = tuple(range(len(task)))
     elif rows.copies > 1:
@@ -199,7 +196,7 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
     skipped = skipped_of(task)
     usable = tuple(id_ for id_ in ids if id_ not in skipped)
     if skipped and not usable:
-        raise InputError([Problem("data.eval", f"none of its rows can be used; the first: {skipped[min(skipped)]}")])
+        raise InputError.at("data.eval", f"none of its rows can be used; the first: {skipped[min(skipped)]}")
     return usable
 
 
@@ -228,7 +225,7 @@ def task_of(
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
     if isinstance(data, Tagged) and config.data.text_pair_column is not None:
-        raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
+        raise InputError.at("data.text_pair_column", "is for texts; words have tags in one text")
     encoded = encoded_texts(cache, data, tokenizer, config.model.max_length)
     tokens = encoded.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None

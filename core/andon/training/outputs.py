@@ -19,7 +19,7 @@ from torch import nn
 
 from andon.config.identity import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.data.chat import prompt_format
 from andon.data.origins import short_names
 from andon.data.tokens import Tokenizer
@@ -137,7 +137,7 @@ def write_tokenizer(
     except Exception as error:
         if type(error) is not Exception:  # the tokenizers library raises a bare Exception if writing fails
             raise
-        raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
+        raise InputError.at(path.parent, f"the tokenizer cannot be written: {error}") from error
 
 
 def write_card(

@@ -9,7 +9,7 @@ import torch
 
 from andon.backend.devices import placement
 from andon.config.schema import Config
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.data.rows import repeated_texts
 from andon.model.adapter import trainable_parameters
 from andon.model.build import facts_of
@@ -88,6 +88,6 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if row is not None:
         count = len(material.validation_task)
         if not 0 <= row < count:
-            raise InputError([Problem("--show-row", f"{row} is not one of the {count} rows, counted from 0")])
+            raise InputError.at("--show-row", f"{row} is not one of the {count} rows, counted from 0")
         yield from filter(None, [rows.where(row)])
         yield from material.validation_task.shown(row, material.tokenizer)

@@ -118,7 +118,7 @@ class Rows:
         if skipped and (not train_ids or not (validation_ids or self.evaluation)):
             purpose = "evaluate" if train_ids else "train"
             first = skipped[min(skipped)]
-            raise InputError([Problem(self.train.source, f"no row that can be used is left to {purpose} on; {first}")])
+            raise InputError.at(self.train.source, f"no row that can be used is left to {purpose} on; {first}")
         return replace(self, train_ids=train_ids, validation_ids=validation_ids)
 
     def seen_in_training(self) -> int:
@@ -316,11 +316,11 @@ def read_rows(
     else:
         example = f"examples/data/{_EXAMPLES[task]}"
         what = f"task {task} needs rows: name a file with --data; a small one of the repository: {example}"
-        raise InputError([Problem("data.train", what)])
+        raise InputError.at("data.train", what)
     train_places, validation_places = frozen_split(len(train), data.validation_fraction, config.seed)
     ids = train.ids
     if evaluation is None and not validation_places:
-        raise InputError([Problem("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")])
+        raise InputError.at("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")
     train_ids, validation_ids = (tuple(ids[place] for place in each) for each in (train_places, validation_places))
     weights = [file.weight for file in data.files]
     if weights in ([], [1.0]):

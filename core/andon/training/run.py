@@ -23,6 +23,7 @@ from andon.config.schema import Config
 from andon.console.exits import Exit
 from andon.console.messages import say
 from andon.console.problems import InputError, Problem
+from andon.fast.compiled import CompiledPasses
 from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
@@ -31,7 +32,6 @@ from andon.metrics.confusion import digest_of
 from andon.metrics.scores import Scores
 from andon.model.adapter import save_base
 from andon.model.build import backbone_of, facts_of
-from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
@@ -157,7 +157,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     folder, machine = session.folder, fingerprint(session.environment)
     if session.config.run.resume != "auto":
         if folder.begun():
-            raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
+            raise InputError.at(folder.path, "holds a run; add --resume auto, or name another folder")
         return None, _FROM_START
     if folder.state() is State.FINISHED:
         require_same_as_finished(session.config, folder)
@@ -185,7 +185,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
             f"another run, or lines of {ledger} were lost. Put the ledger back as it was; or move this checkpoint "
             f"away, to resume from the one before it; or begin anew: {begin_anew(folder.config)}"
         )
-        raise InputError([Problem(str(checkpoint.path), what)])
+        raise InputError.at(checkpoint.path, what)
     changed = identity_changes(session, checkpoint)
     if changed:
         raise InputError(
@@ -219,7 +219,7 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
         old = checkpoint.state.get("identity")
         if not isinstance(old, dict):
             what = "its state does not say what run it is of; move it away, to go on from the one before it"
-            raise InputError([Problem(str(checkpoint.path), what)])
+            raise InputError.at(checkpoint.path, what)
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
         old = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
@@ -237,7 +237,7 @@ def _load(session: Session, step: int) -> Checkpoint:
     try:
         return load_checkpoint(path)
     except CheckpointError as error:
-        raise InputError([Problem(str(path), f"this rank cannot read it: {error}")]) from error
+        raise InputError.at(path, f"this rank cannot read it: {error}") from error
 
 
 # Agreement of all ranks on the state to start from
@@ -312,7 +312,7 @@ def open_journal(
     try:
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
-        raise InputError([Problem("", str(error))]) from error
+        raise InputError.at("", str(error)) from error
     data = hex64(_text_digest(digests["data"]))
     common: dict[str, Any] = {
         "identity": digest,

@@ -27,14 +27,14 @@ from andon.backend.devices import (
 from andon.backend.group import GroupBackend, groups_of
 from andon.config.schema import Config
 from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.problems import InputError
 from andon.launch.context import RankContext, is_rank
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join
 from andon.launch.portable import FORM, portable_kernels, require_in_effect
 from andon.launch.rank import end_now, watched_by
-from andon.model.batches import padded_lengths, shapes_of
 from andon.model.build import facts_of
+from andon.model.masks import padded_lengths, shapes_of
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.run.provenance import environment
@@ -149,7 +149,7 @@ def assembled(
             began=time.time() - (time.monotonic() - started),
             clock=clock,
             evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
-            planned_bytes=memory.total + memory.graphs if memory else 0,
+            planned_bytes=memory.total if memory else 0,
         )
 
 
@@ -168,7 +168,7 @@ def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: in
         refuse_unfit(name, looks, None)
         return name, device
     if not config.run.cpu_fallback:
-        raise InputError([Problem("run.backend", f"{name} needs a GPU that works, and none does ({fault}); {NO_GPU}")])
+        raise InputError.at("run.backend", f"{name} needs a GPU that works, and none does ({fault}); {NO_GPU}")
     if rank == 0:
         say(f"no GPU works here ({fault}): training on the CPU instead of {name} (clause cpu-fallback)")
     return "gloo" if name == "nccl" else name, torch.device("cpu")

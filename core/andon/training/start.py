@@ -104,7 +104,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             return RunOutcome(folder, Exit.OK)
         if not resuming and folder.begun():
             what = "a run" if state is State.FINISHED else f"a run that is not finished ({progress_text(folder)})"
-            raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
+            raise InputError.at(folder.path, f"holds {what}; add --resume auto, or name another folder")
     if task:
         say(task)
     # Report all errors in the data once, before ranks start, each of which would report them.

@@ -17,7 +17,7 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.console.problems import InputError
 from andon.metrics.scores import Scores
-from andon.model.batches import EvaluationBatching
+from andon.model.masks import EvaluationBatching
 from andon.run.repeats import Repeats
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
