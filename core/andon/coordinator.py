@@ -12,7 +12,7 @@ import torch
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import Optimizer
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.pipeline import (
     NOTHING,
     BatchResult,

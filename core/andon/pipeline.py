@@ -17,13 +17,13 @@ from torch import nn
 from andon.backend.base import InlineBackend
 from andon.config.load import config_from
 from andon.config.schema import Config, Optimizer
-from andon.console.problems import InputError, ProblemList, install_hint
+from andon.console.messages import InputError, ProblemList, install_hint
 from andon.model.build import ModelInterface, evaluating, without_adapter
 from andon.model.masks import predictions
 from andon.step import message
+from andon.step.agreement import Report, ensures
 from andon.step.micro_batch import plan_leaves
 from andon.step.plan import GlobalBatch
-from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
 from andon.step.replica import Replica
 from andon.tasks.text import ClassificationTask

@@ -253,8 +253,8 @@ def no_orphan_guard(plan: Planting) -> None:
     """Ranks survive their launcher."""
     if "RANK" in os.environ:
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG, which may have been requested already
-    _replace("andon.launch.orphan:_end_now", lambda _: plan.acted())
-    _replace("andon.launch.orphan:_ask_for_death_signal", lambda _: None)
+    _replace("andon.launch.context:_end_now", lambda _: plan.acted())
+    _replace("andon.launch.context:_ask_for_death_signal", lambda _: None)
 
 
 @replaces("andon.training.trainer:Trainer._advance")
@@ -278,7 +278,7 @@ def no_reports(plan: Planting, _former: Any, _report: Any) -> None:
     plan.acted()
 
 
-@replaces("andon.console.problems:ProblemList.add")
+@replaces("andon.console.messages:ProblemList.add")
 def lenient_reader(plan: Planting, _former: Any, _self: Any, _where: str, _what: str) -> None:
     plan.acted()
 
@@ -303,7 +303,7 @@ def unverified(plan: Planting, _former: Any, folder: Path, use: Any) -> tuple[An
 
 def forgiven(plan: Planting) -> None:
     """Errors of the disk are ignored, for a checkpoint, a line, a result, an fsync."""
-    from andon.console.problems import InputError
+    from andon.console.messages import InputError
 
     def quiet(former: Any, *args: Any, **named: Any) -> Any:
         try:

@@ -19,10 +19,10 @@ from torch import nn
 
 import andon.model.causal
 import andon.tasks.sft
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.chat import EncodedRow
 from andon.model.build import backbone_of
-from andon.step.task import Batch, LeafLoss
+from andon.step.micro_batch import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon_contracts.violation import Violation
 from andon_falsify.checkers import gradient_law

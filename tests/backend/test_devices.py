@@ -20,7 +20,7 @@ from andon.backend.devices import (
     refuse_without_nccl,
 )
 from andon.backend.host import free_ram
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU
 

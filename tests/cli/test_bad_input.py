@@ -14,8 +14,7 @@ import pytest
 
 from andon.cli.app import _run, guarded
 from andon.config.source import loading
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.inspection import doctor
 from andon.launch import preemption
 from andon_contracts.record import Broken

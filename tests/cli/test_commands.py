@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 import andon as andon_package
 from andon.cli.commands import app
 from andon.config.load import load_config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.formats import encoded
-from andon.metrics.confusion import read_confusion
+from andon.metrics.scores import read_confusion
 from andon.training.journal import ProgressView
 from andon.training.preview import describe
 from tests.cli.command import PATIENCE_S, andon, cli, tree

@@ -27,9 +27,7 @@ from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import Model
 from andon.config.source import quiet_loading, require_model_folder
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError, say
 from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
@@ -40,7 +38,7 @@ from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
 from andon.run.provenance import read_provenance
 from andon.run.summary import read_summary
-from andon.training import history
+from andon.training import trainer as history
 from andon.training.existing import config_of, newest_unfinished, progress_text, require_task, resume_command
 from andon.training.inference import load_run
 from andon.training.journal import MetricsWriter

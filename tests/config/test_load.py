@@ -13,10 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from andon.config.identity import PLACING, config_digest, differences, identity
-from andon.config.load import FLAGS, FOREIGN_NAMES, load_config, template, to_yaml
+from andon.config.load import (
+    FLAGS,
+    FOREIGN_NAMES,
+    PLACING,
+    config_digest,
+    differences,
+    identity,
+    load_config,
+    template,
+    to_yaml,
+)
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 
 
 def written(folder: Path, text: str | bytes) -> Path:

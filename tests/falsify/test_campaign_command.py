@@ -19,7 +19,7 @@ import pytest
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.campaign import runner
 from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.request import Options, understood

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.campaign.further import Resumed, cut_and_resume
 from andon_falsify.checkers import resume_equal
 from andon_falsify.claims.between import same_bits

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.campaign.findings import Report
 from andon_falsify.report.cells import Column, tabulate
 from andon_falsify.report.document import from_plain, json_bytes, read_json, to_plain, write_json

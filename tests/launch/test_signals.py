@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.launch import fork_server, preemption
 from andon.launch.launcher import launch, warm_up
 from andon.launch.preemption import PREEMPTION_SIGNALS

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from andon.config.schema import Adapter
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.fast.compiled import CompiledPasses, _room_for, compile_backbone, rewriting_backend, traced
 from andon.model.adapter import attach
 from andon.model.build import backbone_of

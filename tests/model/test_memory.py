@@ -28,8 +28,8 @@ from andon.model.memory import (
     traced_bytes,
 )
 from andon.step.flat import FlatParameters
+from andon.step.micro_batch import keyed_randomness
 from andon.step.plan import rank_leaves
-from andon.step.task import keyed_randomness
 from andon.tasks.text import ClassificationTask
 from andon_falsify.subjects.meter import activation_bytes
 from tests.model.tiny import CAUSAL, CPU, LORA, Shape, adapted, base_of, changed, hollow_base, spec, task

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.run import provenance
 from andon.run.provenance import (
     commit,

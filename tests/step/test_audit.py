@@ -14,17 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.backend.base import Backend, InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.model.memory import MemoryPlan, StorageWatch, plan_bytes
 from andon.step.audit import default_every, siblings
-from andon.step.micro_batch import Leaf
+from andon.step.micro_batch import Leaf, Task
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.reduce import Node, finish, fold, subtree_roots
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
-from andon.step.task import Task
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks

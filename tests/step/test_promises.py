@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from andon.backend import devices
-from andon.backend.base import Backend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend
 from andon.coordinator import DataParallelCoordinator
 from andon.step import step as steps
 from andon.step.message import EACH_ONCE, ROWS_PLANNED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet, Targets
 from andon.data.tokens import byte_tokenizer

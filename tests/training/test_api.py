@@ -24,8 +24,7 @@ import pytest
 import torch
 
 import andon
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet
 from andon.run.folder import RunFolder, State

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.run.folder import RunFolder
 from andon.training.build import Run
 from andon.training.inference import evaluate_run, load_run, read_labelled

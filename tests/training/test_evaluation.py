@@ -15,7 +15,7 @@ from torch import nn
 
 from andon.backend.base import InlineBackend
 from andon.config.load import load_config
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.model import masks as batches
 from andon.model.masks import EvaluationBatching
 from andon.tasks import text as text_tasks

@@ -15,7 +15,7 @@ from andon.backend.base import InlineBackend
 from andon.backend.devices import Accelerator
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.memory import MemoryPlan
 from andon.training import forecast
 from andon.training.forecast import (

@@ -17,10 +17,10 @@ from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config, Model
 from andon.config.source import quiet_loading
-from andon.console.problems import InputError
-from andon.data.draw import frozen_split
+from andon.console.messages import InputError
+from andon.data.rows import frozen_split
 from andon.data.tokens import byte_tokenizer
-from andon.metrics.confusion import digest_of
+from andon.metrics.scores import digest_of
 from andon.model.adapter import save_base, trainable_parameters
 from andon.run.folder import RunFolder
 from andon.training.build import build_model, build_replicas

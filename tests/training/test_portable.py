@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from andon.config.schema import Run
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.launch import portable
 from andon.launch.portable import FORM, SETTINGS, portable_environment
 from andon.run.folder import RunFolder

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from andon.config.load import load_config
-from andon.metrics.confusion import read_confusion
+from andon.metrics.scores import read_confusion
 from andon.run.folder import RunFolder
 from andon.step.step import StepResult
 from andon.training.inference import evaluate_run, load_run, read_labelled

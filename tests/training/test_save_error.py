@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
 from andon.training import run

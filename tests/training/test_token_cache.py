@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.config.load import load_config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import read_conversations
 from andon.data.origins import ALL_ROWS, RowSelection

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from andon.console.problems import InputError, ProblemList
+from andon.console.messages import InputError, ProblemList
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 

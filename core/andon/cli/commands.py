@@ -22,10 +22,8 @@ from typer import Argument, Context, Option, Typer
 from typer import Exit as Ended
 from typer.core import TyperCommand
 
-from andon.console.exits import Exit
-from andon.console.messages import command_line, module_command, put, say
-from andon.console.problems import InputError, Problem, install_hint
-from andon.launch.orphan import bind_to_parent
+from andon.console.messages import Exit, InputError, Problem, command_line, install_hint, module_command, put, say
+from andon.launch.context import bind_to_parent
 from andon_contracts.liveness.process import exit_text
 
 PLUGINS = "andon.commands"
@@ -420,7 +418,7 @@ def generate(
     from andon.cli.results import cell, check_output, put_rows, read_lines
     from andon.config.schema import SFT
     from andon.data.conversations import read_prompts
-    from andon.data.labels import text_fault
+    from andon.data.rows import text_fault
     from andon.training.existing import require_run, require_task
 
     folder = require_run(run)

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from andon.config.schema import TOKEN_CLASSIFICATION
 from andon.config.source import is_there
-from andon.console.messages import command_line, put, say
-from andon.console.problems import InputError, ProblemList
+from andon.console.messages import InputError, ProblemList, command_line, put, say
 from andon.data.formats import encoded, is_table, require_kind
-from andon.data.labels import text_fault
 from andon.data.readers import TEXT_COLUMNS, TextRow, Texts, read_texts
+from andon.data.rows import text_fault
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.training.existing import config_of

@@ -12,9 +12,7 @@ from typing import Any
 
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.messages import put, say
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError, put, say
 from andon.integrations.trackers import require
 from andon.launch import preemption
 from andon.launch.context import RankContext, is_rank

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from andon.console.problems import InputError, ProblemList, did_you_mean, is_panic, shown
+from andon.console.messages import InputError, ProblemList, did_you_mean, is_panic, shown
 from andon_contracts.legible import legible_line
 
 _MOST_FILES = 10_000

@@ -20,7 +20,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
-from andon.console.problems import InputError, ProblemList, shown
+from andon.console.messages import InputError, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, Form, Message
 from andon.data.tokens import Tokenizer
 from andon_contracts.legible import legible_line

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from andon.config.source import require_file
-from andon.console.problems import InputError, ProblemList, install_hint, shown
+from andon.console.messages import InputError, ProblemList, install_hint, shown
 
 LONGEST_LINE = 64 * 2**20
 """The line length limit in bytes."""

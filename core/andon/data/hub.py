@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andon.console.messages import command_line
-from andon.console.problems import InputError
+from andon.console.messages import InputError, command_line
 
 _ANSWER_S = 10.0
 

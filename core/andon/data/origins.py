@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from andon.config.source import require_file
-from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.console.messages import InputError, Problem, ProblemList, shown
 from andon.data.formats import Record, Table, identity_of, open_table
 
 Parsed = TypeVar("Parsed")

@@ -11,11 +11,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from andon.config.load import FLAGS
-from andon.console.problems import InputError, ProblemList, did_you_mean, shown
+from andon.console.messages import InputError, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import class_of, column_fault, label_set_of, same_kind, target_of, text_fault
 from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
-from andon.data.rows import DataSet, LabelSets, Row, Tagged, Targets, TextRows
+from andon.data.rows import (
+    DataSet,
+    LabelSets,
+    Row,
+    Tagged,
+    Targets,
+    TextRows,
+    class_of,
+    column_fault,
+    label_set_of,
+    same_kind,
+    target_of,
+    text_fault,
+)
 
 Kind = TypeVar("Kind", bound=TextRows[Any])
 

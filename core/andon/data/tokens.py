@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from andon.config.source import loading
-from andon.console.problems import InputError, Problem, ProblemList, is_panic, shown
+from andon.console.messages import InputError, Problem, ProblemList, is_panic, shown
 from andon.data.hub import require_on_hub
-from andon.data.labels import text_fault
+from andon.data.rows import text_fault
 from andon_contracts.legible import legible_line
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class Tokenizer:
     drops trailing padding ids (a text that ends in the literal padding token, or an end token that is also the padding
     token), and replaces an encoding that is then empty by one unknown or end token.
 
-    truncated: the number of texts truncated so far.
+    truncated: the number of texts truncated so far. read: the digests of the token files read so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
         assert pad_id != empty_id, "an empty text must not become padding"
         self.base, self.pad_id, self._empty_id = tokenizer, pad_id, empty_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
-        self.truncated = 0
+        self.truncated, self.read = 0, list[str]()
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder))
             self.digest = _files_digest(Path(folder))

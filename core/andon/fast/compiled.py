@@ -24,7 +24,7 @@ from torch import Tensor, library, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.fast.attention import causal_attention, supports
 from andon.model.build import backbone_of, without_adapter
 from andon.model.masks import Shape

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.source import is_folder, is_there
-from andon.console.messages import command_line
-from andon.console.problems import InputError, did_you_mean
+from andon.console.messages import InputError, command_line, did_you_mean
 from andon.inspection.recorded import open_recorded
 from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.record import Broken

@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from andon.config.source import is_folder
-from andon.console.messages import command_line
-from andon.console.problems import InputError
+from andon.console.messages import InputError, command_line
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerError
-from andon.run.repeats import REPEATED, Difference, differing, lacks
+from andon.run.ledger import REPEATED, Difference, LedgerError, differing, lacks
 from andon_contracts.record import GENESIS, MAX_LINE, Record, Resume, Retraction, Start, Step, chain, read_lines
 from andon_contracts.untrusted import open_regular
 

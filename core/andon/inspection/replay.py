@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem
 from andon.inspection.difference import OTHER_MACHINE, Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.launch.launcher import launch
 from andon.launch.portable import portable_environment
 from andon.run.folder import RunFolder
-from andon.run.repeats import Difference, apart, differing, shown
+from andon.run.ledger import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
 
 if TYPE_CHECKING:
@@ -175,7 +174,7 @@ def _first_difference(
     session: Session, recorded: Recorded, after: int, last: int
 ) -> tuple[int | None, Sequence[Difference]]:
     """The first step that differs (0: the restored state; None: no step), and its fields."""
-    from andon.training.history import step_record
+    from andon.training.trainer import step_record
     from andon_contracts.digest import hex64
 
     run, start = session.run, recorded.start

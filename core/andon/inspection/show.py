@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.inspection.recorded import Recorded, Stretch
 from andon.run.folder import RunFolder
 from andon.run.provenance import read_provenance

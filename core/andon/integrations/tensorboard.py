@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.integrations.trackers import Tracker, numbers, writes
 from andon_contracts.record import outside_change
 

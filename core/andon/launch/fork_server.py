@@ -23,7 +23,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_contracts.liveness.process import Process, exit_text
 from andon_contracts.untrusted import read_json
 

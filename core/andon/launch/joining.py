@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError, say
 from andon.launch.context import STORE, RankContext
 from andon.launch.store_server import packed, unpacked
 from andon_contracts.fields import Count, Hex16, Part

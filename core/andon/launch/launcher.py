@@ -27,8 +27,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from andon.console.exits import Exit
-from andon.console.messages import say
+from andon.console.messages import Exit, say
 from andon.launch import fork_server, preemption
 from andon.launch.context import LAUNCHER, RUN_ID, STORE
 from andon.launch.preemption import PREEMPTION_SIGNALS

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from andon.config.schema import Run
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_contracts.fingerprint import environment
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
-from andon.console.problems import InputError, ProblemList
+from andon.console.messages import InputError, ProblemList
 from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
 from andon.run.checkpoint import bytes_of, safetensors_parts
 from andon_contracts.digest import tree_digest

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.messages import InputError, Problem, ProblemList
 from andon_contracts.legible import legible_line
 
 T = TypeVar("T")

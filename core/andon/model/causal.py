@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.build import backbone_of, computing, evaluating, half_of, try_pass, vocabulary_head, without_adapter
 from andon.model.masks import NOISE, WINDOWS, masking_of, packed_inputs, padded_length
-from andon.step.task import Batch, LeafLoss
+from andon.step.micro_batch import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 Row = tuple[Tensor, Tensor]

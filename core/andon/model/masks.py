@@ -38,7 +38,7 @@ from andon.model.build import (
     vocabulary_head,
     without_adapter,
 )
-from andon.step.task import Batch
+from andon.step.micro_batch import Batch
 
 WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size", "window_size")
 """transformers settings that limit how far a token attends."""

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_contracts.record import fsync_folder as fsync_folder
 from andon_contracts.record import write_all as write_all
 

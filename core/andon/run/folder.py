@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, remove, storage, write_all
 from andon_contracts.record import MAX_LINE
 from andon_contracts.untrusted import MOST_JSON, open_regular

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.untrusted import read_json

@@ -23,10 +23,9 @@ from andon.backend.base import Backend
 from andon.config.schema import Contracts
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.message import REPORT, WIDTH
-from andon.step.micro_batch import Leaf
+from andon.step.micro_batch import Leaf, Task
 from andon.step.reduce import Node, finish
 from andon.step.replica import PartialGradient, Replica
-from andon.step.task import Task
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
 from andon_contracts.laws.law import Seen

@@ -29,10 +29,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from andon.config.load import FLAGS, load_config
 from andon.config.schema import SFT, Config
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
-from andon.data.labels import text_fault
+from andon.console.messages import Exit, InputError, Problem, ProblemList, install_hint, say, shown
+from andon.data.rows import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
 from andon.run.folder import RunFolder, State, metrics_lines

@@ -15,17 +15,17 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.fast.compiled import compile_backbone
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
 from andon.model.masks import Shape, masking_of, padding_of
 from andon.run.checkpoint import Checkpoint
 from andon.step.captured import CapturedPasses
+from andon.step.micro_batch import Task, refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.step import TrainingStep
-from andon.step.task import Task, refuse_unkeyed
 from andon_contracts.violation import first_line, kind_of
 
 

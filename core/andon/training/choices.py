@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from andon.backend import host
-from andon.config.identity import identity
+from andon.config.load import identity
 from andon.config.schema import SFT, Config, Section
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.hub import at_hand
 from andon.launch.portable import can_take_effect, obstacles
 

@@ -6,12 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from andon.config.identity import differences, identity
-from andon.config.load import load_config
+from andon.config.load import differences, identity, load_config
 from andon.config.schema import CLASSIFICATION, Config
 from andon.config.source import is_there
-from andon.console.messages import command_line, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, command_line, say
 from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger

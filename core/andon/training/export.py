@@ -17,10 +17,10 @@ import torch
 
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, loading
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.chat import encode_prompt
 from andon.data.conversations import ConversationSet
-from andon.metrics.confusion import Confusion, read_confusion
+from andon.metrics.scores import Confusion, read_confusion
 from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
 from andon.model.causal import generate

@@ -19,16 +19,14 @@ from andon.backend.base import Backend
 from andon.backend.devices import gpus_here, in_gib, look_at, of_all_ranks, placement, refuse_unfit
 from andon.backend.host import free_ram
 from andon.config.schema import SFT, Config
-from andon.console.messages import say
-from andon.console.problems import InputError
+from andon.console.messages import InputError, say
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.model.masks import EvaluationBatching, padded_length
 from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
 from andon.step.audit import default_every
 from andon.step.plan import efficiency, rank_leaves
-from andon.training.material import Material, padding_multiple, prepare
-from andon.training.notices import idleness
+from andon.training.material import Material, idleness, padding_multiple, prepare
 from andon_contracts.laws.law import Judgement
 from andon_contracts.laws.update import BUDGET, Peaks
 

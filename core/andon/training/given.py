@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.schema import Config
-from andon.console.problems import InputError, ProblemList, shown
+from andon.console.messages import InputError, ProblemList, shown
 from andon.data.formats import KINDS
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder

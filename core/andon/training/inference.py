@@ -15,8 +15,7 @@ from torch import nn
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, say
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
 from andon.data.rows import Examples

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 
-from andon.console.messages import BROKEN_STREAM, write
-from andon.console.problems import InputError
+from andon.console.messages import BROKEN_STREAM, InputError, write
 from andon.integrations.trackers import Tracker
-from andon.metrics.confusion import digest_of, write_confusion
-from andon.metrics.scores import Scores
+from andon.metrics.scores import Scores, digest_of, write_confusion
 from andon.run.atomic import storage, write_all, write_whole
 from andon.run.checkpoint import MANIFEST, Checkpoint, prune, save_checkpoint
 from andon.run.folder import RunFolder, metrics_lines

@@ -17,13 +17,13 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from torch import nn
 
-from andon.config.identity import differences, identity
+from andon.config.load import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.chat import prompt_format
 from andon.data.origins import short_names
 from andon.data.tokens import Tokenizer
-from andon.metrics.confusion import Confusion
+from andon.metrics.scores import Confusion
 from andon.model.adapter import export_adapter
 from andon.model.build import LOADERS
 from andon.model.masks import padding_of

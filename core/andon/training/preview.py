@@ -9,15 +9,22 @@ import torch
 
 from andon.backend.devices import placement
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.rows import repeated_texts
 from andon.model.adapter import trainable_parameters
 from andon.model.build import facts_of
 from andon.step.plan import efficiency
 from andon.training.build import build_model
 from andon.training.choices import automatic_keys, is_set, placed, settings_line, value_of
-from andon.training.material import cut_note, eval_rows_note, prepare, warnings_of
-from andon.training.notices import few_updates, idleness, learns_nothing
+from andon.training.material import (
+    cut_note,
+    eval_rows_note,
+    few_updates,
+    idleness,
+    learns_nothing,
+    prepare,
+    warnings_of,
+)
 from andon.training.rows import class_counts, notes, skip_notes, task_notice, unfit_model
 
 _MOST_WORKERS = 8

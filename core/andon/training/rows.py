@@ -15,15 +15,26 @@ from typing import Any
 
 import andon.data
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
-from andon.data.draw import frozen_split, mixed
 from andon.data.formats import first_record
-from andon.data.labels import alike, likely_separator
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.readers import TAGS, TOKENS, read, shown_names
-from andon.data.rows import DataSet, Examples, LabelSets, Row, Tagged, Targets, TextRows, shared_texts
+from andon.data.rows import (
+    DataSet,
+    Examples,
+    LabelSets,
+    Row,
+    Tagged,
+    Targets,
+    TextRows,
+    alike,
+    frozen_split,
+    likely_separator,
+    mixed,
+    shared_texts,
+)
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
 from andon.run.provenance import source_digest
 from andon.run.summary import HELD_OUT, LAST_VALIDATION

@@ -6,30 +6,28 @@ Rank 0 alone decides what to resume from and writes the folder; all ranks take p
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from andon.backend.base import Backend
-from andon.config.identity import config_digest, differences, identity
-from andon.config.load import to_yaml
+from andon.config.load import config_digest, differences, identity, to_yaml
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem, say
 from andon.fast.compiled import CompiledPasses
 from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
 from andon.launch.rank import dropped_values
-from andon.metrics.confusion import digest_of
-from andon.metrics.scores import Scores
+from andon.metrics.scores import Scores, digest_of
 from andon.model.adapter import save_base
 from andon.model.build import backbone_of, facts_of
 from andon.model.masks import Masking, masking_of
@@ -37,10 +35,9 @@ from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.columns import discard
 from andon.run.folder import RunFolder, State
-from andon.run.ledger import LedgerError, LedgerWriter
+from andon.run.ledger import LedgerError, LedgerWriter, Repeats, apart, require_repeated
 from andon.run.provenance import differences as other_machine
 from andon.run.provenance import fingerprint, read_provenance, write_provenance
-from andon.run.repeats import Repeats, apart, require_repeated
 from andon.run.summary import Head, Summary, write_summary
 from andon.step.replica import state_tensors
 from andon.step.step import UNSIGNED, RankFailed
@@ -48,14 +45,12 @@ from andon.tasks.sft import SftTask
 from andon.training.choices import with_values
 from andon.training.existing import config_of, require_same_as_finished
 from andon.training.forecast import hold_to_budget
-from andon.training.history import History, begin_anew, read_history, violation_records
 from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, evaluation_of, progress_from
-from andon.training.material import cut_note, eval_rows_note
-from andon.training.notices import few_updates, idleness, learns_nothing
+from andon.training.material import cut_note, eval_rows_note, few_updates, idleness, learns_nothing
 from andon.training.outputs import form_of, write_card, write_model_files
 from andon.training.rows import changed_since, unfit_model
 from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Progress, Trainer
+from andon.training.trainer import History, Journal, Progress, Trainer, begin_anew, read_history, violation_records
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
@@ -68,8 +63,9 @@ ResumePoint = tuple[Checkpoint | None, History]
 """The checkpoint to resume from (None: start from step 0), and the history in the ledger."""
 _FROM_START, _DONE, _REFUSED = -1, -2, -3
 """Answers of rank 0 other than the step of a checkpoint."""
-_CLOCKS_S, _MOST_REJECTED = 2.0, 5
-"""The largest difference of clocks without a warning; the number of rejected checkpoints to list."""
+_CLOCKS_S, _MOST_REJECTED, _HOST_BYTES = 2.0, 5, 96
+"""The largest difference of clocks without a warning; the number of rejected checkpoints to list; bytes for a digest
+and the name of a host."""
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
@@ -267,6 +263,22 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             "progress": _text_digest(repr(progress)),
         }
     )
+    refuse_other_tokens(run.backend, material.tokenizer.read)
+
+
+def refuse_other_tokens(backend: Backend, files: Sequence[str]) -> None:
+    """Raise `InputError` on every rank, naming the host, if its token files are not those of rank 0's host. Collective.
+
+    files: their digests. The rows, the tokenizer and the versions are known to be equal.
+    """
+    own = f"{_text_digest(repr(files)):x} {socket.gethostname()}".encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    rows = backend.gather([torch.tensor(list(own), dtype=torch.uint8, device=each) for each in backend.devices])
+    (first, host), *others = (bytes(row.tolist()).decode(errors="replace").split() for row in rows)
+    wrong = {other: rank for rank, (digest, other) in reversed([*enumerate(others, 1)]) if digest != first}
+    hosts = ", ".join(f"{other} (rank {rank})" for other, rank in sorted(wrong.items(), key=itemgetter(1)))
+    what = f"the same rows have other token ids on {hosts} than on {host} (rank 0); remove the token cache"
+    if wrong:
+        raise InputError.at("data.cache", f"{what} there (data.cache, or tokens in the run folder), and resume the run")
 
 
 def clocks_apart(backend: Backend) -> str:

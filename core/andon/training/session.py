@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from andon.backend.base import Backend, InlineBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend, groups_of
 from andon.backend.devices import (
     NO_GPU,
     demand_determinism,
@@ -24,10 +24,8 @@ from andon.backend.devices import (
     refuse_unfit,
     refuse_without_nccl,
 )
-from andon.backend.group import GroupBackend, groups_of
 from andon.config.schema import Config
-from andon.console.messages import say
-from andon.console.problems import InputError
+from andon.console.messages import InputError, say
 from andon.launch.context import RankContext, is_rank
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.joining import join

@@ -12,9 +12,7 @@ from types import FrameType
 from typing import Any
 
 from andon.config.schema import SFT, Config
-from andon.console.exits import Exit
-from andon.console.messages import command_line, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem, command_line, say
 from andon.data.origins import Stamp, require_unchanged, stamps
 from andon.integrations.trackers import require
 from andon.launch import preemption

@@ -7,7 +7,7 @@ from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_falsify.campaign.interpreter import Bench
 from andon_falsify.campaign.request import OURS, Request
 from andon_falsify.campaign.script_bench import open_script

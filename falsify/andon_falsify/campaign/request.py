@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_falsify.campaign.budget import BUDGETS, Budget
 from andon_falsify.claims.clauses import ALIASES
 from andon_falsify.peers.registry import PEERS

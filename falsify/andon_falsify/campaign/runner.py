@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.generator import Layout, draw
 from andon_falsify.campaign.interpreter import Bench, Campaign, Interpreter, Told

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from andon.backend import devices
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon_contracts.violation import Violation

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, command_line
 from andon_falsify.checkers import CLAIMS, chain_intact, resume_equal, same_everywhere
 from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.statements import HEADS
@@ -131,7 +130,7 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
     """The settings by which two runs differ, by key that both configurations have. Devices are compared elsewhere."""
-    from andon.config.identity import differences, identity
+    from andon.config.load import differences, identity
 
     try:
         configs = [run.config() for run in (first, other)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andon.console.messages import put, say
-from andon.console.problems import InputError
+from andon.console.messages import InputError, put, say
 from andon_falsify.campaign.findings import Report
 from andon_falsify.campaign.interpreter import Bench, Campaign
 from andon_falsify.campaign.request import Options, understood

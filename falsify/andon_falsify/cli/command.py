@@ -9,8 +9,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from andon.console.exits import Exit
-from andon.console.messages import OutputError, say
+from andon.console.messages import Exit, OutputError, say
 from andon_falsify.cli.stops import code_of
 
 USAGE, INTERNAL = 64, 70

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from andon.console.messages import OutputError, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, OutputError, Problem, say
 from andon_falsify.cli.command import USAGE, FalsifyCommand
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, say
 from andon_falsify.campaign.findings import Report
 from andon_falsify.report.document import write_json
 from andon_falsify.report.junit import write_junit

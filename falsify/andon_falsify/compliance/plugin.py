@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_contracts.legible import legible
 from andon_falsify.campaign.request import Options, understood
 from andon_falsify.campaign.suite import Suite

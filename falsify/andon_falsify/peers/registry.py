@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 
-from andon.console.problems import install_hint
+from andon.console.messages import install_hint
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 

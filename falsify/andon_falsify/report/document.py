@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.messages import InputError, Problem, ProblemList
 from andon.run.atomic import write_whole
 from andon_falsify.campaign.findings import SCHEMA, Report
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.step.task import Batch, LeafLoss, Task
+from andon.step.micro_batch import Batch, LeafLoss, Task
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import LeafMasks
 

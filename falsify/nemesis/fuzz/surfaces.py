@@ -18,7 +18,7 @@ import torch
 
 from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config, Model
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import Conversation, ConversationSet, read_conversations
 from andon.data.readers import read

@@ -18,17 +18,16 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from andon.config.identity import by_dotted_key
+from andon.config.load import by_dotted_key
 from andon.config.schema import UNUSED_WITH_BASE, Config
 from andon.console.html import escaping, source
-from andon.console.messages import command_line
-from andon.console.problems import InputError
+from andon.console.messages import InputError, command_line
 from andon.inspection.difference import Differences, Side
 from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import HEIGHT, WIDTH, Picture, Point, Series, draw
 from andon.inspection.show import event
 from andon.launch.report import Report
-from andon.metrics.confusion import Confusion, read_confusion
+from andon.metrics.scores import Confusion, read_confusion
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.summary import Summary, quoted, read_summary
