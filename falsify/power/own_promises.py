@@ -95,7 +95,7 @@ def _moments_lost(inner: Any, weights: Any, state: Any, updates: int) -> None:
     inner(weights, {n: v if n == "step" else torch.zeros_like(v) for n, v in state.items()}, updates)
 
 
-def _no_fallback(backend: str, workers: int, names: Any, gpus: int | None = None, *, fallback: bool = False) -> Any:
+def _no_fallback(run: Any, gpus: int | None = None) -> Any:
     raise RuntimeError("no CUDA-capable device is detected")
 
 

@@ -329,6 +329,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "labels are a pipe": ("labels.json", _pipe, "is not a regular file"),
     "weights are a pipe": ("model.safetensors", _pipe, "is not a regular file"),
     "weights are elsewhere": ("model.safetensors", _elsewhere, "is a link that leads out of the folder"),
+    "settings are a list": ("config.json", lambda path: path.write_text("[]"), "must hold settings by name, is []"),
     "settings without end": ("config.json", lambda path: path.write_text('{"a":' * 100_000), "recursion"),
     "a kernel of the hub": (
         "config.json",

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from andon.config.schema import Run
 from andon.console.messages import InputError, ProblemList
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
@@ -76,39 +77,36 @@ Placement = tuple[str, tuple[torch.device, ...], str]
 """The backend to use, a device for each worker, and a note for the user (or "")."""
 
 
-def _explain_placement(
-    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
-) -> Finding:
+def _explain_placement(run: Run, result: Placement) -> Finding:
     chosen, devices, note = result
     shown = f"and says {note!r}" if note else "and says nothing"
-    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {shown}")
+    became = f"became {chosen} on {', '.join(map(str, devices))}"
+    return Finding(f"{run.backend} with {run.workers} workers {became} {shown}")
 
 
 @clause("cpu-fallback", _explain_placement)
-def _fallback_is_allowed_and_told(
-    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
-) -> bool:
+def _fallback_is_allowed_and_told(run: Run, result: Placement) -> bool:
     """Without a GPU, nccl becomes gloo on the CPU if allowed, and mixed uses CPUs only. Both need a note."""
     chosen, devices, note = result
     on_cpu = all(device.type == "cpu" for device in devices)
-    if chosen != backend or backend == "nccl":
-        same = chosen == backend and not any(device.type == "cpu" for device in devices)
-        return len(devices) == workers and (same or (fallback and chosen == "gloo" and on_cpu and note != ""))
-    return len(devices) == workers and (backend != "mixed" or bool(names) or not on_cpu or note != "")
+    if chosen != run.backend or run.backend == "nccl":
+        same = chosen == run.backend and not any(device.type == "cpu" for device in devices)
+        return len(devices) == run.workers and (
+            same or (run.cpu_fallback and chosen == "gloo" and on_cpu and note != "")
+        )
+    return len(devices) == run.workers and (run.backend != "mixed" or bool(run.devices) or not on_cpu or note != "")
 
 
 @ensure(_fallback_is_allowed_and_told)
-def placement(
-    backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
-) -> Placement:
+def placement(run: Run, gpus: int | None = None) -> Placement:
     """The backend and a device for each worker (F-DP-004). gpus: how many there are (None: ask torch).
 
-    `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
-    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
+    `nccl` without named devices needs a GPU for each worker. With `run.cpu_fallback` it becomes `gloo` on the CPU if
+    there is no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
     """
-    cpu = torch.device("cpu")
-    if names:
-        devices = named_devices(names, gpus)
+    cpu, backend, workers = torch.device("cpu"), run.backend, run.workers
+    if run.devices:
+        devices = named_devices(run.devices, gpus)
         if len(devices) != workers:
             raise InputError(f"run.devices: {len(devices)} devices for {workers} workers")
         if backend == "nccl" and cpu in devices:
@@ -116,7 +114,7 @@ def placement(
         return backend, devices, ""
     count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
-        if count == 0 and not fallback:
+        if count == 0 and not run.cpu_fallback:
             raise InputError.at("run.backend", f"nccl needs a GPU, and torch sees none here; {NO_GPU}")
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from andon.config.schema import CLASSIFICATION, ONE_FILE, SEVERAL_FILES, Config, Run, Section, TrainFile
 from andon.config.source import require_file
-from andon.console.messages import InputError, Problem, ProblemList, did_you_mean, shown
+from andon.console.messages import InputError, Problem, ProblemList, did_you_mean, reading, shown
 
 MOST_BYTES = 2**18
 MOST_VALUES = 10_000
@@ -283,12 +283,10 @@ def to_yaml(config: Config) -> str:
 
 def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     require_file(path, empty=True)
+    with reading(path), path.open("rb") as file:
+        content = file.read(4 * MOST_BYTES + 4)
     try:
-        with path.open("rb") as file:
-            content = file.read(4 * MOST_BYTES + 4)
         text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise InputError.at(path, f"cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         what = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} of the file"
         line = content[: error.start].count(b"\n") + 1
@@ -336,7 +334,9 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
     if kind == "string_unicode":
         return f"is not UTF-8 ({shown(value)}); a configuration is UTF-8, so rename the file or folder"
     if kind == "literal_error":
-        choices = str(context["expected"])
+        section: Any = getattr(Config(), key_path[0])
+        automatic = "'auto', " if key_path[-1] in getattr(section, "automatic", ()) else ""
+        choices = f"{automatic}{context['expected']}"
         names = choices.replace(" or ", ", ").replace("'", "").split(", ")
         return f"must be {choices} ({shown(value)}){did_you_mean(value, names) if isinstance(value, str) else ''}"
     if kind in _BOUNDS:

@@ -167,6 +167,8 @@ def _settings_faults(path: Path) -> Iterator[str]:
     except (ValueError, RecursionError):
         return  # the code that reads the file reports this
     if not isinstance(content, dict):
+        if path.name == "config.json":
+            yield f"must hold settings by name, is {shown(content)}"
         return
     weights = content.get("weight_map") if path.name.endswith(".index.json") else None
     names = weights.values() if isinstance(weights, dict) else ()

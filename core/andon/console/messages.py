@@ -14,8 +14,8 @@ import difflib
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -75,6 +75,22 @@ class InputError(ValueError):
 
     def __reduce__(self) -> tuple[type[InputError], tuple[tuple[Problem, ...]]]:
         return type(self), (self.problems,)
+
+
+@contextmanager
+def reading(path: Path, otherwise: str = "") -> Iterator[None]:
+    """Context manager: turn an `OSError` while `path` is read into an `InputError`; and, if `otherwise` says what the
+    file is not, a `ValueError` or `RecursionError` too."""
+    try:
+        yield
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError.at(path, f"cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        if not otherwise:
+            raise
+        raise InputError.at(path, f"{otherwise}: {error}") from error
 
 
 def is_panic(error: BaseException) -> bool:

@@ -14,14 +14,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from andon.config.source import require_file
-from andon.console.messages import InputError, ProblemList, install_hint, shown
+from andon.console.messages import InputError, ProblemList, install_hint, reading, shown
 
 LONGEST_LINE = 64 * 2**20
 """The line length limit in bytes."""
@@ -93,7 +92,7 @@ def open_table(path: Path, problems: ProblemList) -> Table:
         raise InputError.at(path, f"unknown kind of file {path.suffix!r}; known are {', '.join(KINDS)}")
     require_file(path)
     assert kind is not None
-    with _readable(path):
+    with reading(path):
         cached = _open_file.pop() if _open_file else None
         file = None if cached is None else cached.file
         if file is not None and identity_of(os.fstat(file.fileno())) != identity_of(path.stat()):
@@ -112,21 +111,13 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError.at(path, f"cannot be read: {error.strerror or error}") from error
-
-
 def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, text with its line end) of each line of a UTF-8 file, from its start, in bounded memory.
 
     Drops a leading byte order mark. A line that is not UTF-8 or has a NUL byte is reported to `note`, with the offset
     of the bad byte, and skipped. Raises `InputError` for UTF-16, read errors and lines longer than `LONGEST_LINE`.
     """
-    with _readable(path):
+    with reading(path):
         file.seek(0)
         start = file.read(3)
         if start[:2] in _WIDE:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.source import is_folder, is_there
-from andon.console.messages import InputError, command_line, did_you_mean
+from andon.console.messages import InputError, command_line, did_you_mean, reading
 from andon.inspection.recorded import open_recorded
 from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.record import Broken
@@ -59,12 +59,8 @@ def _run(path: Path) -> Iterator[str]:
 
 
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
-    try:
+    with reading(path, "is not a bundle"):
         body = _mapping(read_json(path, follow=named))
-    except OSError as error:
-        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError.at(path, f"is not a bundle: {error}") from error
     try:
         del body["record"]["v"]
         record = Broken.from_json(body["record"])

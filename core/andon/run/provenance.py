@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from andon.console.messages import InputError
+from andon.console.messages import InputError, reading
 from andon.run.atomic import write_json
 from andon_contracts.fingerprint import environment as environment_of_process
 from andon_contracts.fingerprint import fingerprint as fingerprint
@@ -100,12 +100,8 @@ class Provenance:
 
 def read_provenance(path: Path) -> Provenance:
     """Read a file of `write_provenance`. Raises `InputError` if it cannot be read or is another file."""
-    try:
+    with reading(path, "is not the provenance of a run"):
         content = read_json(path)
-    except OSError as error:
-        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError.at(path, f"is not the provenance of a run: {error}") from error
     content = content if isinstance(content, dict) else {}
     digests, machine, commit = (content.get(name) for name in ("digests", "fingerprint", "commit"))
     if not (_is_mapping_of_strings(digests) and _is_mapping_of_strings(machine)):

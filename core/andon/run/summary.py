@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from andon.console.messages import InputError
+from andon.console.messages import reading
 from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.untrusted import read_json
@@ -92,12 +92,8 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 def read_summary(path: Path) -> Summary:
     """The summary at `path`. Raises `InputError` naming the file and the field that is wrong or missing."""
-    try:
+    with reading(path, "is not the summary of a run"):
         return Summary.from_json(read_json(path))
-    except OSError as error:
-        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError.at(path, f"is not the summary of a run: {error}") from error
 
 
 def quoted(values: Mapping[str, Any]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from andon.config.load import FLAGS, load_config
 from andon.config.schema import SFT, Config
-from andon.console.messages import Exit, InputError, Problem, ProblemList, install_hint, say, shown
+from andon.console.messages import Exit, InputError, Problem, ProblemList, install_hint, reading, say, shown
 from andon.data.rows import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
@@ -180,14 +180,12 @@ class TrainingRun:
         A pandas frame if pandas is installed, else a list of dicts.
         """
         path, steps = RunFolder(self.path).metrics, []
-        try:
+        with reading(path):
             for line in metrics_lines(path):
                 with suppress(ValueError, RecursionError):  # skip damaged lines
                     values = json.loads(line)
                     if isinstance(values, dict) and "loss" in values and "what" not in values:
                         steps.append(values)
-        except OSError as error:
-            raise InputError.at(path, f"cannot be read: {error.strerror}") from error
         if importlib.util.find_spec("pandas") is None:
             return steps
         return importlib.import_module("pandas").DataFrame(steps)

@@ -194,7 +194,7 @@ def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
         answers = generate(run.model, prompts, GenerationSettings.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
             return _logits_along(without_adapter(run.model), questions, answers), list(map(tuple, answers))
-    return _decided(run, questions, [row for batch in questions.batches() for row in logits_of_texts(run, *batch)])
+    return _decided(run, questions, [row for batch in questions.batches() for row in logits_of_texts(run, *batch)[0]])
 
 
 def _answers_of_written(

@@ -336,10 +336,9 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
     parts = config.training.micro_batches
     leaves, idle = tuple(map(len, rank_leaves(parts, workers))), idleness(planner.material.plan, workers)
     world = WorldPlan(workers, leaves, efficiency(parts, workers), idle=idle)
-    named = config.run.devices if workers == config.run.workers else None
-    fallback = config.run.cpu_fallback
+    other = {"workers": workers, "devices": config.run.devices if workers == config.run.workers else None}
     try:
-        backend, devices, note = placement(config.run.backend, workers, named, len(machine.gpus), fallback=fallback)
+        backend, devices, note = placement(config.run.model_copy(update=other), len(machine.gpus))
     except InputError as error:
         return replace(world, problem=str(error))
     needs: list[Need] = []

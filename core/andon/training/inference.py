@@ -312,7 +312,7 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
     task, labels = run.config.task or CLASSIFICATION, run.labels
     while window := list(islice(waiting, _WINDOW)):
         second = None if pairs is None else list(islice(others, len(window)))
-        logits = logits_of_texts(run, window, second)
+        logits, firsts = logits_of_texts(run, window, second)
         if task == REGRESSION:
             yield from (PredictedNumber(text, float(row[0])) for text, row in zip(window, logits, strict=True))
         elif task == MULTI_LABEL:
@@ -320,7 +320,6 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
                 chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
                 yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
         elif task == TOKEN_CLASSIFICATION:
-            firsts = run.tokenizer.encode(window, run.config.model.max_length, words=True).firsts
             for text, places, row in zip(window, firsts, logits, strict=True):
                 best = row.argmax(dim=1).tolist()
                 yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
@@ -330,17 +329,20 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
                 yield Prediction(text, labels[likeliest], probabilities[likeliest], tuple(probabilities))
 
 
-def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
-    """Logits of each text, fp32 on the CPU: [outputs], or [length, tags] for token classification.
+def logits_of_texts(
+    run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None
+) -> tuple[list[torch.Tensor], Sequence[Sequence[int]]]:
+    """Logits of each text, fp32 on the CPU: [outputs], or for token classification [length, tags], with the position of
+    each word's first token.
 
     `EvaluationBatching` groups texts of similar length.
     """
     own, limit = run.tokenizer, run.config.model.max_length
-    encoded = own.encode(texts, limit, pairs)
+    encoded = own.encode(texts, limit, pairs, words=run.config.task == TOKEN_CLASSIFICATION)
     rows = EncodedRows(
         encoded.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=encoded.columns
     )
     logits: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(rows.lengths.tolist()):
         logits |= zip(batch, predictions(run.model, rows.load(batch, run.device)).cpu(), strict=True)
-    return [logits[place] for place in range(len(texts))]
+    return [logits[place] for place in range(len(texts))], encoded.firsts

@@ -37,7 +37,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     """
     original, (config, chosen) = config, placed(config)
     run = config.run
-    name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
+    name, devices, note = placement(run)
     material = prepare(config)
     config, rows, plan = material.config, material.rows, material.plan
     model = build_model(config, material.interface)

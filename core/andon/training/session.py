@@ -92,7 +92,7 @@ def assembled(
         clock = StepClock(compiles=compiling != "off")
 
         # The backend
-        name, devices, note = placement(own.backend, own.workers, own.devices, fallback=own.cpu_fallback)
+        name, devices, note = placement(own)
         demand_determinism(devices)
         backend: Backend = InlineBackend(devices)
         if name != "inline":

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from andon.backend import devices
+from andon.config.schema import Run
 from andon.console.messages import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.gradients import average_gradients, has_non_finite, shard_samples
@@ -170,7 +171,7 @@ def fallback() -> Tabulated:
     wanted = [0, 1]
 
     def nccl(allowed: bool) -> object:
-        return devices.placement("nccl", 2, None, 0, fallback=allowed)
+        return devices.placement(Run(backend="nccl", workers=2, cpu_fallback=allowed), 0)
 
     table.row("nccl without a GPU", lambda: nccl(True), told, "gloo on the CPU, said so")
     table.row("nccl without a GPU, CPU not allowed", lambda: nccl(False), _is(InputError), "InputError")

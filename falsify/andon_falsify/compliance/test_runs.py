@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from andon.backend.devices import placement
+from andon.config.schema import Run
 from andon_falsify.campaign.further import cut_and_resume
 from andon_falsify.checkers import losses_close, resume_equal, same_everywhere
 from andon_falsify.claims.between import same_bits
@@ -120,7 +121,7 @@ def test_a_run_that_was_to_use_gpus_goes_on_without(court: Court) -> None:
     The choice is a function of how many GPUs there are, so a machine that has some is asked as if it had none.
     """
     court.hold(fallback().verdict)
-    backend, devices, note = placement("nccl", 2, None, 0, fallback=True)
+    backend, devices, note = placement(Run(backend="nccl", workers=2, cpu_fallback=True), 0)
     assert "CPU" in note
     case = Case(world=len(devices), backend=backend)
     chosen, plain = court.run(case), court.run(case.but(world=1, backend="inline"))
