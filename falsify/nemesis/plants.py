@@ -212,7 +212,7 @@ def other_tokens(plan: Planting, former: Any, self: Any, texts: Any, max_length:
     return [ids[:-1] or ids for ids in former(self, texts, max_length)]
 
 
-@replaces("andon.training.session:environment", "here")
+@replaces("andon.training.run:environment", "here")
 def other_library(plan: Planting, former: Any, *args: Any) -> dict[str, Any]:
     found = dict(former(*args))
     _strikes(plan, f" has torch 2.0.0, not {found['packages']['torch']}")
@@ -312,9 +312,9 @@ def forgiven(plan: Planting) -> None:
             plan.acted()
 
     for target in (
-        "andon.training.journal:FolderJournal.checkpoint",
-        "andon.training.journal:MetricsWriter.write",
-        "andon.training.journal:write_confusion",
+        "andon.training.trainer:FolderJournal.checkpoint",
+        "andon.training.trainer:MetricsWriter.write",
+        "andon.training.trainer:write_confusion",
         "andon.run.ledger:LedgerWriter.append",
         "andon.run.ledger:LedgerWriter.sync",
         "andon.training.run:write_adapter",

@@ -24,8 +24,8 @@ from andon.config.load import load_config
 from andon.console.messages import InputError
 from andon.data.formats import encoded
 from andon.metrics.scores import read_confusion
-from andon.training.journal import ProgressView
 from andon.training.preview import describe
+from andon.training.trainer import ProgressView
 from tests.cli.command import PATIENCE_S, andon, cli, tree
 from tests.training.runs import SMALL, Runs, outcome, summary, write_csv, write_jsonl
 

@@ -36,12 +36,11 @@ from andon.model.build import build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
-from andon.run.provenance import read_provenance
-from andon.run.summary import read_summary
+from andon.run.summary import read_provenance, read_summary
 from andon.training import trainer as history
 from andon.training.existing import config_of, newest_unfinished, progress_text, require_task, resume_command
 from andon.training.inference import load_run
-from andon.training.journal import MetricsWriter
+from andon.training.trainer import MetricsWriter
 from andon_contracts.act import Evidence, Scene, message, write_account, write_part
 from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular

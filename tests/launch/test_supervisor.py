@@ -16,9 +16,8 @@ import pytest
 
 from andon.console.messages import Exit
 from andon.launch import launcher
-from andon.launch.context import die_with_parent
+from andon.launch.context import collected, die_with_parent
 from andon.launch.launcher import LaunchResult, Supervisor
-from andon.launch.preemption import collected
 from andon.launch.report import UNSEEN, Report, path_of
 from andon_contracts.liveness.process import start_time
 from tests.launch.pipes import PATIENCE_S, Pipe

@@ -31,8 +31,7 @@ from andon.metrics.scores import Confusion
 from andon.model import adapter
 from andon.model.build import seeded
 from andon.run.folder import RunFolder
-from andon.run.provenance import environment, write_provenance
-from andon.run.summary import Head, Summary
+from andon.run.summary import Head, Summary, environment, write_provenance
 from andon.training import export
 from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict

@@ -21,14 +21,13 @@ from andon.console.messages import Exit, InputError
 from andon.metrics.scores import Confusion, scores
 from andon.model.masks import Masking
 from andon.run.atomic import json_bytes
-from andon.run.provenance import environment
+from andon.run.summary import environment
 from andon.step.plan import BatchPlan
 from andon.training import material as notices
 from andon.training import run
 from andon.training.material import idleness, learns_nothing
 from andon.training.preview import describe
-from andon.training.run import agree_on_start, clocks_apart
-from andon.training.session import _usable
+from andon.training.run import _usable, agree_on_start, clocks_apart
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import GENESIS, RankPart, Step, StepDigests, encode

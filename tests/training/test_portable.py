@@ -63,7 +63,7 @@ if computes:
 from andon.cli.app import guarded
 from andon.cli.train import run_training
 from andon.inspection.replay import replay_run
-from andon.training import session
+from andon.training import run as session
 from pathlib import Path
 
 def train(backend, workers, folder, entry="andon.training.start:train_rank", resume="never"):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from andon.console.messages import BROKEN_STREAM, Exit, InputError, install_hint, is_panic, not_written, say
-from andon.launch import preemption
+from andon.launch import context as preemption
 from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"

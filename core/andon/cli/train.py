@@ -14,7 +14,7 @@ from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.messages import Exit, InputError, put, say
 from andon.integrations.trackers import require
-from andon.launch import preemption
+from andon.launch import context as preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank

@@ -16,7 +16,7 @@ from andon.config.schema import Config
 from andon.console.messages import InputError
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.run.ledger import REPEATED, Difference, lacks, shown
-from andon.run.provenance import read_provenance
+from andon.run.summary import read_provenance
 from andon.training.existing import config_of
 from andon_contracts.record import Start
 

@@ -25,7 +25,7 @@ from andon.run.ledger import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
 
 if TYPE_CHECKING:
-    from andon.training.session import Session
+    from andon.training.run import Session
 
 _RESULT = "replay.json"  # rank 0 of a process group writes the outcome to this file
 
@@ -109,10 +109,9 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     or model has changed, and `Violation` if a step breaks a contract.
     """
     from andon.run.checkpoint import newest_valid
-    from andon.run.provenance import differences as other_machine
-    from andon.run.provenance import fingerprint
-    from andon.training.run import identity_changes
-    from andon.training.session import assembled
+    from andon.run.summary import differences as other_machine
+    from andon.run.summary import fingerprint
+    from andon.training.run import assembled, identity_changes
 
     recorded, report = open_recorded(path), Differences()
     assert recorded.folder is not None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from andon.console.messages import InputError
 from andon.inspection.recorded import Recorded, Stretch
 from andon.run.folder import RunFolder
-from andon.run.provenance import read_provenance
+from andon.run.summary import read_provenance
 from andon.training.existing import config_of
 from andon.training.rows import Rows, read_rows
 from andon_contracts.fields import Real

@@ -13,7 +13,7 @@ from andon.console.messages import InputError, Problem, command_line, say
 from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.provenance import read_provenance
+from andon.run.summary import read_provenance
 from andon.training.choices import inherited, with_values
 from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step

@@ -27,8 +27,7 @@ from andon.model.causal import generate
 from andon.model.masks import EvaluationBatching, predictions
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
-from andon.run.provenance import read_provenance
-from andon.run.summary import read_summary
+from andon.run.summary import read_provenance, read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows

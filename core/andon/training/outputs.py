@@ -28,8 +28,7 @@ from andon.model.adapter import export_adapter
 from andon.model.build import LOADERS
 from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
-from andon.run.provenance import read_provenance
-from andon.run.summary import Summary
+from andon.run.summary import Summary, read_provenance
 from andon.tasks.sft import GenerationSettings
 from andon.training.choices import automatic_keys
 from andon.training.material import HEADS

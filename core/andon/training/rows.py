@@ -36,8 +36,7 @@ from andon.data.rows import (
     shared_texts,
 )
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
-from andon.run.provenance import source_digest
-from andon.run.summary import HELD_OUT, LAST_VALIDATION
+from andon.run.summary import HELD_OUT, LAST_VALIDATION, source_digest
 from andon_contracts.legible import legible_line
 
 _MOST_GROUPS, _MOST_CLASSES = 10, 30

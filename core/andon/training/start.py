@@ -15,7 +15,7 @@ from andon.config.schema import SFT, Config
 from andon.console.messages import Exit, InputError, Problem, command_line, say
 from andon.data.origins import Stamp, require_unchanged, stamps
 from andon.integrations.trackers import require
-from andon.launch import preemption
+from andon.launch import context as preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
 from andon.launch.portable import portable_environment
 from andon.launch.rank import preempted

@@ -33,7 +33,7 @@ from andon.data.rows import Examples, Tagged, TextRows, fingerprint
 from andon.data.tokens import EncodedTexts, Tokenizer
 from andon.launch.context import bind_to_parent
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
-from andon.run.provenance import source_digest
+from andon.run.summary import source_digest
 from andon.tasks.sft import COLUMNS as TOKEN_COLUMNS
 from andon.tasks.sft import KINDS, FlatRows, TokenRows, columns_of
 from andon.training.rows import column

@@ -15,8 +15,16 @@ from andon.run.checkpoint import newest_valid
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerWriter, Repeats
 from andon.step.replica import state_tensors
-from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, progress_from
-from andon.training.trainer import Progress, Trainer, read_history, violation_records
+from andon.training.trainer import (
+    FolderJournal,
+    MetricsWriter,
+    Progress,
+    ProgressView,
+    Trainer,
+    progress_from,
+    read_history,
+    violation_records,
+)
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from andon_contracts.record import End, Plan, Resume, Start

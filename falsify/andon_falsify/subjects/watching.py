@@ -12,8 +12,7 @@ from andon.model.adapter import trainable_parameters
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, StepResult
-from andon.training.journal import FolderJournal
-from andon.training.trainer import Journal, Progress
+from andon.training.trainer import FolderJournal, Journal, Progress
 from andon_contracts.record import Record, Step
 from andon_falsify.subjects.assembly import Parts
 from andon_falsify.subjects.meter import StorageMeter

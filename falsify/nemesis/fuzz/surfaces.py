@@ -32,8 +32,7 @@ from andon.model.build import ModelInterface, build_base
 from andon.run import checkpoint as checkpoints
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
-from andon.run.provenance import read_provenance
-from andon.run.summary import read_summary
+from andon.run.summary import read_provenance, read_summary
 from andon.training.existing import config_at_hand, progress_text
 from andon_contracts.legible import legible_line
 from andon_contracts.liveness.store_link import StrictReader
