@@ -82,10 +82,7 @@ def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySa
     return not samples or len(set(_digests(self))) == 1
 
 
-@clause(
-    "samples-once",
-    lambda samples, result: Finding(f"{result.total} of {len(samples)} samples were trained on"),
-)
+@clause("samples-once", lambda samples, result: Finding(f"{result.total} of {len(samples)} samples were trained on"))
 def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) -> bool:
     return result.total == len(samples)
 

@@ -20,13 +20,7 @@ from andon.model import causal
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import checkpoint_layers
 from andon.model.causal import collate_packs, loss_sum
-from andon.model.memory import (
-    KernelsOfCuda,
-    MemoryPlan,
-    kept_partials,
-    plan_bytes,
-    traced_bytes,
-)
+from andon.model.memory import KernelsOfCuda, MemoryPlan, kept_partials, plan_bytes, traced_bytes
 from andon.step.flat import FlatParameters
 from andon.step.micro_batch import keyed_randomness
 from andon.step.plan import rank_leaves

@@ -68,10 +68,7 @@ def config_of(case: Case) -> Config:
             max_length=case.longest,
         ),
         adapter=Adapter(
-            kind="lora" if case.rank else "none",
-            r=case.rank or 1,
-            alpha=2.0 * (case.rank or 1),
-            dropout=case.dropout,
+            kind="lora" if case.rank else "none", r=case.rank or 1, alpha=2.0 * (case.rank or 1), dropout=case.dropout
         ),
         optimizer=Optimizer(
             name=case.optimizer,
