@@ -251,6 +251,7 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
             say(unfit_model(session.config))
         progress = progress_from(checkpoint) if checkpoint is not None else Progress()
         agree_on_start(session, progress)  # all ranks have read the folder, so rank 0 may write to it
+        refuse_other_tokens(run.backend, material.tokenizer.read)
         writer = open_journal(session, checkpoint, history, progress) if run.writes else None
         journal, repeats = writer or Journal(), Repeats(history.steps)
         score = partial(session.evaluator, material.validation_task, material.validation_ids)
@@ -427,7 +428,6 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             "progress": _text_digest(repr(progress)),
         }
     )
-    refuse_other_tokens(run.backend, material.tokenizer.read)
 
 
 def refuse_other_tokens(backend: Backend, files: Sequence[str]) -> None:
