@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from andon.config.schema import Adapter
 from andon.fast import compiled as rewrites
 from andon.fast.attention import causal_attention, supports
-from andon.fast.compiled import replace_causal_attention, traced
 from andon.model.build import backbone_of
+from andon.model.compiled import replace_causal_attention, traced
 from andon.model.masks import Masking, masked, possible_maskings
 from tests.model.tiny import adapted, padded_batch
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from andon.backend.devices import demand_determinism
-from andon.fast.compiled import compile_backbone
+from andon.model.compiled import compile_backbone
 from andon.model.masks import logits_of
 from andon.step.micro_batch import keyed_randomness
 

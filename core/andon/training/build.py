@@ -16,9 +16,9 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.config.schema import Config
 from andon.console.messages import InputError
-from andon.fast.compiled import compile_backbone
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
+from andon.model.compiled import compile_backbone
 from andon.model.masks import Shape, masking_of, padding_of
 from andon.run.checkpoint import Checkpoint
 from andon.step.captured import CapturedPasses

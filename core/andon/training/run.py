@@ -32,7 +32,6 @@ from andon.backend.devices import (
 from andon.config.load import config_digest, differences, identity, to_yaml
 from andon.config.schema import Config
 from andon.console.messages import Exit, InputError, Problem, say
-from andon.fast.compiled import CompiledPasses
 from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
@@ -44,6 +43,7 @@ from andon.launch.rank import dropped_values, end_now, watched_by
 from andon.metrics.scores import Scores, digest_of
 from andon.model.adapter import save_base
 from andon.model.build import backbone_of, facts_of
+from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of, padded_lengths, shapes_of
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
