@@ -14,14 +14,21 @@ import torch
 from andon.backend.base import Backend, InlineBackend
 from andon.run.checkpoint import newest_valid
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerWriter
-from andon.run.repeats import Repeats
+from andon.run.ledger import LedgerWriter, Repeats
 from andon.step.plan import GlobalBatch
 from andon.step.replica import state_tensors
 from andon.step.step import StepResult
-from andon.training.history import read_history, violation_records
-from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, progress_from
-from andon.training.trainer import Journal, Progress, Trainer
+from andon.training.trainer import (
+    FolderJournal,
+    Journal,
+    MetricsWriter,
+    Progress,
+    ProgressView,
+    Trainer,
+    progress_from,
+    read_history,
+    violation_records,
+)
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from andon_contracts.record import End, Plan, Resume, Start, Step
