@@ -17,7 +17,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
 from falsify.power import looped, registry
-from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, Observation
+from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, TrialResult
 from falsify.power.looped import make, named
 from falsify.power.looped.fault import SGD, LoopFault, Outside
 
@@ -33,8 +33,8 @@ def named_claim(name: str) -> Claim:
     return next(claim for claim in CLAIMS if claim.name == name)
 
 
-def observed(claim: str, signature: str, *found: Counterexample) -> Observation:
-    return Observation({claim: conclude(named_claim(claim), 1, found)}, signature)
+def observed(claim: str, signature: str, *found: Counterexample) -> TrialResult:
+    return TrialResult({claim: conclude(named_claim(claim), 1, found)}, signature)
 
 
 FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
