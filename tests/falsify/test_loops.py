@@ -11,9 +11,11 @@ from torch.nn.functional import cross_entropy
 from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
 from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
-from andon_falsify.claims.alike import MARGIN, noise
+from andon_falsify.claims import alike
+from andon_falsify.claims.alike import MARGIN
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
+from andon_falsify.claims.laws import LoopLaw
 from andon_falsify.claims.same_everywhere import check_loop
 from andon_falsify.loops.clipping import only_shrunk
 from andon_falsify.loops.forward_passes import ForwardPasses, recognised
@@ -116,10 +118,14 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     assert "with dropout in the model" in str(fallen)
 
 
-def test_noise_that_was_measured_as_0_is_no_missing_measurement(pools: RankPools) -> None:
+def test_noise_that_was_measured_as_0_is_no_missing_measurement(
+    pools: RankPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else the bound would be that of a model whose noise cannot be measured, a thousand times as much."""
-    trace = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools).run(SGD.but(lr=0.0))
-    assert noise(trace) == dict.fromkeys(range(1, 7), 0.0)
+    trace = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools).run(SGD)
+    law = LoopLaw(trace)
+    monkeypatch.setattr(alike, "_rounded", lambda case, batches, rates, size: alike._exact(law, batches, rates))
+    assert alike.noise(trace) == dict.fromkeys(range(1, 7), 0.0)
 
 
 def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:
