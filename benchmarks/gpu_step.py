@@ -20,11 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from andon.backend.base import Backend, InlineBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.backend.devices import demand_determinism
-from andon.backend.group import GroupBackend
 from andon.config.schema import Config, Training
-from andon.model.batches import shapes_of
+from andon.model.masks import shapes_of
 from andon.step.plan import BatchPlan
 from andon.step.step import Pending, TrainingStep
 from andon.training.build import build_replicas

@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon_falsify.subjects.placing import why_not
 from benchmarks.kill_resume import killed
 from benchmarks.runs import Run, run, steps_of, table

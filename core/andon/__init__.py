@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from andon.console.problems import InputError as InputError
+    from andon.console.messages import InputError as InputError
     from andon.coordinator import DataParallelCoordinator as DataParallelCoordinator
     from andon.gradients import average_gradients as average_gradients
     from andon.gradients import has_non_finite as has_non_finite
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from andon_contracts.watch import watch as watch
 
 _NAMES = {
-    "andon.console.problems": "InputError",
+    "andon.console.messages": "InputError",
     "andon.coordinator": "DataParallelCoordinator",
     "andon.gradients": "average_gradients has_non_finite shard_samples",
     "andon.pipeline": "BatchResult ClassifyConfig ClassifyPipeline SafetySample TransformerConfig",

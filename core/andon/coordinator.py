@@ -12,7 +12,7 @@ import torch
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import Optimizer
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.pipeline import (
     NOTHING,
     BatchResult,
@@ -53,7 +53,7 @@ def resolve_devices(devices: Sequence[Device], *, cpu_fallback: bool = False) ->
     problems: no devices, an invalid name, a missing or repeated GPU (V15).
     """
     if isinstance(devices, str) or not len(devices):
-        raise InputError([Problem("devices", f"At least one GPU index required, or 'cpu', in a list; got {devices!r}")])
+        raise InputError.at("devices", f"At least one GPU index required, or 'cpu', in a list; got {devices!r}")
     return named_devices(devices, where="devices", absent="cpu" if cpu_fallback else "refuse")
 
 
@@ -82,10 +82,7 @@ def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySa
     return not samples or len(set(_digests(self))) == 1
 
 
-@clause(
-    "samples-once",
-    lambda samples, result: Finding(f"{result.total} of {len(samples)} samples were trained on"),
-)
+@clause("samples-once", lambda samples, result: Finding(f"{result.total} of {len(samples)} samples were trained on"))
 def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) -> bool:
     return result.total == len(samples)
 

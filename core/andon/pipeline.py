@@ -17,13 +17,13 @@ from torch import nn
 from andon.backend.base import InlineBackend
 from andon.config.load import config_from
 from andon.config.schema import Config, Optimizer
-from andon.console.problems import InputError, Problem, ProblemList, install_hint
-from andon.model.batches import predictions
+from andon.console.messages import InputError, ProblemList, install_hint
 from andon.model.build import ModelInterface, evaluating, without_adapter
+from andon.model.masks import predictions
 from andon.step import message
+from andon.step.agreement import Report, ensures
 from andon.step.micro_batch import plan_leaves
 from andon.step.plan import GlobalBatch
-from andon.step.promises import Report, ensures
 from andon.step.reduce import fold
 from andon.step.replica import Replica
 from andon.tasks.text import ClassificationTask
@@ -252,7 +252,7 @@ def build_model(shape: TransformerConfig, classify: ClassifyConfig, seed: int) -
     try:
         return build_trainable(config_of(shape, classify, seed), interface)
     except ModuleNotFoundError as error:
-        raise InputError([Problem("model", f"{error.name} is not installed; {install_hint('train')}")]) from error
+        raise InputError.at("model", f"{error.name} is not installed; {install_hint('train')}") from error
 
 
 def config_of(
@@ -310,7 +310,7 @@ class ClassifyPipeline:
         Raises `InputError` for unsupported settings, before anything is built.
         """
         if micro_batches < 1:
-            raise InputError([Problem("micro_batches", f"{micro_batches} must be at least 1")])
+            raise InputError.at("micro_batches", f"{micro_batches} must be at least 1")
         self.model_config = model_config
         self.config = config
         self.micro_batches = micro_batches * config.accumulation_steps

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_falsify.history import History, read_history
 from andon_falsify.subjects.case import Case
 

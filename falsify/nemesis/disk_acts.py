@@ -15,7 +15,7 @@ from pathlib import Path
 import safetensors.torch  # noqa: F401 - loaded before any process is forked, used by what is tried
 import torch
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.run import checkpoint
 from andon.run.atomic import clean_leftovers, is_leftover, write_json
 from andon.run.checkpoint import load_checkpoint, newest_valid, prune, save_checkpoint

@@ -241,8 +241,8 @@ def no_orphan_guard(plan: Planting) -> None:
     """Ranks survive their launcher."""
     if "RANK" in os.environ:
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # PR_SET_PDEATHSIG, which may have been requested already
-    _replace("andon.launch.orphan:_end_now", lambda _: plan.acted())
-    _replace("andon.launch.orphan:_ask_for_death_signal", lambda _: None)
+    _replace("andon.launch.context:_end_now", lambda _: plan.acted())
+    _replace("andon.launch.context:_ask_for_death_signal", lambda _: None)
 
 
 @replaces("andon.training.trainer:Trainer._advance")
@@ -284,7 +284,7 @@ def unverified(_plan: Planting, _former: Any, folder: Path, use: Any) -> tuple[A
 
 def forgiven(plan: Planting) -> None:
     """Errors of the disk are ignored, for a checkpoint, a line, a result, an fsync."""
-    from andon.console.problems import InputError
+    from andon.console.messages import InputError
 
     def quiet(former: Any, *args: Any, **named: Any) -> Any:
         try:
@@ -293,9 +293,9 @@ def forgiven(plan: Planting) -> None:
             plan.acted()
 
     for target in (
-        "andon.training.journal:FolderJournal.checkpoint",
-        "andon.training.journal:MetricsWriter.write",
-        "andon.training.journal:write_confusion",
+        "andon.training.trainer:FolderJournal.checkpoint",
+        "andon.training.trainer:MetricsWriter.write",
+        "andon.training.trainer:write_confusion",
         "andon.run.ledger:LedgerWriter.append",
         "andon.run.ledger:LedgerWriter.sync",
         "andon.training.run:write_adapter",

@@ -73,7 +73,7 @@ _HEARD = Guard(
     "a reader that hears of problems",
     "exit 0 instead of 2|exit 1 instead of 2",
     INLINE,  # one process is enough
-    (Plant.of("silent", target="andon.console.problems:ProblemList.add"),),
+    (Plant.of("silent", target="andon.console.messages:ProblemList.add"),),
 )
 _EXACT = Guard(
     "sums in the order of micro-batches",

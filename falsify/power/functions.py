@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from andon.backend.devices import named_devices, placement
-from andon.console.problems import InputError
+from andon.config.schema import Run
+from andon.console.messages import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon_contracts.violation import Violation
@@ -121,7 +122,10 @@ def devices() -> Iterator[Call]:
 
 def fallback() -> Iterator[Call]:
     """If no GPU is usable, ranks use gloo on the CPU only with permission. The calls say that there are 0 GPUs."""
-    place, named = partial(placement, "nccl", 2, None, 0), partial(named_devices, [0, 1], 0)
+    named = partial(named_devices, [0, 1], 0)
+
+    def place(*, fallback: bool = False) -> Any:
+        return placement(Run(backend="nccl", workers=2, cpu_fallback=fallback), 0)
 
     def said_so(result: Any) -> bool:
         return isinstance(result, tuple) and result[:2] == ("gloo", (CPU, CPU)) and "CPU" in str(result[2])

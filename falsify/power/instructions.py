@@ -15,7 +15,7 @@ from torch import nn
 import andon.model.causal
 from andon.data.chat import EncodedRow
 from andon.model.build import backbone_of
-from andon.step.task import Batch, LeafLoss
+from andon.step.micro_batch import Batch, LeafLoss
 from andon.tasks.sft import SftTask
 from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.subjects.assembly import TrainerUnderTest

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from andon.model.adapter import trainable_parameters
+from andon.step.micro_batch import LeafLoss
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
-from andon.step.task import LeafLoss
 from andon_contracts.record import LedgerFile, Record, Step, chain, encode
 from andon_falsify.compliance.cases import BIG, MOMENTUM, PLAIN, SGD
 from andon_falsify.subjects.assembly import TrainerUnderTest

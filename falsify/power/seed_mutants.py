@@ -15,10 +15,10 @@ from torch import nn
 
 from andon.coordinator import DataParallelCoordinator
 from andon.pipeline import BatchResult
+from andon.step.micro_batch import LeafLoss
 from andon.step.plan import GlobalBatch
 from andon.step.replica import PartialGradient, Replica
 from andon.step.step import StepResult
-from andon.step.task import LeafLoss
 from andon_falsify.compliance.cases import ADAMW, PLAIN, SGD
 from andon_falsify.subjects.assembly import TrainerUnderTest
 from andon_falsify.subjects.case import Poison

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ from andon.backend.devices import (
     refuse_without_nccl,
 )
 from andon.backend.host import free_ram
-from andon.console.problems import InputError
+from andon.config.schema import Run
+from andon.console.messages import InputError
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU
 
@@ -74,10 +76,10 @@ NOT_USED = "4 GPUs are here and not used (--backend auto)"
     ],
 )
 def test_default_placement(
-    backend: str, workers: int, gpus: int, used: str, devices: tuple[torch.device, ...], note: str
+    backend: Any, workers: int, gpus: int, used: str, devices: tuple[torch.device, ...], note: str
 ) -> None:
     """Without named devices. F-DP-004: without a GPU, `fallback` trains on the CPU and says so."""
-    *found, said = placement(backend, workers, None, gpus, fallback=True)
+    *found, said = placement(Run(backend=backend, workers=workers, cpu_fallback=True), gpus)
     assert found == [used, devices]
     assert re.match(note, said)
 
@@ -97,7 +99,7 @@ def test_what_cannot_be_placed_is_refused(
     backend: str, workers: int, names: list[str | int] | None, gpus: int, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        placement(backend, workers, names, gpus)
+        placement(Run().model_copy(update={"backend": backend, "workers": workers, "devices": names}), gpus)
 
 
 # Deterministic kernels are demanded before anything is computed.

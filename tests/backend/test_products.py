@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.launch import portable
 from andon.launch.portable import portable_kernels
 from andon_contracts.fingerprint import environment

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from andon.backend.base import Backend, InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.step.plan import rank_leaves
 from andon.step.reduce import TreeReduction
 from tests.support.ranks import run_ranks

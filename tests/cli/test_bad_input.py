@@ -14,10 +14,9 @@ import pytest
 
 from andon.cli.app import _run, guarded
 from andon.config.source import loading
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.inspection import doctor
-from andon.launch import preemption
+from andon.launch import context as preemption
 from andon_contracts.record import Broken
 from andon_falsify.report.document import write_json
 from tests.cli.command import PATIENCE_S, Ended, cli, tree

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 import andon as andon_package
 from andon.cli.commands import app
 from andon.config.load import load_config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.formats import encoded
-from andon.metrics.confusion import read_confusion
-from andon.training.journal import ProgressView
+from andon.metrics.scores import read_confusion
 from andon.training.preview import describe
+from andon.training.trainer import ProgressView
 from tests.cli.command import PATIENCE_S, andon, cli, tree
 from tests.training.runs import SMALL, Runs, outcome, summary, write_csv, write_jsonl
 
@@ -337,7 +337,7 @@ def test_texts_are_predicted_in_order_however_they_are_batched(
 ) -> None:
     """Batches of like lengths and windows of a long file change the order of computing, and rounding at most."""
     told = records(run, texts)
-    monkeypatch.setattr("andon.model.batches._MOST_ROWS", 1)
+    monkeypatch.setattr("andon.model.masks._MOST_ROWS", 1)
     monkeypatch.setattr("andon.training.inference._WINDOW", 2)
     alone = records(run, texts)
     assert [one["id"] for one in alone] == [one["id"] for one in told]

@@ -27,9 +27,7 @@ from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import Model
 from andon.config.source import quiet_loading, require_model_folder
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError, say
 from andon.inspection.difference import read_side
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
@@ -38,12 +36,11 @@ from andon.model.build import build_base
 from andon.run.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
-from andon.run.provenance import read_provenance
-from andon.run.summary import read_summary
-from andon.training import history
+from andon.run.summary import read_provenance, read_summary
+from andon.training import trainer as history
 from andon.training.existing import config_of, newest_unfinished, progress_text, require_task, resume_command
 from andon.training.inference import load_run
-from andon.training.journal import MetricsWriter
+from andon.training.trainer import MetricsWriter
 from andon_contracts.act import Evidence, Scene, message, write_account, write_part
 from andon_contracts.record import SCHEMA_VERSION, Broken, Step
 from andon_contracts.untrusted import read_regular
@@ -331,6 +328,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "labels are a pipe": ("labels.json", _pipe, "is not a regular file"),
     "weights are a pipe": ("model.safetensors", _pipe, "is not a regular file"),
     "weights are elsewhere": ("model.safetensors", _elsewhere, "is a link that leads out of the folder"),
+    "settings are a list": ("config.json", lambda path: path.write_text("[]"), "must hold settings by name, is []"),
     "settings without end": ("config.json", lambda path: path.write_text('{"a":' * 100_000), "recursion"),
     "a kernel of the hub": (
         "config.json",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.config.document import MOST_BYTES, dump, parse
-from andon.console.problems import InputError, ProblemList
+from andon.config.load import MOST_BYTES, dump, parse
+from andon.console.messages import InputError, ProblemList
 
 SCALARS = st.none() | st.booleans() | st.integers(-(10**30), 10**30) | st.floats(allow_nan=False) | st.text(max_size=8)
 VALUES = st.recursive(

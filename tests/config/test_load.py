@@ -13,10 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from andon.config.identity import PLACING, config_digest, differences, identity
-from andon.config.load import FLAGS, FOREIGN_NAMES, load_config, template, to_yaml
+from andon.config.load import (
+    FLAGS,
+    FOREIGN_NAMES,
+    PLACING,
+    config_digest,
+    differences,
+    identity,
+    load_config,
+    template,
+    to_yaml,
+)
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 
 
 def written(folder: Path, text: str | bytes) -> Path:
@@ -110,7 +119,7 @@ BAD = {
     "schedule={warmup_fraction: 0.2, warmup_steps: 5}": "and warmup_fraction (0.2) both set the warm-up",
     "contracts.enabled=1": "must be true or false, is 1",
     "run.backend=glo": "did you mean 'gloo'?",
-    "run.backend=threads": "must be 'inline', 'gloo', 'nccl' or 'mixed' ('threads')",
+    "run.backend=threads": "must be 'auto', 'inline', 'gloo', 'nccl' or 'mixed' ('threads')",
     "run.workers=0": "must be at least 1 (0)",
     "run.devices=[0, 0]": "GPU 0 is there 2 times",
     "run.devices=[1, cuda:1]": "GPU 1 is there 2 times",

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError, DistNetworkError
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon_contracts.liveness import diagnosis
 from andon_contracts.liveness.diagnosis import EndMessages, Patience, PeerStatus, Position, Symptoms, View
 from andon_contracts.liveness.halt import PeerMonitor, PendingCollectives, StoreReport

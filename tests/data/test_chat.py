@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data import chat as templates
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each, encode_prompt, prompt_format, show_row
 from andon.data.conversations import Conversation, ConversationSet, Form, Message

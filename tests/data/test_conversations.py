@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.conversations import (
     Conversation,
     ConversationSet,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.tasks.token_rows import best_fit
+from andon.tasks.sft import best_fit
 
 HISTOGRAM = {
     range(16, 64): 900,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.origins import RowSelection
 from andon.data.readers import read
 from andon.data.rows import DataSet, LabelSets, Targets
@@ -80,10 +80,7 @@ def test_semicolons_between_fields_are_found(tmp_path: Path) -> None:
 
 def test_named_columns_are_used_and_others_are_left_alone(tmp_path: Path) -> None:
     path = written(tmp_path, "a.csv", "category,text,question\nx,1,who\ny,2,what\n")
-    assert pairs(read(DataSet, path, text_column="question", label_column="category")) == [
-        ("who", "x"),
-        ("what", "y"),
-    ]
+    assert pairs(read(DataSet, path, text_column="question", label_column="category")) == [("who", "x"), ("what", "y")]
 
 
 def test_a_text_of_ten_megabytes_is_a_text(tmp_path: Path) -> None:

@@ -14,15 +14,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data import rewriting
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import read_conversations
-from andon.data.draw import frozen_split, mixed
-from andon.data.labels import ClassWeights, alike, class_weights, same_kind
 from andon.data.readers import read
 from andon.data.rewriting import EVAL_ROWS, RULES, TRAIN_ROWS
-from andon.data.rows import DataSet, Row, Tagged, repeated_texts, shared_texts
+from andon.data.rows import (
+    ClassWeights,
+    DataSet,
+    Row,
+    Tagged,
+    alike,
+    class_weights,
+    frozen_split,
+    mixed,
+    repeated_texts,
+    same_kind,
+    shared_texts,
+)
 from andon.data.shell import SSC_LABELS, embedded, generate
 from andon.data.tokens import byte_tokenizer
 

@@ -19,7 +19,7 @@ from tokenizers import Regex, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, BertConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data import tokens
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
 

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from andon.cli.commands import app
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from tests.repository.sources import ROOT
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})

@@ -20,7 +20,7 @@ import pytest
 from typer.testing import CliRunner
 
 from andon.cli.commands import app
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.run import opened, plan
 from andon_falsify.campaign.trial import Trial

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.campaign.trainer_bench import alone, cut_and_resume
 from andon_falsify.campaign.trial import LAW
 from andon_falsify.claims import (

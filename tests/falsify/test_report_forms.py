@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.report.document import json_bytes, parse, read_json, write_json
 from andon_falsify.report.findings import SCHEMA, Column, Report, Table
 from andon_falsify.report.junit import write_junit

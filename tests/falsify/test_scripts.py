@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_falsify.campaign.script_bench import open_script
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
 from andon_falsify.claims.evidence import SCRIPT

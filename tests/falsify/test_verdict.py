@@ -391,9 +391,10 @@ def test_the_published_table_is_the_map() -> None:
     assert "\n".join(table()) in DOCS.read_text(encoding="utf-8")
 
 
-def test_ledgers_are_judged_without_torch() -> None:
-    """`andon verify` starts as fast as it reads: what needs tensors is not loaded where nobody has any."""
-    code = "import sys, andon_falsify.claims.ledgers; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("module", ["claims.ledgers", "campaign.script_bench"])
+def test_ledgers_and_scripts_are_judged_without_torch(module: str) -> None:
+    """`andon verify` and script mode start as fast as they read: neither has tensors."""
+    code = f"import sys, andon_falsify.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

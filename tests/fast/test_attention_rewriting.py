@@ -16,11 +16,10 @@ from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from andon.config.schema import Adapter
-from andon.fast import rewrites
+from andon.fast import compiled as rewrites
 from andon.fast.attention import causal_attention, supports
-from andon.fast.rewrites import replace_causal_attention
 from andon.model.build import backbone_of
-from andon.model.compiled import traced
+from andon.model.compiled import replace_causal_attention, traced
 from andon.model.masks import Masking, masked, possible_maskings
 from tests.model.tiny import adapted, padded_batch
 

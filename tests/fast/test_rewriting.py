@@ -18,7 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen3Config, Qwen3ForSequenceClassification
 
 from andon.config.schema import Adapter
-from andon.fast.rewrites import (
+from andon.model.adapter import attach
+from andon.model.build import backbone_of
+from andon.model.compiled import (
     exchanged_halves,
     hashed_dropout,
     last_real,
@@ -26,10 +28,8 @@ from andon.fast.rewrites import (
     picked,
     reading_last_tokens,
     rewrite,
+    traced,
 )
-from andon.model.adapter import attach
-from andon.model.build import backbone_of
-from andon.model.compiled import traced
 from andon.model.masks import masked, possible_maskings
 
 PAD = 0

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.problems import install_hint
+from andon.console.messages import install_hint
 from andon.inspection import doctor as module
 
 PATIENCE_S = 240

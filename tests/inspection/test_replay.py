@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.inspection.difference import Comparison
 from andon.inspection.recorded import open_recorded
 from andon.inspection.replay import read_range, replay_run, settings

@@ -19,7 +19,7 @@ from andon.inspection.difference import compare, read_side
 from andon.inspection.recorded import open_recorded
 from andon.inspection.report.curves import MOST_BUCKETS, Series, bucketed, draw
 from andon.inspection.report.page import Page, Verdict, load_run_view, render
-from andon.metrics.confusion import Confusion, digest_of, read_confusion, write_confusion
+from andon.metrics.scores import Confusion, digest_of, read_confusion, write_confusion
 from andon.run.folder import RunFolder
 from andon.run.summary import Head, Summary, write_summary
 from andon_contracts.fields import Real

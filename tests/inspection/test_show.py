@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from andon.config.schema import CLASSIFICATION
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.rows import DataSet, Row
 from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded

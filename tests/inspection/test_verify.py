@@ -19,7 +19,7 @@ import typer
 
 from andon.config.load import template
 from andon.inspection.recorded import open_recorded
-from andon.metrics.confusion import Confusion, digest_of, write_confusion
+from andon.metrics.scores import Confusion, digest_of, write_confusion
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record, Step
 from andon_falsify.claims import plan_followed, schedule

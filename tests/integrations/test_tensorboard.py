@@ -14,7 +14,7 @@ pytest.importorskip("tensorboard")
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.integrations.tensorboard import EventFile, findings
 from andon.integrations.trackers import require
 from andon.run.folder import RunFolder

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem
 from andon.launch.context import RankContext
 from andon.launch.rank import preempted
 from andon_contracts.violation import Finding, Violation

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.launch.orphan import LAUNCHER
-from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.console.messages import Exit
+from andon.launch.context import LAUNCHER, PREEMPTION_SIGNALS
 from andon.training.start import _PRELOAD
 from tests.launch.driver import WITHOUT_TORCH
 from tests.launch.pipes import PATIENCE_S

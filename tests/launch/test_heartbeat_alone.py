@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.launch.heartbeat import Heartbeat, Timeouts
 from andon.launch.report import Report
 from andon_contracts.liveness.diagnosis import UPDATE, Pauses, RankStatus, StepClock

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.launch.launcher import LaunchResult, launch, warm_up
 from andon.launch.report import Report
 from tests.launch.driver import PRELOAD

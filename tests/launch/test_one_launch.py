@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.launch.report import Report
 from andon.run import folder as run_folder
 from andon.run.folder import RunFolder

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.launch.context import RankContext, is_rank
 from andon.launch.report import Report
 from tests.launch.pipes import PATIENCE_S
@@ -62,7 +61,7 @@ SCRIPT = """
 import os
 import sys
 from pathlib import Path
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.launch.context import RankContext
 from andon.launch.rank import run_rank
 

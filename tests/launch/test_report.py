@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import DistStoreError
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem
 from andon.launch.report import Report, clear, describe, exit_of, first_cause, path_of, write_for_torch
 from andon_contracts.violation import Violation
 

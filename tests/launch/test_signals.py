@@ -17,10 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from andon.console.exits import Exit
-from andon.launch import fork_server, preemption
+from andon.console.messages import Exit
+from andon.launch import context as preemption
+from andon.launch import fork_server
+from andon.launch.context import PREEMPTION_SIGNALS
 from andon.launch.launcher import launch, warm_up
-from andon.launch.preemption import PREEMPTION_SIGNALS
 from andon_contracts.liveness.process import start_time
 from tests.launch.driver import PRELOAD
 from tests.launch.pipes import PATIENCE_S, Pipe
@@ -149,7 +150,7 @@ def test_launches_of_one_process_do_not_meet_and_the_last_ends_with_its_group(pi
 
 @pytest.mark.parametrize(("prefix", "listened"), [([], "True"), (["nohup"], "False")])
 def test_a_run_under_nohup_outlives_its_terminal(prefix: list[str], listened: str) -> None:
-    code = "import signal; from andon.launch.preemption import *; print(signal.SIGHUP in PREEMPTION_SIGNALS)"
+    code = "import signal; from andon.launch.context import *; print(signal.SIGHUP in PREEMPTION_SIGNALS)"
     command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [listened]

@@ -14,11 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.launch import launcher
+from andon.launch.context import collected, die_with_parent
 from andon.launch.launcher import LaunchResult, Supervisor
-from andon.launch.orphan import die_with_parent
-from andon.launch.preemption import collected
 from andon.launch.report import UNSEEN, Report, path_of
 from andon_contracts.liveness.process import start_time
 from tests.launch.pipes import PATIENCE_S, Pipe
@@ -197,7 +196,7 @@ def test_the_success_of_another_launch_does_not_excuse_a_death(tmp_path: Path, r
 
 RANK = """
 import os, sys, threading
-from andon.launch.orphan import die_with_parent
+from andon.launch.context import die_with_parent
 pipe = os.open(sys.argv[1], os.O_WRONLY)
 die_with_parent(int(sys.argv[2]), poll_s=float(sys.argv[3]))
 os.write(pipe, b"guarded %d\\n" % os.getpid())
@@ -265,5 +264,5 @@ def test_a_pid_that_is_none_is_refused() -> None:
 @pytest.mark.parametrize(("parent", "expected"), [("os.getppid()", 0), ("os.getppid() + 1", -signal.SIGKILL)])
 def test_a_process_whose_parent_has_ended_already_ends_at_once(parent: str, expected: int) -> None:
     """The kernel's death signal comes only for a parent that ends later: one that is another by now is told apart."""
-    script = f"import os; from andon.launch.orphan import bind_to_parent; bind_to_parent({parent})"
+    script = f"import os; from andon.launch.context import bind_to_parent; bind_to_parent({parent})"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=PATIENCE_S).returncode == expected

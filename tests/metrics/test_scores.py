@@ -13,17 +13,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
-from andon.metrics.confusion import (
+from andon.console.messages import InputError
+from andon.metrics.scores import (
     MOST_BYTES,
     Confusion,
+    auroc,
     confusion_of,
     digest_of,
     most_bytes,
     read_confusion,
+    scores,
     write_confusion,
 )
-from andon.metrics.scores import auroc, scores
 
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=30)
 SCORED = st.lists(st.tuples(st.sampled_from([0.0, 0.125, 0.5, 0.75, 1.0]), st.integers(0, 1)), max_size=25)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.metrics.spans import UNREAD, scheme, span_scores, spans
+from andon.metrics.scores import UNREAD, scheme, span_scores, spans
 
 TAGS = st.sampled_from(["O", *(f"{prefix}-{type_}" for prefix in "BIES" for type_ in ("X", "Y"))])
 ROWS = st.lists(st.lists(st.tuples(TAGS, TAGS), max_size=8), max_size=5)

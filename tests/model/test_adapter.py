@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 import andon.model.adapter as adapters
 from andon.config.schema import Adapter
 from andon.config.source import quiet_loading
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.adapter import (
     adapter_tensors,
     attach,
@@ -35,8 +35,8 @@ from andon.model.adapter import (
     save_base,
     trainable_parameters,
 )
-from andon.model.batches import predictions
 from andon.model.build import facts_of
+from andon.model.masks import predictions
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import (
     CAUSAL,

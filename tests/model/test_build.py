@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from andon.config.source import quiet_loading
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.hub import at_hand
 from andon.data.tokens import byte_tokenizer, pretrained_tokenizer
 from andon.model.adapter import save_base

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPTJConfig, GPTJForCa
 
 import andon.model.causal
 from andon.config.schema import Adapter
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.adapter import attach, mean_row, trainable_parameters
 from andon.model.build import seeded, without_adapter
 from andon.model.causal import Row, check_packing_isolation, collate_packs, content, generate, loss_sum, row_outputs
 from andon.model.memory import StorageWatch
-from andon.step.task import LeafLoss
+from andon.step.micro_batch import LeafLoss
 from tests.model.tiny import CAUSAL, CPU, LORA, PAD, TINY, base_of, causal, causal_base, changed, perturbed
 
 WHOLE = Adapter(kind="none")

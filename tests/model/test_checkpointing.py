@@ -10,7 +10,7 @@ from torch import nn
 
 from andon.backend.base import Backend, InlineBackend
 from andon.config.schema import Adapter, Config, Optimizer, Training
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.adapter import attach
 from andon.model.build import checkpoint_layers
 from andon.model.masks import using_own_attention

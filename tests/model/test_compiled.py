@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from andon.config.schema import Adapter
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.adapter import attach
-from andon.model.batches import collate, length_step, padded_lengths, shapes_of
 from andon.model.build import backbone_of
 from andon.model.compiled import CompiledPasses, _room_for, compile_backbone, rewriting_backend, traced
+from andon.model.masks import collate, length_step, padded_lengths, shapes_of
 from andon.step.plan import GlobalBatch
 from tests.model.tiny import adapted, base_of, changed, spec
 
@@ -100,7 +100,7 @@ def test_no_kernel_of_either_pass_is_chosen_by_timing() -> None:
     def looking(graph: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
         found.append((threading.current_thread().name, code.deterministic))
         known = code.unsafe_marked_cacheable_functions
-        assert {"andon", "andon.fast.rewrites.adapted_product"} <= known.keys()
+        assert {"andon", "andon.model.compiled.adapted_product"} <= known.keys()
         (digest,) = set(known.values())
         assert len(bytes.fromhex(digest)) == 32
 
@@ -162,7 +162,7 @@ _RUN = """
 import json, sys
 import torch
 from torch._dynamo.utils import counters
-from andon.model import compiled
+from andon.fast import compiled as rewrites as compiled
 from andon.model.build import backbone_of
 from tests.model.tiny import adapted
 if sys.argv[1:]:

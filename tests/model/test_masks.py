@@ -17,17 +17,18 @@ from transformers import (
 )
 
 from andon.model import masks
-from andon.model.batches import collate, predictions
 from andon.model.build import backbone_of
 from andon.model.masks import (
     Masking,
     Padding,
     choose_masking,
+    collate,
     masked,
     masking_of,
     padding_note,
     padding_of,
     possible_maskings,
+    predictions,
 )
 from andon_contracts.digest import tree_digest
 from tests.model.tiny import CPU, PAD, adapted, base_of, padded_batch, spec

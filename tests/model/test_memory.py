@@ -20,16 +20,10 @@ from andon.model import causal
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import checkpoint_layers
 from andon.model.causal import collate_packs, loss_sum
-from andon.model.memory import (
-    KernelsOfCuda,
-    MemoryPlan,
-    kept_partials,
-    plan_bytes,
-    traced_bytes,
-)
+from andon.model.memory import KernelsOfCuda, MemoryPlan, kept_partials, plan_bytes, traced_bytes
 from andon.step.flat import FlatParameters
+from andon.step.micro_batch import keyed_randomness
 from andon.step.plan import rank_leaves
-from andon.step.task import keyed_randomness
 from andon.tasks.text import ClassificationTask
 from andon_falsify.subjects.meter import activation_bytes
 from tests.model.tiny import CAUSAL, CPU, LORA, Shape, adapted, base_of, changed, hollow_base, spec, task
@@ -120,9 +114,12 @@ def test_the_parts_of_the_plan_by_hand() -> None:
 
 def test_only_the_largest_phase_counts() -> None:
     parts = dict.fromkeys((field.name for field in dataclasses.fields(MemoryPlan)), 1)
-    assert MemoryPlan(**parts).total == 8
-    assert MemoryPlan(**parts | {"reduction": 10, "activations": 8}).total == 17
-    assert MemoryPlan(**parts).as_dict() == parts | {"total": 8, "needed": 10}
+    assert MemoryPlan(**parts).total == 10  # six that last, the graphs' workspace, and an audit beside activations
+    assert MemoryPlan(**parts | {"graphs": 0}).total == 9
+    assert MemoryPlan(**parts | {"reduction": 10, "activations": 8}).total == 18
+    assert MemoryPlan(**parts | {"reduction": 10, "activations": 11}).total == 20
+    assert MemoryPlan(**parts | {"reduction": 10, "recomputed": 11}).total == 20
+    assert MemoryPlan(**parts).as_dict() == parts | {"total": 10, "needed": 12}
 
 
 def test_the_dry_forward_leaves_no_trace() -> None:
@@ -142,17 +139,19 @@ ADAPTER = Adapter(r=4, dropout=0.1)
 SHAPE = changed(spec(), hidden_size=64, intermediate_size=128, dropout=0.1, max_length=32)
 
 
-def planned(shape: Shape, adapter: Adapter, rows: int, length: int, *, checkpointing: bool = False) -> int:
+def planned(shape: Shape, adapter: Adapter, rows: int, length: int, **options: Any) -> int:
     """What lasts and one micro-batch, by the plan."""
     model = attach(hollow_base(shape), adapter, 0)
-    activations, _ = traced_bytes(model, "cpu", (rows, length), (1, 1), checkpointing=checkpointing)
+    activations, _ = traced_bytes(model, "cpu", (rows, length), (1, 1), **options)
     plan = plan_bytes(model, trainable_parameters(model), "sgd", 1, activations)
     return plan.base + plan.weights + plan.gradient + plan.activations
 
 
-def counted(shape: Shape, adapter: Adapter, rows: int, length: int, *, checkpointing: bool = False) -> int:
+def counted(
+    shape: Shape, adapter: Adapter, rows: int, length: int, *, checkpointing: bool = False, terms: int = 1 << 30
+) -> int:
     """The same by the count of what lives, with the real model; of next tokens in packs of two rows."""
-    half = (torch.arange(length // 2) % shape.interface.vocab_size, torch.ones(length // 2))
+    half = (torch.arange(length // 2) % shape.interface.vocab_size, (torch.arange(length // 2) <= terms // 2).float())
     packs, data = collate_packs([[half, half]] * rows, 0, 8, None), rows_of(rows, length)
 
     def train() -> None:
@@ -219,6 +218,16 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_pairs(shape: Shape) -> None:
     assert grown["bfloat16", "cuda"] == pytest.approx(2, rel=0.02)
     assert grown["bfloat16", "cpu"] > 2.3
     assert (grown["float32", "cuda"] > 2.3) == (shape is NEXT_TOKENS)
+
+
+def test_only_trained_tokens_have_logits() -> None:
+    shape, few = changed(NEXT_TOKENS, vocab_size=20_000, dtype="float32"), {"terms": 4}
+    assert planned(shape, ADAPTER, 5, 32, **few) == pytest.approx(counted(shape, ADAPTER, 5, 32, **few), rel=0.05)
+    assert planned(shape, ADAPTER, 5, 32, **few) < 0.7 * planned(shape, ADAPTER, 5, 32)
+
+
+def test_a_backward_pass_that_is_captured_frees_no_saved_activation() -> None:
+    assert planned(SHAPE, ADAPTER, 6, 32) < planned(SHAPE, ADAPTER, 6, 32, retained=True)
 
 
 def test_the_trace_follows_layers_that_compute_again() -> None:

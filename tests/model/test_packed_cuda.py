@@ -12,7 +12,7 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import checkpoint_layers
 from andon.model.causal import check_packing_isolation, collate_packs, loss_sum
 from andon.model.masks import Masking, masking_of
-from andon.step.task import Batch
+from andon.step.micro_batch import Batch
 from tests.model.tiny import CAUSAL, base_of, changed, perturbed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -22,8 +22,8 @@ PORTS = (
 MACHINE = re.compile(
     r"/wor[k]/|/far[m]/|/roo[t]/|/User[s]/|/hom[e]/[a-z]|/tm[p]/(?:bash|brief|studio)|/op[t]/(?:pypi|wheels)"
 )
-LIGHT = ("andon", "andon_contracts", "andon.cli.app", "andon.config.identity", "andon.config.load", "andon.run.summary")
-LIGHT += ("andon.data.readers", "andon.data.shell", "andon.data.tokens", "andon.run.ledger", "andon.run.provenance")
+LIGHT = ("andon", "andon_contracts", "andon.cli.app", "andon.config.load", "andon.config.load", "andon.run.summary")
+LIGHT += ("andon.data.readers", "andon.data.shell", "andon.data.tokens", "andon.run.ledger", "andon.run.summary")
 HEAVY = ("torch", "transformers", "tokenizers", "peft", "accelerate", "numpy", "pyarrow", "hypothesis", "pytest")
 EXTRAS = ("pydantic", "typer", "rich", "jinja2", *HEAVY)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, storage, whole_folder, write_json, write_whole
 from andon.run.checkpoint import newest_valid, prune
 from andon.run.folder import RunFolder, State, new_folder
@@ -74,7 +74,7 @@ def test_a_place_that_cannot_be_written_is_an_input_error(tmp_path: Path, place:
 def test_a_limit_on_file_sizes_is_an_input_error(tmp_path: Path) -> None:
     code = (
         "import pathlib, resource, sys\n"
-        "from andon.console.problems import InputError\n"
+        "from andon.console.messages import InputError\n"
         "from andon.run.atomic import write_whole\n"
         "from andon.run.ledger import LedgerWriter\n"
         "from andon_contracts.record import Broken\n"

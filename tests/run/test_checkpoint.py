@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.run import atomic, checkpoint
 from andon.run.atomic import clean_leftovers, is_leftover, json_bytes
 from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint

@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.problems import InputError
-from andon.run.ledger import LedgerError, LedgerWriter, digested_ledger, read_ledger
-from andon.run.repeats import REPEATED, UNKNOWN, Difference, Repeats, differing, lacks
+from andon.console.messages import InputError
+from andon.run.ledger import (
+    REPEATED,
+    UNKNOWN,
+    Difference,
+    LedgerError,
+    LedgerWriter,
+    Repeats,
+    differing,
+    digested_ledger,
+    lacks,
+    read_ledger,
+)
 from andon_contracts.fields import Real
 from andon_contracts.record import GENESIS, End, LedgerFile, RankPart, Step, StepDigests, chain
 from andon_contracts.violation import Violation

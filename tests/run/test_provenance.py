@@ -12,18 +12,21 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.problems import InputError
-from andon.run import provenance
-from andon.run.provenance import (
+from andon.console.messages import InputError
+from andon.run import summary as provenance
+from andon.run.summary import (
+    Head,
+    Summary,
     commit,
     differences,
     environment,
     fingerprint,
     read_provenance,
+    read_summary,
     source_digest,
     write_provenance,
+    write_summary,
 )
-from andon.run.summary import Head, Summary, read_summary, write_summary
 from andon_contracts import fingerprint as machine
 from andon_contracts.fields import Real
 

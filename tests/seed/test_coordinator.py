@@ -17,14 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from andon.backend.base import InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import GroupBackend, InlineBackend
 from andon.config.schema import Optimizer
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
 from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig, encode
+from andon.step.micro_batch import Batch, LeafLoss
 from andon.step.step import TrainingStep
-from andon.step.task import Batch, LeafLoss
 from andon_contracts.violation import Violation
 from tests.seed.subject import (
     CONFIG,

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.gradients import average_gradients, has_non_finite, shard_samples
 from andon.model.adapter import trainable_parameters
 from andon.model.memory import plan_bytes

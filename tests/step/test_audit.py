@@ -14,20 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from andon.backend.base import Backend, InlineBackend
-from andon.backend.group import GroupBackend
-from andon.config.schema import Contracts
+from andon.backend.base import Backend, GroupBackend, InlineBackend
+from andon.config.schema import Contracts, Optimizer
+from andon.model.memory import MemoryPlan, StorageWatch, plan_bytes
 from andon.step.audit import default_every, siblings
-from andon.step.micro_batch import Leaf
+from andon.step.micro_batch import Leaf, Task
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.reduce import Node, finish, fold, subtree_roots
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
-from andon.step.task import Task
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks
-from tests.support.toy import CPU, Settings, ToyTask, build, rate, replica, run
+from tests.support.toy import CPU, Settings, ToyModel, ToyTask, build, rate, replica, run, trainable
 
 LEAVES = 8
 SETTINGS = Settings(LEAVES, sizes=(16, 16, 5))
@@ -262,3 +261,41 @@ def test_an_unaudited_step_records_no_digest_of_gradients() -> None:
     assert {leaf.gradient for leaf in do(step, SETTINGS.batches()[0]).leaves} == {0}
     step, _ = audited(inline(2), ALL)
     assert 0 not in {leaf.gradient for leaf in do(step, SETTINGS.batches()[0]).leaves}
+
+
+class _Wide(ToyModel):
+    """Its gradient, 1.2 MB, is far larger than its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = torch.nn.Linear(20, 512), torch.nn.Linear(512, 512)
+        self.second = torch.nn.Linear(512, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.second(torch.tanh(self.middle(torch.tanh(self.first(self.frozen(x))))))
+        return logits
+
+
+@pytest.mark.parametrize("leaves", [1, 2, 8, 11])
+@pytest.mark.parametrize("coverage", [0, 1, 3, "all"])
+def test_an_audited_step_needs_what_is_planned(leaves: int, coverage: Any) -> None:
+    """F-HET-002. An audit copies sums and gradients, each as large as the gradient."""
+    settings = Settings(leaves, sizes=(16, 16, 16), optimizer=Optimizer(name="sgd"))
+
+    def peak(contracts: Contracts) -> int:
+        own = replica(_Wide, settings.optimizer)
+        step = TrainingStep(inline(1), [own], ToyTask(), leaves, None, contracts)
+        with StorageWatch() as watch:
+            for batch in settings.batches():
+                do(step, batch)
+        return watch.peak
+
+    def planned(activations: int, audited: int) -> MemoryPlan:
+        model = _Wide()
+        return plan_bytes(model, trainable(model), "sgd", leaves, activations, audited=audited)
+
+    plain = planned(0, 0)
+    activations = peak(Contracts(audit_every=0)) - (plain.base + plain.weights + plain.gradient + plain.partials)
+    contracts = Contracts(audit_every=1, audit_coverage=coverage) if coverage else Contracts(audit_every=0)
+    plan, found = planned(activations, leaves if coverage == "all" else coverage), peak(contracts)
+    assert found <= 1.01 * plan.total <= 1.25 * found

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from andon.backend.base import InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import GroupBackend, InlineBackend
 from andon.config.schema import Optimizer
 from tests.support.ranks import run_ranks
 from tests.support.toy import CPU, Settings, run

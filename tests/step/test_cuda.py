@@ -12,9 +12,9 @@ from torch import nn
 from andon.backend.base import InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step.captured import CapturedPasses
+from andon.step.micro_batch import Task
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
-from andon.step.task import Task
 from andon_contracts.laws.update import Reduced, clipped_norm
 from andon_contracts.violation import Violation
 from tests.support.faults import CULPRIT, FAULTS, SETTINGS, WORLD, PoisonedTask
@@ -247,8 +247,8 @@ def test_a_captured_pass_waits_for_nothing(without_waiting: None) -> None:
 
 
 def test_the_kernel_judges_a_table_as_plain_operations_do() -> None:
-    from andon.step.gate import broken
     from andon.step.gate_cuda import close_on_device
+    from andon.step.message import broken
 
     draw = torch.Generator().manual_seed(1)
     seen = []

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from andon.backend.base import Backend, InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Optimizer
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica

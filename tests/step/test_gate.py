@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from andon.config.schema import Optimizer
 from andon.step.agreement import Gathered
 from andon.step.flat import moments_of
-from andon.step.gate import Gate, most
 from andon.step.message import (
     COMPUTED,
     REDUCED,
     REPORT,
     Field,
+    Gate,
     Message,
     encoded,
     expected_computed,
+    most,
     padded,
     reduced_values,
     reports_of,

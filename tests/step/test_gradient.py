@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from andon.backend.base import InlineBackend
 from andon.config.schema import Optimizer
+from andon.step.micro_batch import key
 from andon.step.plan import GlobalBatch
-from andon.step.task import key
 from tests.support.faults import SteepTask
 from tests.support.toy import CPU, DROPOUT, SEED, Settings, ToyModel, ToyTask, build, rate
 

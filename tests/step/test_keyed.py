@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from andon.backend.base import InlineBackend
 from andon.config.schema import Config
-from andon.console.problems import InputError
-from andon.step.task import LeafLoss, key, keyed_randomness, refuse_unkeyed
+from andon.console.messages import InputError
+from andon.step.micro_batch import LeafLoss, key, keyed_randomness, refuse_unkeyed
 from andon.training.build import build_replicas
 from tests.model.tiny import adapted, task
 from tests.support.toy import CPU, Settings, ToyTask, build, rate

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from andon.backend.base import Backend, InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step.audit import NO_AUDIT
+from andon.step.micro_batch import Task
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, TrainingStep
-from andon.step.task import Task
 from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from tests.step.test_audit import plant_in_gradient

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from andon.backend import devices
-from andon.backend.base import Backend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend
+from andon.config.schema import Run
 from andon.coordinator import DataParallelCoordinator
 from andon.step import step as steps
 from andon.step.message import EACH_ONCE, ROWS_PLANNED
@@ -56,7 +56,7 @@ def _nan_gradient(own: Replica) -> None:
 
 
 def _placed_without_a_gpu(backend: Backend) -> object:
-    chosen, placed, _ = devices.placement("nccl", 2, None, gpus=0, fallback=True)
+    chosen, placed, _ = devices.placement(Run(backend="nccl", workers=2, cpu_fallback=True), gpus=0)
     return ordinary(build(GroupBackend(chosen, placed[backend.ranks[0]]), SETTINGS)[0], SETTINGS.batches()[0])
 
 

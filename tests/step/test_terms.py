@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from andon.backend.base import InlineBackend
+from andon.step.micro_batch import Batch, LeafLoss
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import TrainingStep
-from andon.step.task import Batch, LeafLoss
 from andon_contracts.violation import Violation
 from tests.support.toy import CPU, ROWS, Settings, ToyTask, build, rate
 

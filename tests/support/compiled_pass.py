@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from andon.backend.devices import demand_determinism
-from andon.model.batches import logits_of
 from andon.model.compiled import compile_backbone
-from andon.step.task import keyed_randomness
+from andon.model.masks import logits_of
+from andon.step.micro_batch import keyed_randomness
 
 DEVICE = torch.device("cuda", 0)
 ROWS, LENGTH = 6, 64

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from tests.training.runs import Runs, write_jsonl
 
 

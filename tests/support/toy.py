@@ -10,10 +10,10 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.config.schema import Optimizer
+from andon.step.micro_batch import Batch, LeafLoss, Task
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import StepResult, TrainingStep
-from andon.step.task import Batch, LeafLoss, Task
 from andon_contracts.digest import mix64
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from andon.console.problems import InputError
-from andon.model.batches import EvaluationBatching, logits_of, predictions
+from andon.console.messages import InputError
+from andon.model.masks import EvaluationBatching, logits_of, predictions
 from andon.tasks.text import ClassificationTask, MultiLabelTask
 from tests.model.tiny import CPU, PAD, adapted, padded_batch, perturbed, task
 

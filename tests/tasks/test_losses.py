@@ -13,12 +13,12 @@ from torch import nn
 
 from andon.backend.base import InlineBackend
 from andon.config.schema import Config, Optimizer
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.metrics.scores import multi_label_scores
 from andon.model.adapter import trainable_parameters
 from andon.step.audit import NO_AUDIT
+from andon.step.micro_batch import Task
 from andon.step.plan import BatchPlan
-from andon.step.task import Task
 from andon.tasks.text import NO_TAG, MultiLabelTask, RegressionTask, TaggingTask
 from andon.training.build import Run, build_run
 from andon_falsify.reference.decoder import Decoder

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet, Targets
 from andon.data.tokens import byte_tokenizer
-from andon.model.batches import predictions
+from andon.model.masks import predictions
 from andon.tasks.text import ClassificationTask
 from tests.model.tiny import CPU, PAD, adapted, perturbed
 

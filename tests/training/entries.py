@@ -64,6 +64,25 @@ def full_in_rank(payload: Payload) -> int:
     return train_rank(payload)
 
 
+def other_host(payload: Payload) -> int:
+    """Rank 1 is on another host, with a token cache of its own, whose tokenizer makes another token of one row."""
+    if RankContext.from_environment().rank == 1:
+        from andon.data.tokens import Tokenizer
+        from andon.training import material, run
+
+        patch, encode = pytest.MonkeyPatch(), Tokenizer.encode
+
+        def other(*given: Any, **named: Any) -> Any:
+            encoded = encode(*given, **named)
+            encoded.tokens[3][0] += Path(payload["folder"]).with_name("differs").exists()
+            return encoded
+
+        patch.setattr(Tokenizer, "encode", other)
+        patch.setattr(material, "cache_of", lambda config, own: Path(payload["folder"]).with_name("host-b"))
+        patch.setattr(run.socket, "gethostname", lambda: "host-b")
+    return train_rank(payload)
+
+
 def kill_launcher(payload: Payload) -> int:
     return _with_fault(payload, 0, lambda context: os.kill(context.launcher_pid, signal.SIGKILL))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.console.exits import Exit
+from andon.console.messages import Exit
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
 from andon.training.run import train

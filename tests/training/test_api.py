@@ -24,12 +24,11 @@ import pytest
 import torch
 
 import andon
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet
 from andon.run.folder import RunFolder, State
-from andon.run.provenance import read_provenance
+from andon.run.summary import read_provenance
 from andon.step.replica import Replica
 from andon.training import api
 from andon.training.given import write_rows

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.run.folder import RunFolder
 from andon.training.build import Run
 from andon.training.inference import evaluate_run, load_run, read_labelled
-from andon.training.journal import FolderJournal
+from andon.training.trainer import FolderJournal
 from andon_contracts.violation import Violation
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome

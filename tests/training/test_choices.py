@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from andon.backend import host
-from andon.config.identity import config_digest
-from andon.config.load import load_config, template, to_yaml
+from andon.config.load import config_digest, load_config, template, to_yaml
 from andon.config.schema import SFT, Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.launch import portable
 from andon.training.choices import Base, capped, for_rows, inherited, is_set, placed, portable_demo, with_micro_batches
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from andon.backend.base import InlineBackend
 from andon.config.load import load_config
-from andon.console.exits import Exit
-from andon.model import batches
-from andon.model.batches import EvaluationBatching
+from andon.console.messages import Exit
+from andon.model import masks as batches
+from andon.model.masks import EvaluationBatching
 from andon.tasks import text as text_tasks
 from andon.tasks.text import ClassificationTask
 from andon.training.forecast import evaluation_batching

@@ -25,14 +25,13 @@ from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.tokens import byte_tokenizer
-from andon.metrics.confusion import Confusion
+from andon.metrics.scores import Confusion
 from andon.model import adapter
 from andon.model.build import seeded
 from andon.run.folder import RunFolder
-from andon.run.provenance import environment, write_provenance
-from andon.run.summary import Head, Summary
+from andon.run.summary import Head, Summary, environment, write_provenance
 from andon.training import export
 from andon.training.export import EXTENTS
 from andon.training.inference import load_run, predict

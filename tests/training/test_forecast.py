@@ -15,7 +15,7 @@ from andon.backend.base import InlineBackend
 from andon.backend.devices import Accelerator
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.model.memory import MemoryPlan
 from andon.training import forecast
 from andon.training.forecast import (
@@ -86,7 +86,8 @@ def test_compiled_passes_are_bounded_by_eager_ones_and_the_graphs_that_stay(data
         for more in (["training.pad_to_multiple_of=128"], ["training.compile=kernels"], ["training.compile=graphs"])
     )
     assert kernels == eager
-    assert graphs == replace(eager, graphs=min(eager.activations, eager.evaluation))
+    assert eager.activations < graphs.activations
+    assert graphs == replace(eager, graphs=eager.evaluation, activations=graphs.activations)
     assert graphs.graphs > 0
 
 
@@ -165,6 +166,26 @@ def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to
         with pytest.raises(InputError, match="is wrong") as caught:
             planning()
         assert not isinstance(caught.value, NotPlannable)
+
+
+@pytest.mark.parametrize("compiled", ["off", "kernels", "graphs"])
+def test_a_run_that_does_not_fit_is_refused_before_its_start(
+    data: Path, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled passes too: the plan of eager ones, and what captured graphs hold."""
+    more = ("run.backend=nccl", "run.workers=1", f"training.compile={compiled}", "run.cuda_graphs=never")
+    config = configured(data, *more, "model.hidden_size=128", "model.max_length=64")
+    backend: Any = SimpleNamespace(name="nccl", ranks=[0], world_size=1, devices=[torch.device("cuda", 0)])
+    needed = MemoryPlanner(prepare(config)).plan(config, "cuda", 1).needed
+    room = [needed]
+    monkeypatch.setattr(forecast, "look_at", lambda _: Accelerator(0, "a GPU", room[0], room[0]))
+    monkeypatch.setattr(forecast, "of_all_ranks", lambda found: {0: found})
+    planned = agree_on_devices(prepare(config), backend)
+    assert planned is not None
+    assert (planned.graphs > 0) == (compiled == "graphs")
+    room[0] -= 1
+    with pytest.raises(InputError, match=r"too small for .* it would fit with --set training\.micro_batches=8"):
+        agree_on_devices(prepare(config), backend)
 
 
 class Peaked(InlineBackend):

@@ -17,14 +17,14 @@ from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config, Model
 from andon.config.source import quiet_loading
-from andon.console.problems import InputError
-from andon.data.draw import frozen_split
+from andon.console.messages import InputError
+from andon.data.rows import frozen_split
 from andon.data.tokens import byte_tokenizer
-from andon.metrics.confusion import digest_of
+from andon.metrics.scores import digest_of
 from andon.model.adapter import save_base, trainable_parameters
 from andon.run.folder import RunFolder
 from andon.training.build import build_model, build_replicas
-from andon.training.inference import Prediction, evaluate_run, load_run, predict, read_labelled, rows_of
+from andon.training.inference import PredictedTags, Prediction, evaluate_run, load_run, predict, read_labelled, rows_of
 from andon.training.material import prepare
 from andon.training.preview import describe
 from andon.training.rows import read_rows
@@ -117,6 +117,16 @@ def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], Made]) -> N
     assert first.probability != second.probability
     with pytest.raises(InputError, match="has learned from pairs, with a second text in 'about'"):
         list(predict(run, ["red"]))
+
+
+def test_a_text_that_is_cut_counts_once(of_kind: Callable[[str], Made]) -> None:
+    _, _, folder = of_kind(TOKEN_CLASSIFICATION)
+    run = load_run(RunFolder(folder))
+    long, short = predict(run, ["red " * 1000, "a red thing"])
+    assert isinstance(long, PredictedTags)
+    assert isinstance(short, PredictedTags)
+    assert (len(long.tags), long.tags[-1], len(short.tags)) == (1000, None, 3)
+    assert run.tokenizer.truncated == 1
 
 
 def test_labels_above_a_half_are_told_with_their_scores(of_kind: Callable[[str], Made]) -> None:

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import andon
 from andon.cli.commands import app
 from andon.config.load import load_config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.training.preview import describe
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.load import load_config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.run.folder import RunFolder
 from andon.training.material import prepare
 from tests.support.stock import Stock

@@ -14,23 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from andon.backend.base import InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import GroupBackend, InlineBackend
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
-from andon.metrics.confusion import Confusion
-from andon.metrics.scores import scores
+from andon.console.messages import Exit, InputError
+from andon.metrics.scores import Confusion, scores
 from andon.model.masks import Masking
 from andon.run.atomic import json_bytes
-from andon.run.provenance import environment
+from andon.run.summary import environment
 from andon.step.plan import BatchPlan
-from andon.training import notices, run
-from andon.training.notices import idleness, learns_nothing
+from andon.training import material as notices
+from andon.training import run
+from andon.training.material import idleness, learns_nothing
 from andon.training.preview import describe
-from andon.training.run import agree_on_start, clocks_apart
-from andon.training.session import _usable
+from andon.training.run import _usable, agree_on_start, clocks_apart
 from andon.training.trainer import Progress
 from andon_contracts.fields import Real
 from andon_contracts.record import GENESIS, RankPart, Step, StepDigests, encode
@@ -87,7 +84,7 @@ def test_what_would_not_fit_is_said_before_the_run(
     """`andon check` names the key, the size and the limit; it would end the run at its first line, or its last."""
     config = load_config(None, runs.overrides(), {"run.backend": "inline"})
     assert any("rows to train on" in line for line in describe(config))
-    monkeypatch.setattr(f"andon.training.notices.{limit}", 10)
+    monkeypatch.setattr(f"andon.training.material.{limit}", 10)
     with pytest.raises(InputError, match=said):
         list(describe(config))
 

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from andon.config.schema import Run
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.launch import portable
 from andon.launch.portable import FORM, SETTINGS, portable_environment
 from andon.run.folder import RunFolder
@@ -64,7 +63,7 @@ if computes:
 from andon.cli.app import guarded
 from andon.cli.train import run_training
 from andon.inspection.replay import replay_run
-from andon.training import session
+from andon.training import run as session
 from pathlib import Path
 
 def train(backend, workers, folder, entry="andon.training.start:train_rank", resume="never"):

@@ -21,8 +21,7 @@ from torch import nn
 from andon.cli.train import run_training
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.data.tokens import byte_tokenizer
 from andon.model.adapter import save_base
 from andon.model.masks import Masking
@@ -30,9 +29,9 @@ from andon.run.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
 from andon.training.existing import require_same_as_finished
-from andon.training.history import read_history
 from andon.training.inference import load_run
 from andon.training.run import resolved
+from andon.training.trainer import read_history
 from andon_contracts.digest import tree_digest
 from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Step, StepDigests

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from andon.config.load import load_config
-from andon.metrics.confusion import read_confusion
+from andon.metrics.scores import read_confusion
 from andon.run.folder import RunFolder
 from andon.step.step import StepResult
 from andon.training.inference import evaluate_run, load_run, read_labelled
-from andon.training.journal import FolderJournal
 from andon.training.preview import describe
+from andon.training.trainer import FolderJournal
 from andon_contracts.record import Step
 from andon_falsify.claims.ledgers import read_run, verify
 from andon_falsify.verdict import Outcome

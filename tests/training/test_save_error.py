@@ -14,8 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
 from andon.training import run
@@ -46,7 +45,7 @@ def test_a_disk_that_refuses_a_checkpoint_ends_the_run(
         with pytest.raises(InputError, match="step-00000008: cannot be written: the disk is full"):
             runs.inline(tmp_path / "run")
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
-    monkeypatch.setattr("andon.training.journal.prune", refuse)
+    monkeypatch.setattr("andon.training.trainer.prune", refuse)
     with pytest.raises(InputError, match="cannot be read: the disk failed"):
         runs.inline(tmp_path / "other")
 

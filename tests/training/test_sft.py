@@ -16,10 +16,9 @@ import andon
 from andon.cli.commands import app
 from andon.cli.train import run_training
 from andon.config.load import load_config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.data.chat import EncodedRow
-from andon.data.draw import frozen_split
+from andon.data.rows import frozen_split
 from andon.run.folder import RunFolder
 from andon.tasks.sft import SftTask
 from andon.training.inference import answer, evaluate_run, load_run, read_labelled

@@ -17,8 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.config.load import load_config
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.data.chat import EncodedRow, Encoding, encode_each
 from andon.data.conversations import read_conversations
 from andon.data.origins import ALL_ROWS, RowSelection
@@ -215,10 +214,7 @@ FILES = st.lists(st.lists(ROW, min_size=1, max_size=7), min_size=1, max_size=3)
 
 @given(FILES, st.integers(1, 3), st.builds(RowSelection, st.just(True), st.none() | st.integers(1, 9)))
 def test_a_token_file_says_what_the_rows_say(
-    tmp_path_factory: pytest.TempPathFactory,
-    files: list[list[dict[str, Any]]],
-    at_once: int,
-    selection: RowSelection,
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[dict[str, Any]]], at_once: int, selection: RowSelection
 ) -> None:
     folder = tmp_path_factory.mktemp("rows")
     paths = files_of(folder, [[{"prompt": "no answer"}, *rows] for rows in files])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import andon.step.step
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import overview
 from andon.run.folder import RunFolder
@@ -93,6 +92,20 @@ SAID = {
     "one_leaves": f"andon: rank 1 of 2: left by sys.exit(0) in the update of step {AT}, before the end of the run",
     "all_vanish": "andon: ranks 0, 1 of 2 ended with exit code 0 before the end of the run, and left no report",
 }
+
+
+def test_token_ids_are_compared_between_hosts(
+    runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each host has its own token cache. Another token of one row is refused before step 1, and its host named."""
+    entry = "tests.training.entries:other_host"
+    assert runs.train(tmp_path / "same", backend="gloo", workers=2, entry=entry) == 0
+    assert outcome(tmp_path / "same") == outcome(whole)
+    (tmp_path / "differs").touch()
+    shutil.rmtree(tmp_path / "host-b")
+    assert runs.train(tmp_path / "other", backend="gloo", workers=2, entry=entry) == 2
+    assert "the same rows have other token ids on host-b (rank 1) than on" in capfd.readouterr().err
+    assert not (tmp_path / "other" / "ledger.jsonl").exists()
 
 
 @pytest.mark.parametrize("entry", SAID)

@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.config.schema import Run
+from andon.console.messages import InputError, ProblemList
 from andon_contracts.policy import clause, ensure
 from andon_contracts.violation import Finding
 
@@ -76,39 +77,36 @@ Placement = tuple[str, tuple[torch.device, ...], str]
 """The backend to use, a device for each worker, and a note for the user (or "")."""
 
 
-def _explain_placement(
-    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
-) -> Finding:
+def _explain_placement(run: Run, result: Placement) -> Finding:
     chosen, devices, note = result
     shown = f"and says {note!r}" if note else "and says nothing"
-    return Finding(f"{backend} with {workers} workers became {chosen} on {', '.join(map(str, devices))} {shown}")
+    became = f"became {chosen} on {', '.join(map(str, devices))}"
+    return Finding(f"{run.backend} with {run.workers} workers {became} {shown}")
 
 
 @clause("cpu-fallback", _explain_placement)
-def _fallback_is_allowed_and_told(
-    backend: str, workers: int, names: Sequence[str | int] | None, fallback: bool, result: Placement
-) -> bool:
+def _fallback_is_allowed_and_told(run: Run, result: Placement) -> bool:
     """Without a GPU, nccl becomes gloo on the CPU if allowed, and mixed uses CPUs only. Both need a note."""
     chosen, devices, note = result
     on_cpu = all(device.type == "cpu" for device in devices)
-    if chosen != backend or backend == "nccl":
-        same = chosen == backend and not any(device.type == "cpu" for device in devices)
-        return len(devices) == workers and (same or (fallback and chosen == "gloo" and on_cpu and note != ""))
-    return len(devices) == workers and (backend != "mixed" or bool(names) or not on_cpu or note != "")
+    if chosen != run.backend or run.backend == "nccl":
+        same = chosen == run.backend and not any(device.type == "cpu" for device in devices)
+        return len(devices) == run.workers and (
+            same or (run.cpu_fallback and chosen == "gloo" and on_cpu and note != "")
+        )
+    return len(devices) == run.workers and (run.backend != "mixed" or bool(run.devices) or not on_cpu or note != "")
 
 
 @ensure(_fallback_is_allowed_and_told)
-def placement(
-    backend: str, workers: int, names: Sequence[str | int] | None, gpus: int | None = None, *, fallback: bool = False
-) -> Placement:
+def placement(run: Run, gpus: int | None = None) -> Placement:
     """The backend and a device for each worker (F-DP-004). gpus: how many there are (None: ask torch).
 
-    `nccl` without named devices needs a GPU for each worker. With `fallback` it becomes `gloo` on the CPU if there is
-    no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
+    `nccl` without named devices needs a GPU for each worker. With `run.cpu_fallback` it becomes `gloo` on the CPU if
+    there is no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
     """
-    cpu = torch.device("cpu")
-    if names:
-        devices = named_devices(names, gpus)
+    cpu, backend, workers = torch.device("cpu"), run.backend, run.workers
+    if run.devices:
+        devices = named_devices(run.devices, gpus)
         if len(devices) != workers:
             raise InputError(f"run.devices: {len(devices)} devices for {workers} workers")
         if backend == "nccl" and cpu in devices:
@@ -116,8 +114,8 @@ def placement(
         return backend, devices, ""
     count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
-        if count == 0 and not fallback:
-            raise InputError([Problem("run.backend", f"nccl needs a GPU, and torch sees none here; {NO_GPU}")])
+        if count == 0 and not run.cpu_fallback:
+            raise InputError.at("run.backend", f"nccl needs a GPU, and torch sees none here; {NO_GPU}")
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
             return "gloo", (cpu,) * workers, note
@@ -125,7 +123,7 @@ def placement(
             raise InputError(f"run.workers: {workers} workers; torch numbers at most {_MOST_GPUS} GPUs of one host")
         if count < workers:
             what = f"{workers} workers for {count} GPU{'s' * (count > 1)}; nccl needs a GPU for each: --workers {count}"
-            raise InputError([Problem("run.workers", f"{what}, or --backend gloo for CPUs")])
+            raise InputError.at("run.workers", f"{what}, or --backend gloo for CPUs")
         return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
     if backend == "mixed":
         accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1, _MOST_GPUS)))
@@ -156,7 +154,7 @@ def demand_determinism(devices: Sequence[torch.device]) -> None:
     setting = os.environ.setdefault(_CUBLAS, _CUBLAS_SETTINGS[0])
     if setting not in _CUBLAS_SETTINGS:
         what = f"{setting!r} lets cuBLAS give other bits from run to run; set {' or '.join(_CUBLAS_SETTINGS)}"
-        raise InputError([Problem(_CUBLAS, what)])
+        raise InputError.at(_CUBLAS, what)
 
 
 @dataclass(frozen=True)
@@ -240,4 +238,4 @@ def in_gib(size: int) -> str:
 def refuse_without_nccl(backend: str, available: bool | None = None) -> None:
     """Raise `InputError` for `nccl` if torch was built without it. available: None: ask torch."""
     if backend == "nccl" and not (dist.is_nccl_available() if available is None else available):
-        raise InputError([Problem("run.backend", "this torch was built without NCCL; choose gloo, or mixed")])
+        raise InputError.at("run.backend", "this torch was built without NCCL; choose gloo, or mixed")

@@ -10,10 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from andon.console.exits import Exit
-from andon.console.messages import BROKEN_STREAM, not_written, say
-from andon.console.problems import InputError, install_hint, is_panic
-from andon.launch import preemption
+from andon.console.messages import BROKEN_STREAM, Exit, InputError, install_hint, is_panic, not_written, say
+from andon.launch import context as preemption
 from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"

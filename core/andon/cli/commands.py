@@ -22,10 +22,8 @@ from typer import Argument, Context, Option, Typer
 from typer import Exit as Ended
 from typer.core import TyperCommand
 
-from andon.console.exits import Exit
-from andon.console.messages import command_line, module_command, put, say
-from andon.console.problems import InputError, Problem, install_hint
-from andon.launch.orphan import bind_to_parent
+from andon.console.messages import Exit, InputError, Problem, command_line, install_hint, module_command, put, say
+from andon.launch.context import bind_to_parent
 from andon_contracts.liveness.process import exit_text
 
 PLUGINS = "andon.commands"
@@ -173,7 +171,7 @@ def train(
 ) -> None:
     """Train. The result is the same to the bit for every number of workers."""
     if quiet and as_json:
-        raise InputError([Problem("--quiet", "cannot be combined with --json; give one of them")])
+        raise InputError.at("--quiet", "cannot be combined with --json; give one of them")
     progress = "quiet" if quiet else "json" if as_json else None
     flags = {"run.progress": progress, "run.workers": workers, "run.resume": resume, "run.dir": run_dir}
     from andon.cli.train import run_training
@@ -191,7 +189,7 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
 
     target = path if path.suffix in (".yaml", ".yml") and not is_folder(path) else path / "config.yaml"
     if is_there(target):
-        raise InputError([Problem(str(target), "is there already")])
+        raise InputError.at(target, "is there already")
     with storage(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
@@ -294,12 +292,11 @@ def plan(
     from andon.training.choices import placed
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
-        raise InputError([Problem("--gpu-memory", f"must be a number of GiB above 0, is {gpu_memory}")])
+        raise InputError.at("--gpu-memory", f"must be a number of GiB above 0, is {gpu_memory}")
     loaded = load_config(arguments.file, arguments.overrides, arguments.flags)
     parts = [part.strip() for part in workers.split(",")] if workers is not None else []
     if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
-        what = f"must be numbers from 1 to {_MOST_WORKERS}, as in 1,2,4, is {workers!r}"
-        raise InputError([Problem("--workers", what)])
+        raise InputError.at("--workers", f"must be numbers from 1 to {_MOST_WORKERS}, as in 1,2,4, is {workers!r}")
     counts = tuple(dict.fromkeys(map(int, parts)))
     in_a_child("plan")
     from andon.training.forecast import forecast, machine_here
@@ -347,7 +344,7 @@ def evaluate(
     folder = require_run(run)
     path = one_file(file, data)
     if path is None:
-        raise InputError([Problem("DATA", "name a file of rows with labels: andon eval RUN FILE")])
+        raise InputError.at("DATA", "name a file of rows with labels: andon eval RUN FILE")
     require_file(path)
     from andon.training.inference import evaluate_run, load_run, read_labelled
 
@@ -421,19 +418,19 @@ def generate(
     from andon.cli.results import cell, check_output, put_rows, read_lines
     from andon.config.schema import SFT
     from andon.data.conversations import read_prompts
-    from andon.data.labels import text_fault
+    from andon.data.rows import text_fault
     from andon.training.existing import require_run, require_task
 
     folder = require_run(run)
     require_task(folder, (SFT,), "predict")
     if prompt and data is not None:
-        raise InputError([Problem("--data", f"{data} cannot be combined with a prompt; give one of them")])
+        raise InputError.at("--data", f"{data} cannot be combined with a prompt; give one of them")
     check_output(output, data)
     faults = [fault for each in prompt or () if (fault := text_fault(each)) is not None]
     if faults:
         raise InputError([Problem("the prompt", fault) for fault in faults])
     if data is None and prompt_column is not None:
-        raise InputError([Problem("--prompt-column", f"{prompt_column} names a column of a file; add --data")])
+        raise InputError.at("--prompt-column", f"{prompt_column} names a column of a file; add --data")
     prompts: Sequence[Any]
     prompts = prompt or (read_lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column))
     from andon.training.inference import answer, load_run
@@ -465,14 +462,14 @@ def export(
     config = config_of(folder)
     whole = merge or config.adapter.kind == "none"
     if dtype is not None and not whole:
-        raise InputError([Problem("--dtype", "is for --merge; an adapter is written in float32, as it was trained")])
+        raise InputError.at("--dtype", "is for --merge; an adapter is written in float32, as it was trained")
     from andon.training.export import CHECKS, DTYPES, export_run, require_place, result_of
     from andon.training.inference import load_run
 
     chosen = dtype or ("float32" if config.adapter.kind == "none" else config.model.dtype)
     for option, value, known in (("--dtype", chosen, tuple(DTYPES)), ("--check", check, CHECKS)):
         if value not in known:
-            raise InputError([Problem(option, f"{value!r} is not one of {', '.join(known)}")])
+            raise InputError.at(option, f"{value!r} is not one of {', '.join(known)}")
     require_place(target)
     result_of(folder)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
@@ -496,7 +493,7 @@ def show(
 ) -> None:
     """Show a run from start to end, or one step of it, by its ledger."""
     if number is not None and step is not None:
-        raise InputError([Problem("--step", f"is {step}, and the argument is {number}; give one of them")])
+        raise InputError.at("--step", f"is {step}, and the argument is {number}; give one of them")
     from andon.inspection.recorded import open_recorded
     from andon.inspection.show import one_step, overview, texts_of
 
@@ -561,7 +558,7 @@ def report(
     page = f"report{suffix}.html" if run.is_dir() else f"{run.stem}{suffix}.html"
     target = html or (run / page if run.is_dir() else run.with_name(page))
     if target.suffix not in (".html", ".htm"):
-        raise InputError([Problem("--html", f"{target} must end in .html, so that no file of a run is written over")])
+        raise InputError.at("--html", f"{target} must end in .html, so that no file of a run is written over")
     paths = [run] if other is None else [run, other]
     with ThreadPoolExecutor() as threads:  # verify in other processes while this one reads the ledgers
         pending = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]
@@ -588,8 +585,7 @@ def plugin_output(name: str, *arguments: str) -> tuple[int, list[str]] | None:
 
 def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
     def command() -> None:
-        what = f"{error.name} is not installed; {install_hint('falsify')}"
-        raise InputError([Problem(f"andon {point.name}", what)])
+        raise InputError.at(f"andon {point.name}", f"{error.name} is not installed; {install_hint('falsify')}")
 
     return command
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from andon.config.schema import TOKEN_CLASSIFICATION
 from andon.config.source import is_there
-from andon.console.messages import command_line, put, say
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.messages import InputError, ProblemList, command_line, put, say
 from andon.data.formats import encoded, is_table, require_kind
-from andon.data.labels import text_fault
 from andon.data.readers import TEXT_COLUMNS, TextRow, Texts, read_texts
+from andon.data.rows import text_fault
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.training.existing import config_of
@@ -49,7 +48,7 @@ def cell(value: object, output: Path | None) -> object:
 
 def one_file(file: Path | None, data: Path | None) -> Path | None:
     if file is not None and data is not None:
-        raise InputError([Problem("--data", f"{data} and {file}: name one file of texts")])
+        raise InputError.at("--data", f"{data} and {file}: name one file of texts")
     return file if file is not None else data
 
 
@@ -58,11 +57,11 @@ def check_output(output: Path | None, data: Path | None) -> None:
         return
     require_kind(output)
     if is_there(output) and not output.is_file():
-        raise InputError([Problem("--output", f"{output} exists and is not a regular file")])
+        raise InputError.at("--output", f"{output} exists and is not a regular file")
     if not output.parent.is_dir():
-        raise InputError([Problem("--output", f"folder {output.parent} does not exist")])
+        raise InputError.at("--output", f"folder {output.parent} does not exist")
     if data is not None and is_there(data) and is_there(output) and output.samefile(data):
-        raise InputError([Problem("--output", f"{output} is the file that is read; name another")])
+        raise InputError.at("--output", f"{output} is the file that is read; name another")
 
 
 def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
@@ -72,7 +71,7 @@ def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> T
         return read_texts(data, text_column=column, text_pair_column=config.data.text_pair_column, words=words)
     if text_column is not None:
         what = f"names a column of a file, and standard input has a text a line: {_typed(folder, text_column)}"
-        raise InputError([Problem("--text-column", what)])
+        raise InputError.at("--text-column", what)
     texts = read_lines(sys.stdin.buffer)
     first = texts[0]
     fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", first)]

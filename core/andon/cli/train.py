@@ -12,11 +12,9 @@ from typing import Any
 
 from andon.config.load import load_config
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.messages import put, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, put, say
 from andon.integrations.trackers import require
-from andon.launch import preemption
+from andon.launch import context as preemption
 from andon.launch.context import RankContext, is_rank
 from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
@@ -59,18 +57,16 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
     def work(context: RankContext) -> int:
         count = flags.get("run.workers")
         if count not in (None, context.world_size):
-            raise InputError([Problem("--workers", f"{count} were requested, torchrun started {context.world_size}")])
+            raise InputError.at("--workers", f"{count} were requested, torchrun started {context.world_size}")
         config = load_config(config_path, overrides, {**flags, "run.workers": context.world_size})
         if context.rank == 0 and task_notice(config):
             say(task_notice(config))
         config = with_task(config)
         require(config.run.report_to)
         if config.run.backend == "inline":
-            raise InputError(
-                [Problem("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")]
-            )
+            raise InputError.at("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")
         if config.run.dir is None:
-            raise InputError([Problem("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")])
+            raise InputError.at("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")
         if context.rank == 0 and config.run.max_restarts:
             say("run.max_restarts is not used here: torchrun restarts its ranks itself (torchrun --max-restarts N)")
         if context.rank == 0 and count is None:

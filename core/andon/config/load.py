@@ -1,19 +1,140 @@
-"""Loads a configuration from a YAML file, `--set` overrides and flags, and reports all problems at once. Generates the
-commented configuration of `andon init` from the schema."""
+"""Loads a configuration from an untrusted YAML file, `--set` overrides and flags, and reports all problems at once.
+
+Parsing a file cannot run code or use much memory. Scalars follow YAML 1.2's core schema, so `1e-3` is a number and `no`
+a string. Tags and duplicate keys are refused, and the limits count an alias each time it is used. A key either defines
+the run, and must stay the same on resume, or only places it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from andon.config.document import MOST_BYTES, KeyPath, dump, parse
-from andon.config.schema import ONE_FILE, SEVERAL_FILES, Config, Section, TrainFile
+from andon.config.schema import CLASSIFICATION, ONE_FILE, SEVERAL_FILES, Config, Run, Section, TrainFile
 from andon.config.source import require_file
-from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
+from andon.console.messages import InputError, Problem, ProblemList, did_you_mean, reading, shown
+
+MOST_BYTES = 2**18
+MOST_VALUES = 10_000
+DEEPEST = 32
+_LONGEST_NUMBER = 400
+
+KeyPath = tuple[str, ...]
+
+_PREFIX = "tag:yaml.org,2002:"
+_PATTERNS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+_READERS: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
+    "bool": lambda text: {"true": True, "false": False}[text.lower()],
+    "int": lambda text: int(text, 0) if text[:2] in ("0o", "0x") else int(text),
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+    "str": str,
+}
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """Scalars as YAML 1.2's core schema reads them."""
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+
+
+_CoreLoader.yaml_implicit_resolvers = {
+    None: [(f"{_PREFIX}{kind}", re.compile(rf"(?:{pattern})\Z")) for kind, pattern in _PATTERNS.items()]
+}
+_CoreDumper.yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | _CoreLoader.yaml_implicit_resolvers
+
+
+def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[KeyPath, int]]:
+    """Parse the one document in `text` to dicts, lists and scalars; also return the line (from 1) of each key path.
+
+    Tags, duplicate keys and bad scalars are added to `problems` at `where`:LINE, without their values. Raises
+    `InputError` for text that is malformed, too long, too deep, or expands to too many values.
+    """
+    if len(text) > MOST_BYTES:
+        raise InputError.at(where, f"is longer than {MOST_BYTES} characters ({len(text)})")
+    too_deep = f"is nested deeper than {DEEPEST} levels"
+    try:
+        root = yaml.compose(text, Loader=_CoreLoader)
+    except RecursionError as error:
+        raise InputError.at(where, too_deep) from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "context", None) or str(error).splitlines()[0]
+        place, column = (where, "") if mark is None else (f"{where}:{mark.line + 1}", f" at column {mark.column + 1}")
+        raise InputError.at(place, f"malformed YAML: {what}{column}") from error
+    lines: dict[KeyPath, int] = {}
+    visited = 0
+
+    def read(node: yaml.Node, path: KeyPath) -> Any:
+        """Convert a node. A node that aliases repeat is converted, and counted, each time."""
+        nonlocal visited
+        visited += 1
+        place = f"{where}:{node.start_mark.line + 1}"
+        if visited > MOST_VALUES:
+            raise InputError.at(place, f"holds more than {MOST_VALUES} values, aliases expanded")
+        kind = node.tag.removeprefix(_PREFIX)
+        collection = isinstance(node, yaml.CollectionNode)
+        if len(path) + collection > DEEPEST:
+            raise InputError.at(place, too_deep)
+        if isinstance(node, yaml.MappingNode) and kind == "map":
+            mapping: dict[str, Any] = {}
+            for key, value in node.value:
+                line = key.start_mark.line + 1
+                if not isinstance(key, yaml.ScalarNode):
+                    problems.add(f"{where}:{line}", "a key must be a word")
+                    continue
+                own = (*path, key.value)
+                if key.value in mapping:
+                    problems.add(f"{where}:{line} {'.'.join(own)}", f"is there already, on line {lines[own]}")
+                else:
+                    lines[own] = line
+                    mapping[key.value] = read(value, own)
+            return mapping
+        if isinstance(node, yaml.SequenceNode) and kind == "seq":
+            paths = [(*path, str(number)) for number in range(len(node.value))]
+            lines.update(zip(paths, (item.start_mark.line + 1 for item in node.value), strict=True))
+            return [read(item, own) for item, own in zip(node.value, paths, strict=True)]
+        fault = f"the tag !{kind} is not supported"
+        if kind in _READERS and not collection:
+            try:
+                if kind == "str" or len(node.value) <= _LONGEST_NUMBER:
+                    return _READERS[kind](node.value)
+                fault = f"too long a number ({shown(node.value)})"
+            except (ValueError, KeyError):
+                fault = f"{shown(node.value)} is not a valid {kind}"
+        problems.add(f"{place} {'.'.join(path)}".rstrip(), fault)
+        return None
+
+    return None if root is None else read(root, ()), lines
+
+
+def dump(value: Any, *, flow: bool = False) -> str:
+    """YAML that `parse` reads back to the same plain values. Keeps the order of keys. flow: on one line."""
+
+    def written(*, readable: bool) -> Any:
+        return yaml.dump(
+            value, Dumper=_CoreDumper, sort_keys=False, allow_unicode=readable, width=10**6, default_flow_style=flow
+        )
+
+    text: str = written(readable=True)
+    # Unescaped line breaks of YAML 1.1 would be read back as spaces.
+    return str(written(readable=False)) if re.search("[\x85\u2028\u2029]", text) else text
+
 
 _HEAD = """\
 # Every setting of a run at its default. Keys that are left out keep their defaults.
@@ -162,19 +283,17 @@ def to_yaml(config: Config) -> str:
 
 def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     require_file(path, empty=True)
+    with reading(path), path.open("rb") as file:
+        content = file.read(4 * MOST_BYTES + 4)
     try:
-        with path.open("rb") as file:
-            content = file.read(4 * MOST_BYTES + 4)
         text = content.decode("utf-8-sig")
-    except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror or error}")]) from error
     except UnicodeDecodeError as error:
         what = f"not UTF-8: byte 0x{content[error.start]:02x} at byte {error.start} of the file"
         line = content[: error.start].count(b"\n") + 1
-        raise InputError([Problem(f"{path}:{line}", what)]) from error
+        raise InputError.at(f"{path}:{line}", what) from error
     values, lines = parse(text, str(path), problems)
     if not isinstance(values, dict | None):
-        raise InputError([Problem(f"{path}:1", f"must hold keys and values, is {shown(values)}")])
+        raise InputError.at(f"{path}:1", f"must hold keys and values, is {shown(values)}")
     return values or {}, lines
 
 
@@ -215,7 +334,9 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
     if kind == "string_unicode":
         return f"is not UTF-8 ({shown(value)}); a configuration is UTF-8, so rename the file or folder"
     if kind == "literal_error":
-        choices = str(context["expected"])
+        section: Any = getattr(Config(), key_path[0])
+        automatic = "'auto', " if key_path[-1] in getattr(section, "automatic", ()) else ""
+        choices = f"{automatic}{context['expected']}"
         names = choices.replace(" or ", ", ").replace("'", "").split(", ")
         return f"must be {choices} ({shown(value)}){did_you_mean(value, names) if isinstance(value, str) else ''}"
     if kind in _BOUNDS:
@@ -265,3 +386,66 @@ def _entries(values: Section, indent: str) -> Iterator[str]:
             value = "auto" if automatic else dump([plain[name]], flow=True).strip()[1:-1]
             setting = f"{indent}{name}: {value}"
             yield f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting
+
+
+NAMING = frozenset(
+    f"data.{key}" for key in ("train", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
+) | {"model.base", "model.revision"}
+"""Keys that name data and models. These may move, so the digests of their contents are compared instead."""
+PLACING = NAMING.union(
+    ("data.cache", "training.keep_checkpoints", "training.checkpoint_every", "training.checkpoint_minutes"),
+    ("contracts.enabled", "contracts.base_every", "contracts.audit_every", "contracts.audit_coverage"),
+    (f"run.{key}" for key in Run.model_fields if key != "portable"),
+)
+"""Keys that may change between a run and its resume."""
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """JSON values, by dotted key, that define the run: every key that is not in `PLACING`, and some derived ones.
+
+    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `data.weights`: weights of the
+    training files, unless it is one file of weight 1. `run.device_kind`: results have the same bits on any number of
+    devices of one kind, but not across kinds.
+    """
+    defining = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
+    defining["task"] = config.task or CLASSIFICATION
+    if config.training.compile == "off":
+        # Recomputing changes bits only in compiled passes, where other operations may be fused.
+        defining.pop("training.activation_checkpointing", None)
+    weights = [file.weight for file in config.data.files]
+    if weights not in ([], [1.0]):
+        defining["data.weights"] = weights
+    return defining | {
+        "data.embedded": config.data.train is None,
+        "model.embedded": config.model.base is None,
+        "run.device_kind": device_kind(config.run),
+    }
+
+
+def by_dotted_key(config: Config) -> dict[str, Any]:
+    """Every setting of `config` as a JSON value."""
+    values: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        values |= {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+    return values
+
+
+def device_kind(run: Run) -> str:
+    """The kind of a run's devices: cpu, cuda or mixed."""
+    if run.devices:
+        kinds = {"cpu" if str(name) == "cpu" else "cuda" for name in run.devices}
+        return kinds.pop() if len(kinds) == 1 else "mixed"
+    return {"nccl": "cuda", "mixed": "mixed"}.get(run.backend, "cpu")
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, value before, value now) of each key that differs, sorted; None for a key that is absent."""
+    return [
+        (key, was.get(key), now.get(key)) for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)
+    ]
+
+
+def config_digest(config: Config) -> str:
+    """SHA-256 (hex) of `identity(config)`: the same wherever the run is placed."""
+    text = json.dumps(identity(config), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, is_panic, shown
+from andon.console.messages import InputError, ProblemList, did_you_mean, is_panic, shown
 from andon_contracts.legible import legible_line
 
 _MOST_FILES = 10_000
@@ -48,7 +48,7 @@ def require_file(path: Path, *, empty: bool = False) -> None:
         fault = f"cannot be read: {error.strerror or error}"
     except ValueError as error:
         fault = f"is not a path: {error}"
-    raise InputError([Problem(where, fault)])
+    raise InputError.at(where, fault)
 
 
 def is_there(path: Path) -> bool:
@@ -66,7 +66,7 @@ def _answered(path: Path, question: Callable[[], bool]) -> bool:
         return question()
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else str(error)
-        raise InputError([Problem(str(path), f"cannot be read: {what}")]) from error
+        raise InputError.at(path, f"cannot be read: {what}") from error
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def loading(source: str, where: str, what: str = "") -> Iterator[None]:
             raise
         reason = " ".join(str(error).split()) or type(error).__name__
         named = f"the {what} of {source!r}" if what else repr(source)
-        raise InputError([Problem(where, f"cannot load {named}: {reason[:_LONGEST_REASON]}")]) from error
+        raise InputError.at(where, f"cannot load {named}: {reason[:_LONGEST_REASON]}") from error
 
 
 @contextmanager
@@ -167,6 +167,8 @@ def _settings_faults(path: Path) -> Iterator[str]:
     except (ValueError, RecursionError):
         return  # the code that reads the file reports this
     if not isinstance(content, dict):
+        if path.name == "config.json":
+            yield f"must hold settings by name, is {shown(content)}"
         return
     weights = content.get("weight_map") if path.name.endswith(".index.json") else None
     names = weights.values() if isinstance(weights, dict) else ()

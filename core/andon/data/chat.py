@@ -20,7 +20,7 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal
 
-from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.console.messages import InputError, ProblemList, shown
 from andon.data.conversations import ANSWERS, Conversation, Form, Message
 from andon.data.tokens import Tokenizer
 from andon_contracts.legible import legible_line
@@ -140,8 +140,8 @@ def encode_each(
     trained tokens, a tokenizer without a chat template that `messages` need.
     """
     if max_length < 2:
-        raise InputError(
-            [Problem("model.max_length", f"must be at least 2: the first token is never predicted ({max_length})")]
+        raise InputError.at(
+            "model.max_length", f"must be at least 2: the first token is never predicted ({max_length})"
         )
     encoder = _Encoder(tokenizer, form, train_on)
     problems, all_ = ProblemList(skips=skip_bad), _Batch()
@@ -190,7 +190,7 @@ def encode_prompt(tokenizer: Tokenizer, form: Form, messages: Sequence[Message])
         ids = tokenizer.plain_ids([encoder.text(prompt.messages, asks=True)])[0]
         return [*encoder.opening_of(ids), *ids]
     except TemplateFault as error:
-        raise InputError([Problem(prompt.where, str(error))]) from error
+        raise InputError.at(prompt.where, str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class _Encoder:
         if not self.templated and not self._literal and form in ("messages", "prompt and completion as messages"):
             what = "the tokenizer has no chat template, which says how messages are written"
             remedy = "take a model that has one, put chat_template.jinja into its folder, or give prompt and completion"
-            raise InputError([Problem("model.base", f"{what}: {remedy}")])
+            raise InputError.at("model.base", f"{what}: {remedy}")
         added = base.added_tokens_decoder
         self._special = {id_ for id_, token in added.items() if token.special} | {*base.all_special_ids}
         self._spelled = _any_of(() if self._literal else base.convert_ids_to_tokens(sorted(self._special)))
@@ -271,9 +271,7 @@ class _Encoder:
         if not self.templated:
             self._closing = base.eos_token_id
             if self._closing is None:
-                raise InputError(
-                    [Problem("model.base", "the tokenizer has no end token (eos_token) to close a row with")]
-                )
+                raise InputError.at("model.base", "the tokenizer has no end token (eos_token) to close a row with")
             begins = base.bos_token_id is not None
             if begins and (self._literal or base("a")["input_ids"][:1] == [base.bos_token_id]):
                 self.opening = [base.bos_token_id]
@@ -609,4 +607,4 @@ def _words(error: Exception) -> str:
 
 
 def _refused(what: str) -> InputError:
-    return InputError([Problem("model.base", f"the chat template {what}")])
+    return InputError.at("model.base", f"the chat template {what}")

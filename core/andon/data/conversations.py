@@ -14,11 +14,10 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from andon.console.problems import ProblemList, did_you_mean, shown
+from andon.console.messages import ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import column_fault, must_be
 from andon.data.origins import ALL_ROWS, Origins, RowSelection
-from andon.data.rows import Examples
+from andon.data.rows import Examples, column_fault, must_be
 
 Form = Literal["messages", "prompt and completion", "prompt and completion as messages", "text"]
 """The format of a data set's rows; all of them have the same one."""

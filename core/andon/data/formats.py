@@ -14,14 +14,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from andon.config.source import require_file
-from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
+from andon.console.messages import InputError, ProblemList, install_hint, reading, shown
 
 LONGEST_LINE = 64 * 2**20
 """The line length limit in bytes."""
@@ -90,11 +89,10 @@ def open_table(path: Path, problems: ProblemList) -> Table:
     """
     kind = KINDS.get(path.suffix.lower())
     if kind is None and not path.is_dir():
-        what = f"unknown kind of file {path.suffix!r}; known are {', '.join(KINDS)}"
-        raise InputError([Problem(str(path), what)])
+        raise InputError.at(path, f"unknown kind of file {path.suffix!r}; known are {', '.join(KINDS)}")
     require_file(path)
     assert kind is not None
-    with _readable(path):
+    with reading(path):
         cached = _open_file.pop() if _open_file else None
         file = None if cached is None else cached.file
         if file is not None and identity_of(os.fstat(file.fileno())) != identity_of(path.stat()):
@@ -113,25 +111,17 @@ def identity_of(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror or error}")]) from error
-
-
 def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int, str]]:
     """Yield (number from 1, text with its line end) of each line of a UTF-8 file, from its start, in bounded memory.
 
     Drops a leading byte order mark. A line that is not UTF-8 or has a NUL byte is reported to `note`, with the offset
     of the bad byte, and skipped. Raises `InputError` for UTF-16, read errors and lines longer than `LONGEST_LINE`.
     """
-    with _readable(path):
+    with reading(path):
         file.seek(0)
         start = file.read(3)
         if start[:2] in _WIDE:
-            raise InputError([Problem(str(path), f"is {_WIDE[start[:2]]}; save it as UTF-8")])
+            raise InputError.at(path, f"is {_WIDE[start[:2]]}; save it as UTF-8")
         offset, number = 3 if start == codecs.BOM_UTF8 else 0, 0
         file.seek(offset)
         while line := file.readline(LONGEST_LINE):
@@ -149,8 +139,7 @@ def numbered_lines(path: Path, file: BinaryIO, note: Note) -> Iterator[tuple[int
                     yield number, text
             offset += len(line)
             if len(line) == LONGEST_LINE and not line.endswith(b"\n"):
-                what = f"longer than {LONGEST_LINE} bytes; nothing after it was read"
-                raise InputError([Problem(f"{path}:{number}", what)])
+                raise InputError.at(f"{path}:{number}", f"longer than {LONGEST_LINE} bytes; nothing after it was read")
 
 
 def _first_line(path: Path, file: BinaryIO) -> str:
@@ -269,7 +258,7 @@ def _with_header(path: Path, rows: Cells, problems: ProblemList) -> Table:
         problems.add(problem.where, problem.what)
     if header is None:
         problems.raise_if_any()
-        raise InputError([Problem(str(path), "has no header row")])
+        raise InputError.at(path, "has no header row")
     columns = tuple(header[1])
     for name, count in Counter(columns).items():
         if count > 1:
@@ -332,7 +321,7 @@ def parquet(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
     try:
         opened = arrow_parquet.ParquetFile(file)
     except (arrow.ArrowException, OSError) as error:
-        raise InputError([Problem(str(path), f"is not a Parquet file: {error}")]) from error
+        raise InputError.at(path, f"is not a Parquet file: {error}") from error
 
     def records() -> Iterator[Record]:
         number = 0
@@ -343,8 +332,7 @@ def parquet(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
             except StopIteration:
                 return
             except (arrow.ArrowException, OSError, ValueError) as error:
-                what = f"is damaged after row {number}: {str(error).strip()}"
-                raise InputError([Problem(str(path), what)]) from error
+                raise InputError.at(path, f"is damaged after row {number}: {str(error).strip()}") from error
             for fields in rows:
                 number += 1
                 yield Record(number, fields)
@@ -356,8 +344,7 @@ def _arrow(path: Path, doing: str) -> tuple[Any, Any]:
     try:
         return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        what = f"{doing} Parquet needs pyarrow; {install_hint('parquet')}"
-        raise InputError([Problem(str(path), what)]) from error
+        raise InputError.at(path, f"{doing} Parquet needs pyarrow; {install_hint('parquet')}") from error
 
 
 KINDS: dict[str, Callable[[Path, BinaryIO, ProblemList], Table]] = {
@@ -381,7 +368,7 @@ def require_kind(path: Path) -> None:
     """Raise `InputError` for an unknown file suffix, or for Parquet without pyarrow."""
     known = (*_LINES, *_DELIMITERS, ".parquet")
     if path.suffix.lower() not in known:
-        raise InputError([Problem(str(path), f"unknown kind of file {path.suffix!r}; written are {', '.join(known)}")])
+        raise InputError.at(path, f"unknown kind of file {path.suffix!r}; written are {', '.join(known)}")
     if path.suffix.lower() == ".parquet":
         _arrow(path, "writing")
 
@@ -401,7 +388,7 @@ def encoded(path: Path, records: Iterable[Mapping[str, object]]) -> Iterator[byt
             sink = arrow.BufferOutputStream()
             arrow_parquet.write_table(arrow.Table.from_pylist([_flat(record) for record in remaining]), sink)
         except arrow.ArrowException as error:
-            raise InputError([Problem(str(path), f"Parquet cannot hold this: {error}")]) from error
+            raise InputError.at(path, f"Parquet cannot hold this: {error}") from error
         yield bytes(sink.getvalue())
         return
     header = is_table(path)

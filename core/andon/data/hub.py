@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, command_line
 
 _ANSWER_S = 10.0
 
@@ -29,7 +28,7 @@ def at_hand(base: str, revision: str | None = None) -> str:
         else:
             fetch = ("hf", "download", base, *(() if revision is None else ("--revision", revision)))
             what += f" and not in the hub's cache; fetch it first: {command_line(*fetch)}"
-        raise InputError([Problem("model.base", what)]) from error
+        raise InputError.at("model.base", what) from error
 
 
 def require_on_hub(name: str, revision: str | None = None) -> None:
@@ -40,7 +39,7 @@ def require_on_hub(name: str, revision: str | None = None) -> None:
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
     if Path(name).exists():
-        raise InputError([Problem("model.base", f"{name!r} is a file; give the model's folder")])
+        raise InputError.at("model.base", f"{name!r} is a file; give the model's folder")
     at = "" if revision is None else f" at revision {revision!r}"
     try:
         if not isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
@@ -60,4 +59,4 @@ def require_on_hub(name: str, revision: str | None = None) -> None:
         return  # other HTTP errors: loading retries those that may be transient
     except Exception as error:  # noqa: BLE001 - the hub client's HTTP library varies
         why = f"the hub could not be reached ({type(error).__name__}: {error})"
-    raise InputError([Problem("model.base", f"{name!r} is not a local folder, and {why}")])
+    raise InputError.at("model.base", f"{name!r} is not a local folder, and {why}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from andon.config.source import require_file
-from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.console.messages import InputError, Problem, ProblemList, shown
 from andon.data.formats import Record, Table, identity_of, open_table
 
 Parsed = TypeVar("Parsed")
@@ -58,7 +58,7 @@ def stamps(paths: Sequence[Path]) -> list[Stamp]:
 def require_unchanged(paths: Sequence[Path], *before: Sequence[Stamp]) -> None:
     """Raise `InputError` if the current stamps of `paths` differ from any list of stamps in `before`."""
     if any(stamps(paths) != each for each in before):
-        raise InputError([Problem(", ".join(map(str, paths)), "has changed while it was read; start again")])
+        raise InputError.at(", ".join(map(str, paths)), "has changed while it was read; start again")
 
 
 class Origins:
@@ -114,8 +114,7 @@ class Origins:
             with closing(open_table(path, problems)) as table:
                 begin(table)
                 if any(path.resolve() == other.resolve() for other, _ in self._files):
-                    what = "is named twice; to have its rows twice give it the weight 2"
-                    raise InputError([Problem(str(path), what)])
+                    raise InputError.at(path, "is named twice; to have its rows twice give it the weight 2")
                 self._files.append((path, table.unit))
                 self.stamps += stamps([path])
                 self.notes += [f"note: {path}: {table.note}"] if table.note else []

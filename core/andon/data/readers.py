@@ -11,11 +11,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from andon.config.load import FLAGS
-from andon.console.problems import InputError, Problem, ProblemList, did_you_mean, shown
+from andon.console.messages import InputError, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.labels import class_of, column_fault, label_set_of, same_kind, target_of, text_fault
 from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
-from andon.data.rows import DataSet, LabelSets, Row, Tagged, Targets, TextRows
+from andon.data.rows import (
+    DataSet,
+    LabelSets,
+    Row,
+    Tagged,
+    Targets,
+    TextRows,
+    class_of,
+    column_fault,
+    label_set_of,
+    same_kind,
+    target_of,
+    text_fault,
+)
 
 Kind = TypeVar("Kind", bound=TextRows[Any])
 
@@ -64,8 +76,7 @@ def read(
         parse = partial(_tagged_words, text_column or TOKENS, label_column or TAGS, labels)
     else:
         if text_pair_column is not None and text_pair_column in (text_column, label_column):
-            what = f"{text_pair_column!r} is named for something else too"
-            raise InputError([Problem("data.text_pair_column", what)])
+            raise InputError.at("data.text_pair_column", f"{text_pair_column!r} is named for something else too")
         usual = (*LABEL_COLUMNS, "labels") if kind is LabelSets else LABEL_COLUMNS
         columns = {"text": _candidates(text_column, TEXT_COLUMNS), "label": _candidates(label_column, usual)}
         columns |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
@@ -258,7 +269,7 @@ def read_texts(
         columns |= dict.fromkeys(row.fields)
         empty = False
     if empty:
-        raise InputError([Problem(str(path), "has no rows")])
+        raise InputError.at(path, "has no rows")
     return Texts(tuple(columns), rows)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from andon.data.conversations import Conversation, ConversationSet, Message
-from andon.data.draw import Draw
+from andon.data.rows import Draw
 
 TRAIN_ROWS = 3200
 EVAL_ROWS = 400

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from andon.data.draw import Draw
-from andon.data.rows import DataSet, Row
+from andon.data.rows import DataSet, Draw, Row
 
 SSC_LABELS = ("safe", "needs-quoting", "non-deterministic", "non-idempotent", "unsafe")
 """The classes by number (seed: `SSC_LABELS`)."""

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from andon.config.source import loading
-from andon.console.problems import InputError, Problem, ProblemList, is_panic, shown
+from andon.console.messages import InputError, Problem, ProblemList, is_panic, shown
 from andon.data.hub import require_on_hub
-from andon.data.labels import text_fault
+from andon.data.rows import text_fault
 from andon_contracts.legible import legible_line
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ class Tokenizer:
     drops trailing padding ids (a text that ends in the literal padding token, or an end token that is also the padding
     token), and replaces an encoding that is then empty by one unknown or end token.
 
-    truncated: the number of texts truncated so far.
+    truncated: the number of texts truncated so far. read: the digests of the token files read so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, pad_id: int, empty_id: int) -> None:
         assert pad_id != empty_id, "an empty text must not become padding"
         self.base, self.pad_id, self._empty_id = tokenizer, pad_id, empty_id
         self.vocab_size = max(*tokenizer.get_vocab().values(), pad_id, empty_id) + 1
-        self.truncated = 0
+        self.truncated, self.read = 0, list[str]()
         with tempfile.TemporaryDirectory() as folder:
             self._write(Path(folder))
             self.digest = _files_digest(Path(folder))
@@ -92,12 +92,12 @@ class Tokenizer:
         encode, and with `words` for a tokenizer without offsets.
         """
         if words and not self.base.is_fast:
-            raise InputError([Problem("model.base", "its tokenizer does not say where in a text a token is")])
+            raise InputError.at("model.base", "its tokenizer does not say where in a text a token is")
         options = {"return_offsets_mapping": True} if words else {}
         least = self.base.num_special_tokens_to_add(pair=pairs is not None) + (pairs is not None)
         if max_length <= least:
             kind = "this tokenizer" if pairs is None else "pairs of texts and this tokenizer"
-            raise InputError([Problem("model.max_length", f"must be more than {least} for {kind} ({max_length})")])
+            raise InputError.at("model.max_length", f"must be more than {least} for {kind} ({max_length})")
         tokens: list[list[int]] = []
         types: list[list[int]] = []
         firsts: list[list[int]] = []
@@ -247,7 +247,7 @@ class Tokenizer:
                         raise
                     where, why = f"text {place}", f"{why}: {shown(text)}"
                     break
-            raise InputError([Problem(where, why)]) from error
+            raise InputError.at(where, why) from error
 
     def save(self, folder: Path, max_length: int | None = None, side: str = "right") -> None:
         """Write the tokenizer's files into `folder`, without the truncation state that `encode` leaves in it.
@@ -345,7 +345,7 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
     Without a padding token, the end, unknown or begin token pads. Raises `InputError` if all are missing.
     """
     if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
-        raise InputError([Problem("model.base", f"folder {path_or_hub_id!r} does not exist")])
+        raise InputError.at("model.base", f"folder {path_or_hub_id!r} does not exist")
     if not local_only:
         require_on_hub(path_or_hub_id, revision)
     from transformers import AutoTokenizer
@@ -356,12 +356,12 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
         )
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             what = f"the tokenizer of {path_or_hub_id!r} knows no token but special ones: are its files there?"
-            raise InputError([Problem("model.base", what)])
+            raise InputError.at("model.base", what)
         special = {name: getattr(tokenizer, f"{name}_token_id") for name in ("pad", "eos", "unk", "bos", "sep")}
         pad_id = next((special[name] for name in ("pad", "eos", "unk", "bos") if special[name] is not None), None)
         if pad_id is None:
             what = f"the tokenizer of {path_or_hub_id!r} has no padding token and no end token to pad with"
-            raise InputError([Problem("model.base", what)])
+            raise InputError.at("model.base", what)
         others = [special[name] for name in ("unk", "eos", "sep", "bos")]
         least = min(set(tokenizer.get_vocab().values()) - {pad_id})
         empty_id = next((id_ for id_ in others if id_ is not None and id_ != pad_id), least)

@@ -11,13 +11,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from andon.config.identity import NAMING, by_dotted_key, config_digest, differences, identity
-from andon.config.load import load_config
+from andon.config.load import NAMING, by_dotted_key, config_digest, differences, identity, load_config
 from andon.config.schema import Config
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.inspection.recorded import Recorded, open_recorded
-from andon.run.provenance import read_provenance
-from andon.run.repeats import REPEATED, Difference, lacks, shown
+from andon.run.ledger import REPEATED, Difference, lacks, shown
+from andon.run.summary import read_provenance
 from andon.training.existing import config_of
 from andon_contracts.record import Start
 
@@ -239,7 +238,7 @@ def tensors_apart(one: Path, other: Path) -> Iterator[str]:
     try:
         first, second = load_checkpoint(one).tensors, load_checkpoint(other).tensors
     except CheckpointError as error:
-        raise InputError([Problem("", str(error))]) from error
+        raise InputError.at("", str(error)) from error
     shared = sorted(first.keys() & second.keys())
     changed = [name for name in shared if not same(first[name], second[name])]
     extra = [len(each) - len(shared) for each in (first, second)]

@@ -21,9 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from andon.console.exits import Exit
-from andon.console.messages import module_command
-from andon.console.problems import InputError, install_hint
+from andon.console.messages import Exit, InputError, install_hint, module_command
 from andon.launch.fork_server import require_sockets
 from andon_contracts.fingerprint import environment, version_of
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.source import is_folder, is_there
-from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem, did_you_mean
+from andon.console.messages import InputError, command_line, did_you_mean, reading
 from andon.inspection.recorded import open_recorded
 from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.record import Broken
@@ -33,7 +32,7 @@ def explain(path: Path) -> Iterator[str]:
     elif not is_there(path):
         name = str(path)
         if name not in CLAUSES:
-            raise InputError([Problem(name, f"no such run, bundle or check{did_you_mean(name, CLAUSES)}")])
+            raise InputError.at(name, f"no such run, bundle or check{did_you_mean(name, CLAUSES)}")
         yield from (name, *_promise(CLAUSES[name]), f"  likely   {CLAUSES[name].likely or 'not known'}")
     elif is_folder(path) and not (path / "ledger.jsonl").exists() and (files := sorted(path.glob("*.json"))):
         for file in files:
@@ -46,7 +45,7 @@ def _run(path: Path) -> Iterator[str]:
     recorded = open_recorded(path)
     broken = [record for record in recorded.records if isinstance(record, Broken)]
     if not broken:
-        raise InputError([Problem(str(path), "its ledger has no violation to explain")])
+        raise InputError.at(path, "its ledger has no violation to explain")
     # Only a run folder of `andon train` can be replayed.
     repeatable = recorded.folder is not None and (recorded.start is None or recorded.start.writer is None)
     for record in broken:
@@ -60,18 +59,13 @@ def _run(path: Path) -> Iterator[str]:
 
 
 def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
-    try:
+    with reading(path, "is not a bundle"):
         body = _mapping(read_json(path, follow=named))
-    except OSError as error:
-        raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
-    except ValueError as error:
-        raise InputError([Problem(str(path), f"is not a bundle: {error}")]) from error
     try:
         del body["record"]["v"]
         record = Broken.from_json(body["record"])
     except (KeyError, AttributeError, TypeError, ValueError) as error:
-        problem = f"is not a bundle: it has no record of a violation ({error})"
-        raise InputError([Problem(str(path), problem)]) from error
+        raise InputError.at(path, f"is not a bundle: it has no record of a violation ({error})") from error
     yield from _lines(record, body)
     yield from _of_ranks(path.with_suffix(""), record.tensor)
     for name, value in sorted(_mapping(body.get("versions")).items()):

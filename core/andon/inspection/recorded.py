@@ -17,11 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from andon.config.source import is_folder
-from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, command_line
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerError
-from andon.run.repeats import REPEATED, Difference, differing, lacks
+from andon.run.ledger import REPEATED, Difference, LedgerError, differing, lacks
 from andon_contracts.record import GENESIS, MAX_LINE, Record, Resume, Retraction, Start, Step, chain, read_lines
 from andon_contracts.untrusted import open_regular
 
@@ -190,13 +188,11 @@ def open_recorded(path: Path, *, facts: bool = False) -> Recorded:
         return _read(path, ledger, folder, facts=facts)
     except FileNotFoundError:
         what = "no such run" if folder is None else f"holds no run: it has no {ledger.name}"
-        raise InputError([Problem(str(path), what)]) from None
+        raise InputError.at(path, what) from None
     except OSError as error:
-        raise InputError([Problem(str(ledger), f"cannot be read: {error.strerror}")]) from error
+        raise InputError.at(ledger, f"cannot be read: {error.strerror}") from error
     except LedgerError as error:
-        raise InputError(
-            [Problem("", f"{error}; for all that is wrong: {command_line('andon', 'verify', path)}")]
-        ) from error
+        raise InputError.at("", f"{error}; for all that is wrong: {command_line('andon', 'verify', path)}") from error
 
 
 def _read(path: Path, ledger: Path, folder: RunFolder | None, *, facts: bool) -> Recorded:

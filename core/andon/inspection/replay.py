@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem
 from andon.inspection.difference import OTHER_MACHINE, Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.launch.launcher import launch
 from andon.launch.portable import portable_environment
 from andon.run.folder import RunFolder
-from andon.run.repeats import Difference, apart, differing, shown
+from andon.run.ledger import Difference, apart, differing, shown
 from andon.training.existing import config_at_hand
 
 if TYPE_CHECKING:
-    from andon.training.session import Session
+    from andon.training.run import Session
 
 _RESULT = "replay.json"  # rank 0 of a process group writes the outcome to this file
 
@@ -47,7 +46,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     """
     recorded = open_recorded(path)
     if recorded.folder is None or not recorded.folder.config.exists():
-        raise InputError([Problem(str(path), "is a ledger alone; to do steps again takes the run's folder")])
+        raise InputError.at(path, "is a ledger alone; to do steps again takes the run's folder")
     first, last = read_range(steps, recorded)
     config = settings(recorded.folder, workers, backend)
     if config.run.backend == "inline":
@@ -74,14 +73,14 @@ def read_range(text: str, recorded: Recorded) -> tuple[int, int]:
     """First and last step of `A:B`, `A`, `A:` or `:B`. Raises `InputError` for steps that the ledger does not have."""
     steps = list(recorded.trajectory)
     if not steps:
-        raise InputError([Problem(str(recorded.ledger), "it has no steps to do again")])
+        raise InputError.at(recorded.ledger, "it has no steps to do again")
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or not (match[1] or match[2]):
-        raise InputError([Problem("--steps", f"{text!r} is not a range of steps; write A:B, as in 3:7")])
+        raise InputError.at("--steps", f"{text!r} is not a range of steps; write A:B, as in 3:7")
     first = int(match[1]) if match[1] else steps[0]
     last = int(match[3]) if match[3] else (steps[-1] if match[2] else first)
     if not steps[0] <= first <= last <= steps[-1]:
-        raise InputError([Problem("--steps", f"{text} is not within {steps[0]}:{steps[-1]}, which the ledger has")])
+        raise InputError.at("--steps", f"{text} is not within {steps[0]}:{steps[-1]}, which the ledger has")
     return first, last
 
 
@@ -110,10 +109,9 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     or model has changed, and `Violation` if a step breaks a contract.
     """
     from andon.run.checkpoint import newest_valid
-    from andon.run.provenance import differences as other_machine
-    from andon.run.provenance import fingerprint
-    from andon.training.run import identity_changes
-    from andon.training.session import assembled
+    from andon.run.summary import differences as other_machine
+    from andon.run.summary import fingerprint
+    from andon.training.run import assembled, identity_changes
 
     recorded, report = open_recorded(path), Differences()
     assert recorded.folder is not None
@@ -129,7 +127,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
             raise InputError(problems)
         total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
-            raise InputError([Problem(str(recorded.ledger), f"it has a step {last} of a run of {total}")])
+            raise InputError.at(recorded.ledger, f"it has a step {last} of a run of {total}")
         after = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             session.run.restore(checkpoint)
@@ -175,7 +173,7 @@ def _first_difference(
     session: Session, recorded: Recorded, after: int, last: int
 ) -> tuple[int | None, Sequence[Difference]]:
     """The first step that differs (0: the restored state; None: no step), and its fields."""
-    from andon.training.history import step_record
+    from andon.training.trainer import step_record
     from andon_contracts.digest import hex64
 
     run, start = session.run, recorded.start

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.inspection.recorded import Recorded, Stretch
 from andon.run.folder import RunFolder
-from andon.run.provenance import read_provenance
+from andon.run.summary import read_provenance
 from andon.training.existing import config_of
 from andon.training.rows import Rows, read_rows
 from andon_contracts.fields import Real
@@ -115,7 +115,7 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
     if not times and not broken:
         steps = list(run.trajectory)
         known = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
-        raise InputError([Problem("--step", f"{step} is not in {run.ledger}; {known}")])
+        raise InputError.at("--step", f"{step} is not in {run.ledger}; {known}")
     for violation in broken:
         yield from event(violation, run)
     record = run.trajectory.get(step)

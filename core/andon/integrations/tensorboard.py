@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.integrations.trackers import Tracker, numbers, writes
 from andon_contracts.record import outside_change
 
@@ -60,7 +60,7 @@ class EventFile(Tracker):
         with self._path.open("ab") as file:
             what = outside_change(file.fileno(), self._path, self._size)
             if what:
-                raise InputError([Problem(str(self._path), what)])
+                raise InputError.at(self._path, what)
             records = RecordWriter(file)
             for event in events:
                 event.wall_time = time.time()

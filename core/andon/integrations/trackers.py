@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem, install_hint
+from andon.console.messages import InputError, Problem, install_hint, say
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
 

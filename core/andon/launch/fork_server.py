@@ -23,7 +23,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon_contracts.liveness.process import Process, exit_text
 from andon_contracts.untrusted import read_json
 
@@ -70,7 +70,7 @@ def require_sockets() -> None:
     except OSError as error:
         where = os.environ.get("TMPDIR", "the folder for temporary files")
         what = f"no socket can be made in {where}: {error.strerror or error}; name another folder, of a short path"
-        raise InputError([Problem("TMPDIR", what)]) from error
+        raise InputError.at("TMPDIR", what) from error
 
 
 def end_if_stopped() -> None:

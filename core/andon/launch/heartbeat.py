@@ -17,8 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch.distributed import DistStoreError
 
-from andon.console.exits import Exit
-from andon.console.messages import say
+from andon.console.messages import Exit, say
 from andon.launch.report import Report, watchdog_failed
 from andon_contracts.act import current_activity
 from andon_contracts.liveness import diagnosis

@@ -25,9 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, say
 from andon.launch.context import STORE, RankContext
 from andon.launch.store_server import packed, unpacked
 from andon_contracts.fields import Count, Hex16, Part
@@ -138,7 +136,7 @@ class Meeting:
         try:
             _put(ours, f"here {self.rank}", Here(problem))
             if problem and self.rank != 0:  # rank 0 tells the others
-                raise InputError([Problem(_INTERFACE, problem)])
+                raise InputError.at(_INTERFACE, problem)
             verdict = self._gathered(ours, problem) if self.rank == 0 else self._verdict(ours)
         except _STORE_ERRORS as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
@@ -146,7 +144,7 @@ class Meeting:
             if self._reader.dropped:
                 say(self._reader.account(self.rank))
         if problem:
-            raise InputError([Problem(_INTERFACE, problem)])
+            raise InputError.at(_INTERFACE, problem)
         for rank, text in verdict.problems.items():
             raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
         if verdict.missing:

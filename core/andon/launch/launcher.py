@@ -27,11 +27,10 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.launch import fork_server, preemption
-from andon.launch.context import LAUNCHER, RUN_ID, STORE
-from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.console.messages import Exit, say
+from andon.launch import context as preemption
+from andon.launch import fork_server
+from andon.launch.context import LAUNCHER, PREEMPTION_SIGNALS, RUN_ID, STORE
 from andon.launch.rank import serve
 from andon.launch.report import UNSEEN, FirstCause, Report, clear, first_cause
 from andon.launch.store_server import StoreServer

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from andon.config.schema import Run
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_contracts.fingerprint import environment
 
 if TYPE_CHECKING:
@@ -105,13 +105,13 @@ def require_in_effect() -> None:
     if actual == _IN_EFFECT:
         return
     if actual[1] is None:
-        raise InputError([Problem(_KEY, f"needs a torch that is built with MKL; {_REMEDY}")])
+        raise InputError.at(_KEY, f"needs a torch that is built with MKL; {_REMEDY}")
     settings = " ".join(f"{name}={value}" for name, value in SETTINGS.items())
     what = (
         f"comes too late: torch has computed in this process before, with {actual[0]}; start the program with "
         f"{settings}, or train in ranks, which are processes of their own (run.backend=gloo)"
     )
-    raise InputError([Problem(_KEY, what)])
+    raise InputError.at(_KEY, what)
 
 
 def _capability_and_branch() -> tuple[str, int | None]:
@@ -179,8 +179,7 @@ def _in_order(a: Tensor, b: Tensor) -> bool:
         return False
     if a.shape[1] != b.shape[0]:
         (rows, columns), (others, outputs) = a.shape, b.shape
-        msg = f"mat1 and mat2 shapes cannot be multiplied ({rows}x{columns} and {others}x{outputs})"
-        raise RuntimeError(msg)
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({rows}x{columns} and {others}x{outputs})")
     return a.numel() > 0 and b.numel() > 0
 
 
@@ -219,7 +218,7 @@ def _require_order() -> None:
     import torch
 
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        raise InputError([Problem(_KEY, f"needs a torch that is built with oneDNN; {_REMEDY}")])
+        raise InputError.at(_KEY, f"needs a torch that is built with oneDNN; {_REMEDY}")
     generator = torch.Generator().manual_seed(0)
 
     def drawn(rows: int, columns: int, *, turned: bool) -> Tensor:
@@ -247,4 +246,4 @@ def _require_order() -> None:
         chain = (left[:, k] * right[:, k] + chain).float()
     if not torch.equal(chain + biases, computed):
         what = f"needs products that add in one order, which oneDNN of torch {torch.__version__} has not on this CPU"
-        raise InputError([Problem(_KEY, f"{what}; {_REMEDY}")])
+        raise InputError.at(_KEY, f"{what}; {_REMEDY}")

@@ -26,11 +26,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from andon.console.exits import Exit
-from andon.console.messages import write
-from andon.launch.context import RUN_ID, RankContext
-from andon.launch.orphan import die_with_parent
-from andon.launch.preemption import PREEMPTION_SIGNALS
+from andon.console.messages import Exit, write
+from andon.launch.context import PREEMPTION_SIGNALS, RUN_ID, RankContext, die_with_parent
 from andon.launch.report import Report, describe, path_of, watchdog_failed, write_for_torch
 from andon_contracts.legible import ERROR_FILE_VARIABLE, legible_line
 from andon_contracts.liveness.process import run_within

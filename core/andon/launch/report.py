@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from andon.console.exits import Exit
-from andon.console.problems import InputError
+from andon.console.messages import Exit, InputError
 from andon.run.folder import REPORTS
 from andon_contracts.legible import write_error_file
 from andon_contracts.liveness.diagnosis import NOTICED

@@ -10,7 +10,7 @@ import sys
 from types import TracebackType
 
 from andon.console.messages import say
-from andon.launch.orphan import bind_to_launcher
+from andon.launch.context import bind_to_launcher
 
 _SERVER = os.getpid()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 
-from andon.launch.orphan import bind_to_launcher
+from andon.launch.context import bind_to_launcher
 
 _SERVER = os.getpid()
 atexit.register(lambda: os._exit(0) if os.getpid() == _SERVER else None)

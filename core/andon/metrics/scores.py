@@ -4,18 +4,142 @@ Counts are integers, and every sum of floats is rounded once (`math.fsum`). A sc
 (scikit-learn's zero_division=0): precision of a class that is never predicted, recall of a class without rows, F1 of a
 class with neither, MCC if all rows or all predictions have one class, accuracy without rows. AUROC is None unless both
 classes have rows. A correlation is None if all predictions or all targets are equal.
+
+A confusion matrix is written to `confusion/DIGEST.json` in a run folder, and the ledger records DIGEST. K classes have
+K * K cells, too many for a ledger line or a summary if K is in the thousands. At most one cell per evaluated row is
+nonzero, and the file lists only the nonzero cells, ascending, without spaces, with a final line feed:
+`{"cells":[[actual,predicted,rows],...],"classes":K}`. DIGEST is the first 16 hexadecimal digits of its SHA-256.
+
+Span scores of tagged words equal the CoNLL script's and to seqeval's default mode.
+
+A tag is O, or a prefix and a type: `B-PER`. B begins a span, I or M continues it, E or L ends it, and S, U or W is a
+span of one word. A tag without prefix counts as I. `scheme` infers how tags are written: `B-PER`, `B_PER`, `B.PER`,
+`PER-B`; IOB, IOBES, BILOU, BMEWO. A word extends the previous span if its prefix is I or E, the previous word's is B or
+I, and the types are equal; so I or E may also begin a span, as in IOB1. Spans match if both ends and the type match.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from andon.metrics.confusion import Confusion
+from andon.console.messages import InputError
+from andon.run.atomic import storage, write_whole
+from andon_contracts.fields import Hex16, read_field
+from andon_contracts.untrusted import MOST_JSON, read_regular
+
+if TYPE_CHECKING:
+    import torch
+
+MOST_BYTES = MOST_JSON
+"""Size limit in bytes for reading a file."""
+_MOST_CLASSES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How many rows of each class were predicted as each class.
+
+    classes: the number of classes. cells: the nonzero cells (actual, predicted, rows), ascending.
+    """
+
+    classes: int
+    cells: tuple[tuple[int, int, int], ...]
+
+    def table(self) -> list[list[int]]:
+        """The dense matrix, [actual][predicted]. It has classes * classes entries, so use it for few classes only."""
+        table = [[0] * self.classes for _ in range(self.classes)]
+        for actual, predicted, rows in self.cells:
+            table[actual][predicted] = rows
+        return table
+
+
+def confusion_of(predicted: torch.Tensor, actual: torch.Tensor, num_labels: int) -> Confusion:
+    """Count a confusion matrix. predicted, actual: int64 [rows] class ids.
+
+    Memory and time are linear in the rows, independent of the number of classes.
+    """
+    counted = Counter(zip(actual.tolist(), predicted.tolist(), strict=True))
+    return Confusion(num_labels, tuple((*cell, rows) for cell, rows in sorted(counted.items())))
+
+
+def digest_of(confusion: Confusion) -> str:
+    """The DIGEST in the name of the matrix's file: 16 hexadecimal digits."""
+    return _digest(_encoded(confusion))
+
+
+def write_confusion(folder: Path, confusion: Confusion) -> None:
+    """Write the file of `confusion` into `folder` atomically. Raises `InputError` if the disk fails."""
+    data = _encoded(confusion)
+    with storage(folder):
+        folder.mkdir(exist_ok=True)
+    write_whole(folder / f"{_digest(data)}.json", data)
+
+
+def read_confusion(folder: Path, digest: object) -> Confusion:
+    """Load the matrix whose `digest` is in a ledger or a summary.
+
+    Raises `InputError` naming the file if it is missing, larger than `MOST_BYTES`, malformed or has another digest.
+    """
+    try:
+        path = folder / f"{read_field(Hex16, digest, 'confusion')}.json"
+    except ValueError as error:
+        raise InputError.at(folder.parent, f"quotes no confusion matrix: {error}") from error
+    try:
+        data = read_regular(path, MOST_BYTES)
+        if _digest(data) != digest:
+            raise ValueError(f"its bytes have the digest {_digest(data)}, the ledger quotes {digest}")
+        return _decoded(data)
+    except OSError as error:
+        raise InputError.at(path, f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        what = f"is not the confusion matrix that was written: {error}; put the file back as it was"
+        raise InputError.at(path, what) from error
+
+
+def most_bytes(classes: int, rows: int) -> int:
+    """Upper bound of the file size in bytes for `classes` classes and `rows` evaluated rows."""
+    cell = 2 * len(str(classes)) + len(str(rows)) + len("[,,],")
+    return min(classes * classes, rows) * cell + 100
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _encoded(confusion: Confusion) -> bytes:
+    body = {"cells": confusion.cells, "classes": confusion.classes}
+    return (json.dumps(body, separators=(",", ":")) + "\n").encode("ascii")
+
+
+def _decoded(data: bytes) -> Confusion:
+    body = json.loads(data)
+    if not isinstance(body, dict) or body.keys() != {"cells", "classes"} or not isinstance(body["cells"], list):
+        raise ValueError("it must hold cells and classes, and nothing else")
+    classes, before, cells = body["classes"], (-1, -1), []
+    if type(classes) is not int or not 1 <= classes <= _MOST_CLASSES:
+        raise ValueError(f"classes must be a number from 1 to {_MOST_CLASSES}")
+    for place, cell in enumerate(body["cells"]):
+        if not isinstance(cell, list) or len(cell) != 3 or not all(type(number) is int for number in cell):
+            raise ValueError(f"cells[{place}] must be three integers: actual class, predicted class, rows")
+        actual, predicted, rows = cell
+        if not (0 <= actual < classes and 0 <= predicted < classes and 1 <= rows < 1 << 63):
+            raise ValueError(f"cells[{place}] is of no class below {classes}, or of no row")
+        if (actual, predicted) <= before:
+            raise ValueError(f"cells[{place}] does not follow the cell before it")
+        before = actual, predicted
+        cells.append((actual, predicted, rows))
+    return Confusion(classes, tuple(cells))
+
 
 if TYPE_CHECKING:
     import torch
@@ -243,3 +367,106 @@ def _doubled_ranks(values: Sequence[float]) -> list[int]:
             ranks[place] = 2 * before + len(places) + 1
         before += len(places)
     return ranks
+
+
+Span = tuple[str, int, int]
+"""(type, first word, last word), the last word included."""
+UNREAD = ""
+"""The predicted tag of a word that the model did not read."""
+_ROLES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "W": "S"}
+_PREFIXED = re.compile(r"([BIMELSUW])([-_.:/|])(.+)", re.DOTALL)
+_SUFFIXED = re.compile(r"(.+)([-_.:/|])([BIMELSUW])", re.DOTALL)
+Parts = Callable[[str], tuple[str, str]]
+"""Parses a tag into its role (B, I, E, S or O) and its type."""
+
+
+@dataclass(frozen=True)
+class SpanScores(Scores):
+    """Scores of spans over `rows` rows.
+
+    f1, precision, recall: over all spans; 0.0 if a denominator is zero. types: scores by span type, with the number of
+    actual spans as support. accuracy: share of `words` with the right tag. loss: mean over words.
+    """
+
+    rows: int
+    words: int
+    f1: float
+    precision: float
+    recall: float
+    accuracy: float
+    types: dict[str, ClassScores]
+    loss: float | None
+
+
+def scheme(names: Collection[str]) -> Parts:
+    """Returns the parser for tags of a data set. names: all its tags.
+
+    B, I, E and S with a hyphen are always prefixes. Other letters, separators and suffixes (`PER-B`) are parsed only if
+    the tags prove them: a type has both B and I or E, or every tag except O has a prefix with the same separator.
+    """
+    proven: set[tuple[re.Pattern[str], str]] = set()
+    for pattern in (_PREFIXED, _SUFFIXED):
+        matches = [match for name in names if (match := pattern.fullmatch(name)) is not None]
+        roles: dict[tuple[str, str], set[str]] = {}
+        for match in matches:
+            role, type_ = (match[1], match[3]) if pattern is _PREFIXED else (match[3], match[1])
+            roles.setdefault((match[2], type_), set()).add(_ROLES[role])
+        proven |= {(pattern, mark) for (mark, _), of_type in roles.items() if "B" in of_type and of_type & {"I", "E"}}
+        marks = {match[2] for match in matches}
+        if pattern is _PREFIXED and len(marks) == 1 and len(matches) == len({*names} - {"O"}):
+            proven |= {(pattern, mark) for mark in marks}
+
+    def parts(tag: str) -> tuple[str, str]:
+        if tag in ("O", UNREAD):
+            return "O", ""
+        prefixed, suffixed = _PREFIXED.fullmatch(tag), _SUFFIXED.fullmatch(tag)
+        if prefixed is not None and (_PREFIXED, prefixed[2]) in proven:
+            return _ROLES[prefixed[1]], prefixed[3]
+        if prefixed is not None and prefixed[2] == "-" and prefixed[1] in "BIES":
+            return prefixed[1], prefixed[3]
+        if suffixed is not None and (_SUFFIXED, suffixed[2]) in proven:
+            return _ROLES[suffixed[3]], suffixed[1]
+        return (tag, "") if tag in _ROLES.values() else ("I", tag)
+
+    return parts
+
+
+def spans(tags: Sequence[str], parts: Parts) -> list[Span]:
+    """The spans of one row's tags, in order."""
+    result: list[Span] = []
+    before, kind = "O", ""
+    for place, tag in enumerate(tags):
+        prefix, type_ = parts(tag)
+        if prefix != "O" and prefix in "IE" and before in ("B", "I") and type_ == kind:
+            result[-1] = (type_, result[-1][1], place)
+        elif prefix != "O":
+            result.append((type_, place, place))
+        before, kind = prefix, type_
+    return result
+
+
+def span_scores(
+    predicted: Sequence[Sequence[str]],
+    actual: Sequence[Sequence[str]],
+    names: Collection[str],
+    loss: float | None = None,
+) -> SpanScores:
+    """Score rows of tags, one tag per word. A predicted `UNREAD` is always wrong.
+
+    names: all tags of the data, for `scheme`. Raises `ValueError` for rows of different lengths.
+    """
+    parts = scheme(names)
+    right: Counter[str] = Counter()
+    guessed: Counter[str] = Counter()
+    wanted: Counter[str] = Counter()
+    same = words = 0
+    for guess, truth in zip(predicted, actual, strict=True):
+        same += sum(tag == actual_tag for tag, actual_tag in zip(guess, truth, strict=True))
+        words += len(truth)
+        guesses, truths = set(spans(guess, parts)), set(spans(truth, parts))
+        for counts, each in ((right, guesses & truths), (guessed, guesses), (wanted, truths)):
+            counts.update(type_ for type_, _, _ in each)
+    whole = class_scores(right.total(), guessed.total(), wanted.total())
+    types = {type_: class_scores(right[type_], guessed[type_], wanted[type_]) for type_ in sorted({*guessed, *wanted})}
+    accuracy = same / max(words, 1)
+    return SpanScores(len(actual), words, whole.f1, whole.precision, whole.recall, accuracy, types, loss)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.messages import InputError, ProblemList
 from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
 from andon.run.checkpoint import bytes_of, safetensors_parts
 from andon_contracts.digest import tree_digest
@@ -53,7 +53,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
         return model.float().requires_grad_(True)
     heads = head_names(model)
     if not heads:
-        raise InputError([Problem("model.base", f"{type(model).__name__} has no head beside its backbone")])
+        raise InputError.at("model.base", f"{type(model).__name__} has no head beside its backbone")
     drawn = facts_of(model).drawn
     targets = adapter.targets if isinstance(adapter.targets, tuple) else (adapter.targets or ALL_LINEAR,)
     if targets != (ALL_LINEAR,):
@@ -87,7 +87,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
             # peft adapts mixture-of-experts weights as plain parameters, without an input that dropout could apply to.
             remedy = "; --set adapter.dropout=0" if adapter.dropout and "dropout" in str(error) else ""
             what = f"peft refuses it for {type(model).__name__}: {str(error).removesuffix('.')}{remedy}"
-            raise InputError([Problem("adapter", what)]) from error
+            raise InputError.at("adapter", what) from error
     for layer in adapted.modules():
         if hasattr(layer, "trainable_tokens_delta"):
             layer.forward_adapters = partial(_with_new_rows, layer)
@@ -97,8 +97,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     for name in trained_whole:
         head = adapted.get_base_model().get_submodule(name).modules_to_save["default"]
         if not all(parameter.requires_grad for parameter in head.parameters()):
-            msg = f"{name}, which is part of the classification head, is not trainable"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"{name}, which is part of the classification head, is not trainable")
         head.register_forward_pre_hook(_enter_fp32)
         head.register_forward_hook(_leave_fp32, always_call=True)
     trained: nn.Module = adapted
@@ -140,10 +139,10 @@ def _add_rows(model: nn.Module, tokens: Sequence[int], kind: str) -> None:
     built: Any = model
     head: Any = vocabulary_head(model)
     if head is None:
-        raise InputError([Problem("model.new_tokens", f"{type(model).__name__} is not a causal language model")])
+        raise InputError.at("model.new_tokens", f"{type(model).__name__} is not a causal language model")
     if kind != "none" and getattr(head, "bias", None) is not None:
         what = f"the logits of {type(model).__name__} have a bias, and rows beside an adapter have none"
-        raise InputError([Problem("model.new_tokens", f"{what}: adapter.kind=none")])
+        raise InputError.at("model.new_tokens", f"{what}: adapter.kind=none")
     first, end = tokens[0], tokens[-1] + 1
     if built.get_input_embeddings().weight.shape[0] < end:
         with seeded(0):  # the drawn rows are overwritten below
@@ -272,7 +271,7 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     try:
         loaded = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise InputError([Problem(str(file), f"cannot read the adapter: {error}")]) from error
+        raise InputError.at(file, f"cannot read the adapter: {error}") from error
     problems, expected = ProblemList(), adapter_tensors(model)
     for name in sorted(loaded.keys() | expected.keys()):
         if name not in loaded:
@@ -388,7 +387,7 @@ def read_labels(folder: Path) -> tuple[str, ...]:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise TypeError("labels is not a list of names")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError([Problem(str(file), f"cannot read the label names: {error}")]) from error
+        raise InputError.at(file, f"cannot read the label names: {error}") from error
     return tuple(names)
 
 

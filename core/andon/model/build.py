@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from andon.config.schema import Model
 from andon.config.source import is_folder, loading, setting_faults
-from andon.console.problems import InputError, Problem, ProblemList
+from andon.console.messages import InputError, Problem, ProblemList
 from andon_contracts.legible import legible_line
 
 T = TypeVar("T")
@@ -90,7 +90,7 @@ def build_base(settings: Model, interface: ModelInterface, seed: int, *, weights
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if embedded and weights and needed > installed:
         what = f"its sizes ask for {needed / 2**30:.1f} GiB of weights; this machine has {installed / 2**30:.1f}"
-        raise InputError([Problem("model", what)])
+        raise InputError.at("model", what)
     with seeded(seed), torch.device("cpu" if weights else "meta"):
         if embedded:
             model: Any = _embedded(settings, interface)
@@ -181,7 +181,7 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
     if backbone:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
         kind = "that a causal language model needs" if causal else "of its own backbone"
-        raise InputError([Problem("model.base", f"{base!r} lacks weights {kind}: {shown}")])
+        raise InputError.at("model.base", f"{base!r} lacks weights {kind}: {shown}")
     cached = source
     if not local:
         from huggingface_hub import try_to_load_from_cache
@@ -350,13 +350,13 @@ def _configuration(settings: Model, interface: ModelInterface) -> Any:
     problems.raise_if_any()
     if config.get_text_config() is not config:
         what = f"is several models in one ({', '.join(config.sub_configs)}); give one of text alone"
-        raise InputError([Problem("model.base", f"{base!r} {what}")])
+        raise InputError.at("model.base", f"{base!r} {what}")
     if interface.head == "causal":
         require_decoder(base, config=config)
     elif config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         what = f"{base!r} has a decoder ({config.model_type}), and its config.json does not say which token that "
         what += "begins with; add decoder_start_token_id (of T5 it is the padding id, 0)"
-        raise InputError([Problem("model.base", what)])
+        raise InputError.at("model.base", what)
     return config
 
 
@@ -369,7 +369,7 @@ def require_decoder(base: str, revision: str | None = None, config: Any = None) 
     masked = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if config.is_encoder_decoder or (masked and not getattr(config, "is_decoder", False)):
         what = f"{base!r} is an encoder ({config.model_type}), which cannot write the next token; give a decoder"
-        raise InputError([Problem("model.base", what)])
+        raise InputError.at("model.base", what)
 
 
 def _source(base: str, revision: str | None) -> tuple[str, bool]:
@@ -391,7 +391,7 @@ def _source(base: str, revision: str | None) -> tuple[str, bool]:
         what = f"folder {base!r} does not exist"
     else:
         return base, False
-    raise InputError([Problem(where, what)])
+    raise InputError.at(where, what)
 
 
 def head_names(model: nn.Module) -> tuple[str, ...]:
@@ -529,7 +529,7 @@ def checkpoint_layers(model: nn.Module, again: Callable[[], AbstractContextManag
     able = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
     if not able:
         what = f"{type(model).__name__} has no layers that can compute their activations again"
-        raise InputError([Problem("training.activation_checkpointing", what)])
+        raise InputError.at("training.activation_checkpointing", what)
     config: Any = without_adapter(model).config
 
     @contextmanager

@@ -17,11 +17,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from andon.console.problems import InputError, Problem
-from andon.model.batches import padded_length
+from andon.console.messages import InputError
 from andon.model.build import backbone_of, computing, evaluating, half_of, try_pass, vocabulary_head, without_adapter
-from andon.model.masks import NOISE, WINDOWS, masking_of, packed_inputs
-from andon.step.task import Batch, LeafLoss
+from andon.model.masks import NOISE, WINDOWS, masking_of, packed_inputs, padded_length
+from andon.step.micro_batch import Batch, LeafLoss
 from andon_contracts.digest import row_digests
 
 Row = tuple[Tensor, Tensor]
@@ -53,8 +52,7 @@ def collate_packs(packs: Sequence[Sequence[Row]], pad_id: int, multiple: int, li
         first = 0
         for number, (tokens, token_weights) in enumerate(members):
             if tokens.shape != token_weights.shape:
-                msg = f"a row has {tokens.numel()} tokens and {token_weights.numel()} weights"
-                raise ValueError(msg)
+                raise ValueError(f"a row has {tokens.numel()} tokens and {token_weights.numel()} weights")
             span = slice(first, first + tokens.numel())
             ids[pack, span] = tokens
             positions[pack, span] = torch.arange(tokens.numel())
@@ -205,7 +203,7 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
 
     def refuse(what: str) -> NoReturn:
         name = base.config._name_or_path or type(base).__name__
-        raise InputError([Problem("model.base", f"{name!r} {what}; give another model")])
+        raise InputError.at("model.base", f"{name!r} {what}; give another model")
 
     kinds = set(getattr(base.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:

@@ -1,7 +1,7 @@
 """The memory plan of one replica (F-HET-002), and traces of a micro-batch's memory.
 
 The plan follows the step: frozen weights; a flat buffer each for trained weights, their gradient and each moment;
-partial sums of the fixed reduction tree; and the largest need of any one phase on top.
+partial sums of the fixed reduction tree; and the largest need of any one phase, such as an audit, on top.
 
 A trace is a pass on the CPU over fake tensors, which have a shape but no memory. A GPU's kernels may allocate other
 buffers than the CPU's. Stand-ins with the allocations of GPU kernels make it possible to plan without a GPU.
@@ -9,6 +9,7 @@ buffers than the CPU's. Stand-ins with the allocations of GPU kernels make it po
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -24,10 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from andon.model.adapter import trainable_parameters
-from andon.model.batches import Shape
 from andon.model.build import backbone_of, checkpoint_layers, computing, try_pass, vocabulary_head
 from andon.model.causal import loss_of_hidden
-from andon.model.masks import Masking, masked, packed_inputs, possible_maskings
+from andon.model.masks import Masking, Shape, masked, packed_inputs, possible_maskings
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
 from andon.step.reduce import subtree_roots
@@ -49,10 +49,12 @@ class MemoryPlan:
     """Bytes that one replica needs.
 
     Permanent: base (frozen weights and buffers), weights and gradient (the flat trainable buffers), moments, partials
-    (partial sums of the tree), ramp (the digest's table of positions), workspace (of cuBLAS).
-    Phases, of which the largest counts: activations (one micro-batch, forward and backward), finite (the check for NaN
-    and Inf), digest (its chunks), reduction (its send, receive and gather buffers), evaluation (a forward pass).
-    graphs: private pools of idle CUDA graphs. outside: bytes outside torch's allocator, such as the device's context.
+    (partial sums of the tree), ramp (the digest's table of positions), workspace (of cuBLAS; CUDA graphs have another).
+    Phases, of which the largest counts: activations (one micro-batch, forward and backward) or recomputed (gathered and
+    recomputed sums of an audit), each beside audit (the sums and gradients that an audited step keeps); finite (the
+    check for NaN and Inf), digest (its chunks), reduction (its send, receive and gather buffers), evaluation (a forward
+    pass). graphs: private pools of idle CUDA graphs, which torch counts as reserved but not as allocated. outside:
+    bytes outside torch's allocator, such as the device's context.
     """
 
     base: int = 0
@@ -61,7 +63,9 @@ class MemoryPlan:
     moments: int = 0
     partials: int = 0
     ramp: int = 0
+    audit: int = 0
     activations: int = 0
+    recomputed: int = 0
     finite: int = 0
     digest: int = 0
     reduction: int = 0
@@ -72,9 +76,11 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Peak bytes of tensors: permanent ones and the largest phase, without `graphs` and `outside`."""
-        permanent = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp + self.workspace
-        return permanent + max(self.activations, self.finite, self.digest, self.reduction, self.evaluation)
+        """Peak bytes of tensors, as torch counts them: permanent ones and the largest phase."""
+        permanent = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp
+        permanent += self.workspace * (2 if self.graphs else 1)
+        step = self.audit + max(self.activations, self.recomputed)
+        return permanent + max(step, self.finite, self.digest, self.reduction, self.evaluation)
 
     @property
     def needed(self) -> int:
@@ -97,15 +103,16 @@ def plan_bytes(
     world_size: int = 1,
     momentum: float = 0.0,
     kind: str = "cpu",
+    audited: int = 0,
 ) -> MemoryPlan:
     """The plan of the rank that needs most memory, with `micro_batches` leaves over `world_size` ranks.
 
-    trainable: fp32 parameters. activations: bytes of the largest micro-batch. kind: 'cpu' or 'cuda'. Raises
-    `ValueError` unless `optimizer` is 'adamw' or 'sgd'.
+    trainable: fp32 parameters. activations: bytes of the largest micro-batch. kind: 'cpu' or 'cuda'. audited: the
+    micro-batches of each rank that an audit recomputes; 0: no step is audited. Raises `ValueError` unless `optimizer`
+    is 'adamw' or 'sgd'.
     """
     if optimizer not in _MOMENTS:
-        msg = f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}"
-        raise ValueError(msg)
+        raise ValueError(f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}")
     on_gpu = kind == "cuda"
     unit = _CUDA_UNIT if on_gpu else 1
     untrained = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
@@ -117,6 +124,12 @@ def plan_bytes(
     width = -(-size // world_size)
     # Roots to send, slices to receive, the sum of this rank's slice, and the gathered gradient.
     reduction = max(roots) * size + sum(roots) * width + 2 * width + size
+    audited = min(audited, len(runs[0]))
+    levels = (len(runs[0]) - 1).bit_length()
+    # The sums that an auditor cannot compute: at most one a level for each of the micro-batches that it recomputes.
+    copied = min(audited * levels, len(runs[0]) - audited)
+    # Gradients to recompute and, while their tree is summed, a sum a level; before, the gathered sums of all ranks.
+    recomputed = max(2 + min(audited, levels), world_size + 1 if world_size > 1 else 0)
     return MemoryPlan(
         base=sum(-(-nbytes // unit) * unit for nbytes in frozen.values()),
         weights=size,
@@ -124,7 +137,9 @@ def plan_bytes(
         moments=moments * size,
         partials=size * max(kept_partials(micro_batches, run) for run in runs),
         ramp=0 if on_gpu else 8 * _DIGEST_WORDS,
+        audit=size * (copied + audited - 1) if audited else 0,
         activations=activations,
+        recomputed=size * recomputed if audited else 0,
         finite=0 if on_gpu else size + 3 * (size // _FP32),
         digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=reduction if world_size > 1 else 0,
@@ -184,21 +199,31 @@ class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def traced_bytes(
-    model: nn.Module, kind: str, trained: Shape, scored: Shape, *, checkpointing: bool = False
+    model: nn.Module,
+    kind: str,
+    trained: Shape,
+    scored: Shape,
+    *,
+    terms: int = sys.maxsize,
+    checkpointing: bool = False,
+    retained: bool = False,
 ) -> tuple[int, int]:
     """Peak bytes beyond weights and flat buffers: of an eager forward and backward pass of shape `trained`, and of a
     forward pass of shape `scored` without a graph.
 
     model: on the meta device. It is left with fake weights, usable only for another trace. kind: 'cpu' or 'cuda'.
+    terms: the most tokens of a pack that are trained. retained: the backward pass frees no saved activation, as that of
+    a compiled graph, whose inputs they are.
     """
     kernels: Callable[[], AbstractContextManager[object]] = KernelsOfCuda if kind == "cuda" else nullcontext
     causal = vocabulary_head(model) is not None
-    packs = ("input_ids", "positions", "rows", "weights", "trained")  # one row per pack, all tokens trained
+    packs = ("input_ids", "positions", "rows", "weights", "trained")  # one row per pack
     names = packs if causal else ("input_ids", "attention_mask")
 
     @contextmanager
     def passing(shape: Shape, masking: Masking) -> Iterator[tuple[dict[str, Tensor], Callable[[], Any]]]:
-        batch = {name: torch.full(shape, int(name == "attention_mask")) for name in names}
+        sizes = {"trained": (shape[0], min(shape[1], terms))}
+        batch = {name: torch.full(sizes.get(name, shape), int(name == "attention_mask")) for name in names}
         if causal:
             with packed_inputs(model, masking, batch) as inputs:
                 yield batch, partial(backbone_of(model), **inputs)
@@ -248,7 +273,7 @@ def traced_bytes(
         model.train()
         if checkpointing:  # autograd recomputes outside of the function mode, so the recomputation enters it
             checkpoint_layers(model, kernels)
-        return peak(lambda: loss(trained).backward()), evaluation  # type: ignore[no-untyped-call]
+        return peak(lambda: loss(trained).backward(retain_graph=retained)), evaluation  # type: ignore[no-untyped-call]
 
 
 class KernelsOfCuda(TorchFunctionMode):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon_contracts.record import fsync_folder as fsync_folder
 from andon_contracts.record import write_all as write_all
 
@@ -53,7 +53,7 @@ def storage(path: Path, doing: Literal["written", "read"] = "written") -> Iterat
                 reason = f"nothing of that name can be made in {above}"
         if doing == "read":
             reason = reason.replace("to write", "to read")
-        raise InputError([Problem(str(path), f"cannot be {doing}: {reason} ({error.strerror})")]) from error
+        raise InputError.at(path, f"cannot be {doing}: {reason} ({error.strerror})") from error
 
 
 def temporary_beside(path: Path) -> Path:

@@ -42,11 +42,12 @@ _INDEX, _LOCK = "index.json", ".lock"
 
 @dataclass(frozen=True)
 class Columns:
-    """Verified columns in files, with the number of values in each. `said`: the other facts."""
+    """Verified columns in files, with the number of values in each. `said`: the other facts. `digest`: of the files."""
 
     folder: Path
     counts: Mapping[str, int]
     said: Mapping[str, Any]
+    digest: str
 
 
 def key_of(libraries: tuple[str, ...], **depends_on: object) -> str:
@@ -133,6 +134,6 @@ def _read(path: Path, kinds: Mapping[str, str], read: Callable[[Columns], Read])
             counts[name], rest = divmod(size, array(kind).itemsize)
             if rest or size != listed["bytes"] or sha != listed["sha256"]:
                 raise ValueError(f"{name} is damaged")
-        return read(Columns(path, counts, json_object(body["said"], "said")))
+        return read(Columns(path, counts, json_object(body["said"], "said"), _digest(files)))
     except (OSError, KeyError, TypeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error

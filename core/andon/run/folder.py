@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.run.atomic import clean_leftovers, is_leftover, json_bytes, remove, storage, write_all
 from andon_contracts.record import MAX_LINE
 from andon_contracts.untrusted import MOST_JSON, open_regular
@@ -82,9 +82,9 @@ class RunFolder:
             return State.EMPTY
         except NotADirectoryError:
             what = "is a file" if self.path.is_file() else "a part of the path is a file"
-            raise InputError([Problem(str(self.path), f"{what}; name a folder for the run")]) from None
+            raise InputError.at(self.path, f"{what}; name a folder for the run") from None
         except OSError as error:
-            raise InputError([Problem(str(self.path), f"cannot be read: {error.strerror}")]) from error
+            raise InputError.at(self.path, f"cannot be read: {error.strerror}") from error
         ours = (self.lock.name, self._claim.name, REPORTS, self.tokens.name)
         if all(name in ours or is_leftover(name) for name in names):
             return State.EMPTY
@@ -141,7 +141,7 @@ class RunFolder:
         files or a link, which may lead out of it, or if it cannot be written.
         """
         if self.state() is State.FOREIGN:
-            raise InputError([Problem(str(self.path), "is not a run folder of Andon; name a new or an empty folder")])
+            raise InputError.at(self.path, "is not a run folder of Andon; name a new or an empty folder")
         with storage(self.path, "read"):
             links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
         if links:
@@ -209,13 +209,13 @@ class RunFolder:
             self._lock(handle, fcntl.LOCK_EX)
             current = _is_at(handle, file)
         if not current:  # others now lock another file of this name
-            raise InputError([Problem(str(self.path), "was just discarded by the process that had it; try again")])
+            raise InputError.at(self.path, "was just discarded by the process that had it; try again")
 
     def _lock(self, handle: int, how: int) -> None:
         try:
             fcntl.flock(handle, how | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise InputError([Problem(str(self.path), f"is being written by {_owner(handle)}")]) from None
+            raise InputError.at(self.path, f"is being written by {_owner(handle)}") from None
 
     def _refuse_no_files(self) -> None:
         """Raise `InputError` if a folder, pipe or device has the name of a file: reading a pipe would block."""
@@ -306,7 +306,7 @@ def _head(path: Path, limit: int) -> bytes:
             return file.read(limit)
     except OSError as error:
         if error.errno == errno.EIO:  # it may be a run: neither start over nor call it foreign
-            raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
+            raise InputError.at(path, f"cannot be read: {error.strerror}") from error
         return b""
 
 

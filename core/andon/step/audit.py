@@ -23,10 +23,9 @@ from andon.backend.base import Backend
 from andon.config.schema import Contracts
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.message import REPORT, WIDTH
-from andon.step.micro_batch import Leaf
+from andon.step.micro_batch import Leaf, Task
 from andon.step.reduce import Node, finish
 from andon.step.replica import PartialGradient, Replica
-from andon.step.task import Task
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
 from andon_contracts.laws.law import Seen
@@ -216,16 +215,17 @@ class Audit:
         self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
     ) -> dict[int, dict[Node, torch.Tensor]]:
         """For each rank of `wanted`, the sums that its auditor does not recompute."""
-        # One gather per sum, so that a rank holds at most one sum of every other rank at a time.
+        # One gather per sum, so that a rank holds at most one sum of every other rank, and sends its own once.
         copies: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
         for index in range(max(len(subject.kept) for subject in subjects)):
             local = []
             for rank, partial, replica in zip(self._backend.ranks, partials, self._replicas, strict=True):
                 nodes = subjects[rank].kept
-                local.append(partial.kept[nodes[index]] if index < len(nodes) else replica.parameters.gradient)
+                local.append(partial.kept.pop(nodes[index]) if index < len(nodes) else replica.parameters.gradient)
             for rank, tensor in enumerate(self._backend.gather(local)):
                 if rank in copies and index < len(subjects[rank].kept):
-                    copies[rank][subjects[rank].kept[index]] = tensor.clone()  # a view would keep all ranks' tensors
+                    # A view would keep the tensors of all ranks.
+                    copies[rank][subjects[rank].kept[index]] = tensor if tensor._base is None else tensor.clone()
         return copies
 
     def _audited_ranks(self, step: int) -> list[int]:

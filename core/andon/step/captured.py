@@ -21,8 +21,7 @@ from weakref import WeakSet
 
 import torch
 
-from andon.step.micro_batch import PassResult
-from andon.step.task import Batch
+from andon.step.micro_batch import Batch, PassResult
 
 _MOST_GRAPHS = 256  # each uses a few MiB in addition to the shared pool
 _FAILURES = (RuntimeError, ValueError, TypeError)

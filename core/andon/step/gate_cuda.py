@@ -1,4 +1,4 @@
-"""The gate's check of a table as one Triton kernel, instead of the dozen torch operations in `andon.step.gate`."""
+"""The gate's check of a table as one Triton kernel, instead of the dozen torch operations in `andon.step.message`."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ from andon.config.schema import Optimizer
 from andon.step.captured import CapturedPasses
 from andon.step.flat import REPLACED, FlatParameters, Master, counts_updates, moments_of, state_names, undecayed
 from andon.step.message import WIDTH
-from andon.step.micro_batch import Leaf, LeafResult, PassResult, reports_of_leaves
+from andon.step.micro_batch import Batch, Leaf, LeafResult, PassResult, Task, keyed_randomness, reports_of_leaves
 from andon.step.reduce import Node, fold
-from andon.step.task import Batch, Task, keyed_randomness
 from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
@@ -32,7 +31,7 @@ class PartialGradient:
 
     roots: Mapping[Node, torch.Tensor]
     reports: torch.Tensor
-    kept: Mapping[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
+    kept: dict[Node, torch.Tensor] = field(default_factory=dict)  # copies of the sums that an audit needs
 
 
 class Replica:

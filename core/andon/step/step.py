@@ -31,16 +31,13 @@ import torch
 from andon.backend.base import Backend
 from andon.config.schema import Contracts
 from andon.step import message
-from andon.step.agreement import Agreement, Gathered, RankFailed, Tensors
+from andon.step.agreement import Agreement, Gathered, RankFailed, Report, Tensors, ensures, requires
 from andon.step.audit import NO_AUDIT, Audit
-from andon.step.gate import Gate
-from andon.step.message import COMPUTED, EACH_ONCE, PARTS_FINITE, REDUCED, ROWS_AGREE, ROWS_PLANNED, TERMS_PLANNED
-from andon.step.micro_batch import Leaf, plan_leaves
+from andon.step.message import COMPUTED, EACH_ONCE, PARTS_FINITE, REDUCED, ROWS_AGREE, ROWS_PLANNED, TERMS_PLANNED, Gate
+from andon.step.micro_batch import Leaf, Task, plan_leaves
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.promises import Report, ensures, requires
 from andon.step.reduce import TreeReduction, fold
 from andon.step.replica import PartialGradient, Replica
-from andon.step.task import Task
 from andon_contracts.agree import Observation, bits_of, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws

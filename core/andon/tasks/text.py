@@ -15,24 +15,25 @@ from typing import Any, Required, Self, TypedDict, Unpack
 import torch
 from torch import nn
 
-from andon.console.problems import InputError, ProblemList
+from andon.console.messages import InputError, ProblemList
 from andon.data.tokens import Tokenizer
-from andon.metrics.confusion import confusion_of
 from andon.metrics.scores import (
+    UNREAD,
     ClassificationScores,
     MultiLabelScores,
     RegressionScores,
     Scores,
     SourcedScores,
+    SpanScores,
+    confusion_of,
     multi_label_scores,
     regression_scores,
     scores,
+    span_scores,
 )
-from andon.metrics.spans import UNREAD, SpanScores, span_scores
-from andon.model.batches import collate, logits_of, placed, predictions
-from andon.step.task import Batch, LeafLoss
-from andon.tasks.sft import SftTask
-from andon.tasks.token_rows import FlatRows, PaddedRows
+from andon.model.masks import collate, logits_of, placed, predictions
+from andon.step.micro_batch import Batch, LeafLoss
+from andon.tasks.sft import FlatRows, PaddedRows, SftTask
 from andon_contracts.digest import row_digests
 
 _TABLE_ROWS = 512

@@ -29,10 +29,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from andon.config.load import FLAGS, load_config
 from andon.config.schema import SFT, Config
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem, ProblemList, install_hint, shown
-from andon.data.labels import text_fault
+from andon.console.messages import Exit, InputError, Problem, ProblemList, install_hint, reading, say, shown
+from andon.data.rows import text_fault
 from andon.launch.context import is_rank
 from andon.launch.fork_server import for_one_launch
 from andon.run.folder import RunFolder, State, metrics_lines
@@ -107,7 +105,7 @@ def train(
     started = time.monotonic()
     if is_rank():
         what = "starts ranks, and this process is one; have torchrun start the command: torchrun ... -m andon train"
-        raise InputError([Problem("andon.train", what)])
+        raise InputError.at("andon.train", what)
     if not _one_at_a_time.acquire(blocking=False):
         raise RuntimeError("another run is trained in this process; one ends before the next begins")
     try:
@@ -116,7 +114,7 @@ def train(
             loaded = load_config(None if config is None else Path(config), overrides, flags)
             if loaded.run.backend != "inline" and multiprocessing.current_process().daemon:
                 what = f"{loaded.run.backend} starts ranks, and a daemonic process may start none; take inline"
-                raise InputError([Problem("run.backend", what)])
+                raise InputError.at("run.backend", what)
             keys = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
             row_files = {key.removeprefix("data."): path for key, path in keys.items()}
             with _preserved() if loaded.run.backend == "inline" else for_one_launch():
@@ -144,7 +142,7 @@ def open_run(
     """
     folder = RunFolder(Path(path))
     if folder.state() in (State.EMPTY, State.FOREIGN):
-        raise InputError([Problem(str(path), "holds no run of andon")])
+        raise InputError.at(path, "holds no run of andon")
     base, step = None if model is None else os.fspath(model), None if checkpoint is None else str(checkpoint)
     return TrainingRun(folder.path, base, step, device)
 
@@ -182,14 +180,12 @@ class TrainingRun:
         A pandas frame if pandas is installed, else a list of dicts.
         """
         path, steps = RunFolder(self.path).metrics, []
-        try:
+        with reading(path):
             for line in metrics_lines(path):
                 with suppress(ValueError, RecursionError):  # skip damaged lines
                     values = json.loads(line)
                     if isinstance(values, dict) and "loss" in values and "what" not in values:
                         steps.append(values)
-        except OSError as error:
-            raise InputError([Problem(str(path), f"cannot be read: {error.strerror}")]) from error
         if importlib.util.find_spec("pandas") is None:
             return steps
         return importlib.import_module("pandas").DataFrame(steps)
@@ -242,12 +238,11 @@ class TrainingRun:
         try:
             command = next(iter(commands)).load()
         except (StopIteration, ModuleNotFoundError):
-            what = f"andon_falsify is not installed; {install_hint('falsify')}"
-            raise InputError([Problem("andon verify", what)]) from None
+            raise InputError.at("andon verify", f"andon_falsify is not installed; {install_hint('falsify')}") from None
         try:
             return Verified(*command.report([self.path]))
         except OSError as error:
-            raise InputError([Problem(str(error.filename), f"cannot be read: {error.strerror}")]) from error
+            raise InputError.at(error.filename, f"cannot be read: {error.strerror}") from error
 
     @cached_property
     def _model(self) -> TrainedRun:
@@ -353,7 +348,7 @@ def _preserved(*, threads: int | None = 1) -> Iterator[None]:
 
 def _texts(texts: Iterable[str]) -> list[str]:
     if isinstance(texts, str):
-        raise InputError([Problem("texts", f"must be a list of texts, is one text ({shown(texts)})")])
+        raise InputError.at("texts", f"must be a list of texts, is one text ({shown(texts)})")
     checked, problems = list(texts), ProblemList()
     for place, text in enumerate(checked):
         fault = text_fault(text) if isinstance(text, str) else f"must be a string, is {shown(text)}"

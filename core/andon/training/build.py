@@ -15,18 +15,17 @@ from torch import nn
 
 from andon.backend.base import Backend
 from andon.config.schema import Config
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.model.adapter import attach, trainable_parameters
-from andon.model.batches import Shape
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
 from andon.model.compiled import compile_backbone
-from andon.model.masks import masking_of, padding_of
+from andon.model.masks import Shape, masking_of, padding_of
 from andon.run.checkpoint import Checkpoint
 from andon.step.captured import CapturedPasses
+from andon.step.micro_batch import Task, refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, restore_state
 from andon.step.step import TrainingStep
-from andon.step.task import Task, refuse_unkeyed
 from andon_contracts.violation import first_line, kind_of
 
 
@@ -70,7 +69,7 @@ class Run:
             for replica in self.replicas:
                 restore_state(replica, checkpoint.tensors, checkpoint.step)
         except ValueError as error:
-            raise InputError([Problem(str(checkpoint.path), f"is not a checkpoint of this run: {error}")]) from error
+            raise InputError.at(checkpoint.path, f"is not a checkpoint of this run: {error}") from error
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Load only the trained weights into every replica. Raises `InputError` for weights of another model."""
@@ -78,7 +77,7 @@ class Run:
             for name, view in replica.parameters.weight_views().items():
                 saved = checkpoint.tensors.get(f"{WEIGHTS}/{name}")
                 if saved is None or saved.shape != view.shape:
-                    raise InputError([Problem(str(checkpoint.path), f"has no weights {name} of this run's model")])
+                    raise InputError.at(checkpoint.path, f"has no weights {name} of this run's model")
                 view.copy_(saved)
 
 
@@ -165,7 +164,7 @@ def build_replicas(
     except InputError:
         raise
     except ValueError as error:
-        raise InputError([Problem("model.base", str(error))]) from error
+        raise InputError.at("model.base", str(error)) from error
     for replica in replicas:
         masking_of(replica.model, replica.device)  # now: the trial needs the weights as built
     # After the mask trials, which need the uncompiled model.
@@ -187,4 +186,4 @@ def _try(model: nn.Module, task: Task, sample: int, device: torch.device) -> Non
             raise
         name = type(without_adapter(model)).__name__
         what = f"{name} fails on a row of these settings ({first_line(error)}); change model.base or model.max_length"
-        raise InputError([Problem("model.base", what)]) from error
+        raise InputError.at("model.base", what) from error

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from andon.backend import host
-from andon.config.identity import identity
+from andon.config.load import identity
 from andon.config.schema import SFT, Config, Section
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.data.hub import at_hand
 from andon.launch.portable import can_take_effect, obstacles
 
@@ -201,7 +201,7 @@ def for_rows(
         }
     config = _where_unset(config, values)
     if fault := config.rate_fault:
-        raise InputError([Problem("schedule.min_lr", fault)])
+        raise InputError.at("schedule.min_lr", fault)
     pays = False
     if on_gpus and base is not None:
         # Six FLOPs for each weight and token.

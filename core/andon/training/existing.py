@@ -6,16 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from andon.config.identity import differences, identity
-from andon.config.load import load_config
+from andon.config.load import differences, identity, load_config
 from andon.config.schema import CLASSIFICATION, Config
 from andon.config.source import is_there
-from andon.console.messages import command_line, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, command_line, say
 from andon.data.hub import at_hand
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.provenance import read_provenance
+from andon.run.summary import read_provenance
 from andon.training.choices import inherited, with_values
 from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step
@@ -25,11 +23,11 @@ def require_run(path: Path) -> RunFolder:
     """The run folder at `path`, which has a trained adapter. Raises `InputError` otherwise. Reads no data."""
     folder = RunFolder(path)
     if not is_there(path):
-        raise InputError([Problem(str(path), "no such run")])
+        raise InputError.at(path, "no such run")
     if folder.state() in (State.EMPTY, State.FOREIGN):
-        raise InputError([Problem(str(path), "holds no run of andon")])
+        raise InputError.at(path, "holds no run of andon")
     if not folder.adapter.is_dir():
-        raise InputError([Problem(str(path), f"has no trained adapter yet; finish it: {resume_command(folder)}")])
+        raise InputError.at(path, f"has no trained adapter yet; finish it: {resume_command(folder)}")
     return folder
 
 
@@ -37,7 +35,7 @@ def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[s
     """The configuration in `folder`, with overrides as in `load_config`. Raises `InputError` as that does, and if the
     file is a symbolic link, since the folder may be untrusted."""
     if folder.config.is_symlink():
-        raise InputError([Problem(str(folder.config), "is a link; put what it leads to in its place")])
+        raise InputError.at(folder.config, "is a link; put what it leads to in its place")
     return load_config(folder.config, overrides, flags)
 
 
@@ -125,7 +123,7 @@ def require_task(folder: RunFolder, tasks: Collection[str], other: str) -> None:
     """Raise `InputError` unless the run's task is one of `tasks`. other: the command to use for other tasks."""
     task = config_of(folder).task or CLASSIFICATION
     if task not in tasks:
-        raise InputError([Problem(str(folder.path), f"is a run of {task}; use andon {other}")])
+        raise InputError.at(folder.path, f"is a run of {task}; use andon {other}")
 
 
 def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
@@ -154,7 +152,7 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
     other = _identity_of(newest[0]) if newest and config.data.train is None else None
     if other is not None and not other["data.embedded"]:
         what = f"no data is named, but the newest unfinished run, {newest[0].path}, has data files; continue it with"
-        raise InputError([Problem("--resume", f"{what}: {resume_command(newest[0])}; or leave out --resume")])
+        raise InputError.at("--resume", f"{what}: {resume_command(newest[0])}; or leave out --resume")
     return None
 
 

@@ -17,10 +17,10 @@ import torch
 
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, loading
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.data.chat import encode_prompt
 from andon.data.conversations import ConversationSet
-from andon.metrics.confusion import Confusion, read_confusion
+from andon.metrics.scores import Confusion, read_confusion
 from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
 from andon.model.causal import generate
@@ -61,9 +61,9 @@ _WORDS: Mapping[str, str] = {
 def require_place(target: Path) -> None:
     """Raise `InputError` unless a new folder can be created at `target`."""
     if is_there(target) or target.is_symlink():
-        raise InputError([Problem(str(target), "is there already; name a new folder")])
+        raise InputError.at(target, "is there already; name a new folder")
     if not target.absolute().parent.is_dir():
-        raise InputError([Problem(str(target), f"folder {target.parent} does not exist")])
+        raise InputError.at(target, f"folder {target.parent} does not exist")
 
 
 def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
@@ -73,13 +73,13 @@ def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
     """
     summary = read_summary(folder.summary)
     if not summary.finished:
-        raise InputError([Problem(str(folder.path), f"is not finished; resume it with: {resume_command(folder)}")])
+        raise InputError.at(folder.path, f"is not finished; resume it with: {resume_command(folder)}")
     try:
         first = next(iter(read_ledger(folder.ledger)), None)
     except (OSError, LedgerError) as error:
-        raise InputError([Problem(str(folder.ledger), f"cannot be read: {error}")]) from error
+        raise InputError.at(folder.ledger, f"cannot be read: {error}") from error
     if not isinstance(first, Start) or first.plan.rows is None:
-        raise InputError([Problem(str(folder.ledger), "does not begin with the start of a run")])
+        raise InputError.at(folder.ledger, "does not begin with the start of a run")
     quoted = summary.eval.get("confusion")
     return summary, first.plan.rows, read_confusion(folder.confusion, quoted) if quoted is not None else None
 
@@ -194,7 +194,7 @@ def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
         answers = generate(run.model, prompts, GenerationSettings.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
             return _logits_along(without_adapter(run.model), questions, answers), list(map(tuple, answers))
-    return _decided(run, questions, [row for batch in questions.batches() for row in logits_of_texts(run, *batch)])
+    return _decided(run, questions, [row for batch in questions.batches() for row in logits_of_texts(run, *batch)[0]])
 
 
 def _answers_of_written(

@@ -6,6 +6,7 @@ Only the model's configuration is read, and no weights are allocated: passes run
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,15 +19,14 @@ from andon.backend.base import Backend
 from andon.backend.devices import gpus_here, in_gib, look_at, of_all_ranks, placement, refuse_unfit
 from andon.backend.host import free_ram
 from andon.config.schema import SFT, Config
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, say
 from andon.model.adapter import attach, trainable_parameters
-from andon.model.batches import EvaluationBatching, padded_length
 from andon.model.build import build_base
+from andon.model.masks import EvaluationBatching, padded_length
 from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
+from andon.step.audit import default_every
 from andon.step.plan import efficiency, rank_leaves
-from andon.training.material import Material, padding_multiple, prepare
-from andon.training.notices import idleness
+from andon.training.material import Material, idleness, padding_multiple, prepare
 from andon_contracts.laws.law import Judgement
 from andon_contracts.laws.update import BUDGET, Peaks
 
@@ -37,12 +37,15 @@ NCCL_BUFFERS = 500 * _MIB
 """Bytes of NCCL's buffers on each GPU, with more than one worker."""
 PROCESS = 500 * _MIB
 """Bytes of a process that has loaded torch, transformers and peft."""
+_UNSEEN = 32
+"""Of a GPU's activations, one part in this many on top: temporary buffers of kernels, which a trace does not see."""
 _CAPTURED_BYTES = 1 << 33
 """With `run.cuda_graphs=auto`: the largest micro-batch, in bytes, whose passes are captured as CUDA graphs."""
 _WHERE = {"cpu": "{} on the CPU", "cuda": "{} on GPUs, each", "host": "{} that start on the CPU, before their GPUs"}
 _PARTS = {"base": ["base"], "trained weights": ["weights"], "gradient": ["gradient"], "moments": ["moments"]}
 _PARTS |= {"tree": ["partials"], "activations": ["activations"], "evaluation": ["evaluation"]}
-_PARTS |= {"reduction": ["reduction"], "graphs": ["graphs"], "workspace": ["workspace", "ramp"]}
+_PARTS |= {"audit": ["audit", "recomputed"], "reduction": ["reduction"], "graphs": ["graphs"]}
+_PARTS |= {"workspace": ["workspace", "ramp"]}
 _PARTS |= {"outside of torch": ["outside"]}
 """Printed parts of a plan, each the sum of these fields."""
 
@@ -90,29 +93,42 @@ class MemoryPlanner:
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "")
             what = f"its memory cannot be planned ({type(error).__name__}: {reason})"
-            raise NotPlannable([Problem("model.base", what)]) from error
+            raise NotPlannable.at("model.base", what) from error
 
     def _plan(self, config: Config, kind: str, workers: int) -> MemoryPlan:
         material, training, optimizer = self.material, config.training, config.optimizer
         model, checkpointing = self.shape(config), config.training.activation_checkpointing
+        contracts, micro_batches, audited = config.contracts, training.micro_batches, 0
+        every = default_every(workers, micro_batches) if contracts.audit_every is None else contracts.audit_every
+        if contracts.enabled and 0 < every <= material.plan.total_steps:
+            audited = micro_batches if contracts.audit_coverage == "all" else contracts.audit_coverage
         options: dict[str, Any] = {"world_size": workers, "momentum": optimizer.momentum, "kind": kind}
         # Before activations are traced, since the trace leaves fake weights in the model.
-        plan = plan_bytes(model, trainable_parameters(model), optimizer.name, training.micro_batches, 0, **options)
-        trained = largest(material, config)
+        weights = trainable_parameters(model)
+        plan = plan_bytes(model, weights, optimizer.name, micro_batches, 0, audited=audited, **options)
+        trained, terms, retained = largest(material, config), sys.maxsize, training.compile == "graphs"
         # Evaluation scores rows without packing.
         scored = [(material.validation_task, material.validation_ids)]
         scored += [(material.evaluation_task, material.evaluation_ids)]
         lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
         batching = evaluation_batching(material, config)
         evaluated = max(map(batching.largest, lengths), key=lambda shape: (shape[0] * shape[1], shape[1]))
-        key = (config.model.dtype, config.adapter, checkpointing, trained, evaluated, kind)
+        if config.task == SFT:
+            terms = max(
+                max(task.planned_terms(ids)) for task, ids in [(material.task, material.plan.ids), *scored] if ids
+            )
+            terms = padded_length(terms, padding_multiple(config))
+        key = (config.model.dtype, config.adapter, checkpointing, trained, evaluated, kind, terms, retained)
         if key not in self._traced:
-            self._traced[key] = traced_bytes(model, kind, trained, evaluated, checkpointing=checkpointing)
+            how: dict[str, Any] = {"terms": terms, "checkpointing": checkpointing, "retained": retained}
+            self._traced[key] = traced_bytes(model, kind, trained, evaluated, **how)
         activations, evaluation = self._traced[key]
+        if kind == "cuda":
+            activations += activations // _UNSEEN
         graphs = 0
         if uses_cuda_graphs(config, kind, activations):
-            graphs = activations + plan.workspace  # capture uses a stream with another workspace
-        elif kind == "cuda" and training.compile == "graphs":
+            graphs = activations
+        elif kind == "cuda" and retained:
             # torch's compiled graphs keep their memory during evaluations and eager passes of other shapes.
             graphs = min(activations, evaluation)
         on_host = kind == "cuda" and config.run.backend == "mixed"  # the optimizer runs on the CPU
@@ -320,10 +336,9 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
     parts = config.training.micro_batches
     leaves, idle = tuple(map(len, rank_leaves(parts, workers))), idleness(planner.material.plan, workers)
     world = WorldPlan(workers, leaves, efficiency(parts, workers), idle=idle)
-    named = config.run.devices if workers == config.run.workers else None
-    fallback = config.run.cpu_fallback
+    other = {"workers": workers, "devices": config.run.devices if workers == config.run.workers else None}
     try:
-        backend, devices, note = placement(config.run.backend, workers, named, len(machine.gpus), fallback=fallback)
+        backend, devices, note = placement(config.run.model_copy(update=other), len(machine.gpus))
     except InputError as error:
         return replace(world, problem=str(error))
     needs: list[Need] = []
@@ -363,8 +378,7 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     """The plan of a GPU replica; None if no rank is on a GPU, or, with a warning, if memory cannot be planned.
 
     Collective if ranks are on GPUs. Raises the same `InputError` on every rank for a GPU with too little free memory.
-    Other faults of GPUs were refused before the backend was created. With compiled passes, which mostly need less than
-    eager ones, the plan is only an upper bound, and no GPU is refused by it.
+    Other faults of GPUs were refused before the backend was created.
     """
     device, config, planner = backend.devices[0], material.config, MemoryPlanner(material)
     mine = look_at(device.index or 0) if device.type == "cuda" else None
@@ -379,10 +393,8 @@ def agree_on_devices(material: Material, backend: Backend) -> MemoryPlan | None:
     except NotPlannable as error:
         if 0 in backend.ranks:
             say(f"warning: {error}")
-        planned = None
-    if planned is None or config.training.compile != "off":
         refuse_unfit(backend.name, gpus, None)
-        return planned
+        return None
     planned = drop_graphs_if_too_big(planned, config, min(each.free for each in gpus.values()))
     size = min((each.total for each in gpus.values() if not each.fault), default=0)
     remedy = fitting_setting(planner, backend.world_size, size) if 0 < size < planned.needed else ""

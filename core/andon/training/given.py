@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from andon.config.schema import Config
-from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.console.messages import InputError, ProblemList, shown
 from andon.data.formats import KINDS
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder
@@ -108,14 +108,14 @@ def kept(config: Config, folder: RunFolder, given: Mapping[str, Path]) -> Config
 def _rows(data: Any, name: str) -> Iterable[object]:
     if isinstance(data, Mapping):
         what = f"must be rows, as in [{{'text': ..., 'label': ...}}], or one split of several; is {shown(data)}"
-        raise InputError([Problem(name, what)])
+        raise InputError.at(name, what)
     if callable(getattr(data, "to_dict", None)):
         try:
             return _as_integers([*data.to_dict(orient="records")])
         except TypeError:
             pass  # a `to_dict` without `orient`: iterate over `data` instead
     if not isinstance(data, Iterable):
-        raise InputError([Problem(name, f"must be a path, or rows, each a mapping of columns; is {shown(data)}")])
+        raise InputError.at(name, f"must be a path, or rows, each a mapping of columns; is {shown(data)}")
     return data
 
 

@@ -15,21 +15,19 @@ from torch import nn
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, say
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
 from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
 from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
-from andon.model.batches import EvaluationBatching, predictions
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
+from andon.model.masks import EvaluationBatching, predictions
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
-from andon.run.provenance import read_provenance
-from andon.run.summary import read_summary
+from andon.run.summary import read_provenance, read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
@@ -159,18 +157,18 @@ def load_run(
             step = summary.best_step if checkpoint == "best" else summary.steps
             if step is None:
                 what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
-                raise InputError([Problem("--checkpoint", f"{what}: {available}")])
+                raise InputError.at("--checkpoint", f"{what}: {available}")
         elif checkpoint.isascii() and checkpoint.isdecimal():
             step = int(checkpoint)
         else:
-            raise InputError([Problem("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")])
+            raise InputError.at("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")
         if step not in saved:
             raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {available}")
     config = config_of(folder)
     whole = config.adapter.kind == "none"
     if base is not None and (whole or config.model.base is None):
         why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
-        raise InputError([Problem("--model", f"the run in {folder.path} takes no base: {why}")])
+        raise InputError.at("--model", f"the run in {folder.path} takes no base: {why}")
     if not whole:
         config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
     head = HEADS[config.task or CLASSIFICATION]
@@ -185,18 +183,18 @@ def load_run(
         recorded, digest = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
         if digest != recorded:
             what = f"the base model has digest {digest}, the adapter was trained on {recorded}"
-            raise InputError([Problem(str(folder.path), what)])
+            raise InputError.at(folder.path, what)
         load_adapter(model, folder.adapter)
     if step is not None:
         path = folder.checkpoints / f"step-{step:08d}"
         try:
             tensors = load_checkpoint(path).tensors
         except CheckpointError as error:
-            raise InputError([Problem("--checkpoint", str(error))]) from error
+            raise InputError.at("--checkpoint", str(error)) from error
         prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
         values = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
-            raise InputError([Problem("--checkpoint", f"{path} holds other weights than this run trains")])
+            raise InputError.at("--checkpoint", f"{path} holds other weights than this run trains")
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
@@ -289,7 +287,7 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
         for number, tokens in enumerate(ids, start=first + 1):
             if len(tokens) >= limit:
                 what = f"has {len(tokens)} tokens, and the model has {limit} positions; shorten it"
-                raise InputError([Problem(f"prompt {number}", what)])
+                raise InputError.at(f"prompt {number}", what)
         first += len(ids)
         most = [min(max_new_tokens, limit - len(tokens)) for tokens in ids]
         for prompt, output in zip(messages, generate(run.model, ids, setup.stops, most), strict=True):
@@ -308,12 +306,12 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
     named = run.config.data.text_pair_column
     if (named is None) != (pairs is None):
         what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
-        raise InputError([Problem(str(run.folder.path), what)])
+        raise InputError.at(run.folder.path, what)
     waiting, others = iter(texts), iter(pairs or ())
     task, labels = run.config.task or CLASSIFICATION, run.labels
     while window := list(islice(waiting, _WINDOW)):
         second = None if pairs is None else list(islice(others, len(window)))
-        logits = logits_of_texts(run, window, second)
+        logits, firsts = logits_of_texts(run, window, second)
         if task == REGRESSION:
             yield from (PredictedNumber(text, float(row[0])) for text, row in zip(window, logits, strict=True))
         elif task == MULTI_LABEL:
@@ -321,7 +319,6 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
                 chosen = tuple(name for name, above in zip(labels, (row > 0).tolist(), strict=True) if above)
                 yield PredictedLabels(text, chosen, dict(zip(labels, row.sigmoid().tolist(), strict=True)))
         elif task == TOKEN_CLASSIFICATION:
-            firsts = run.tokenizer.encode(window, run.config.model.max_length, words=True).firsts
             for text, places, row in zip(window, firsts, logits, strict=True):
                 best = row.argmax(dim=1).tolist()
                 yield PredictedTags(text, tuple(labels[best[place]] if place >= 0 else None for place in places))
@@ -331,17 +328,20 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
                 yield Prediction(text, labels[likeliest], probabilities[likeliest], tuple(probabilities))
 
 
-def logits_of_texts(run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None) -> list[torch.Tensor]:
-    """Logits of each text, fp32 on the CPU: [outputs], or [length, tags] for token classification.
+def logits_of_texts(
+    run: TrainedRun, texts: Sequence[str], pairs: Sequence[str] | None
+) -> tuple[list[torch.Tensor], Sequence[Sequence[int]]]:
+    """Logits of each text, fp32 on the CPU: [outputs], or for token classification [length, tags], with the position of
+    each word's first token.
 
     `EvaluationBatching` groups texts of similar length.
     """
     own, limit = run.tokenizer, run.config.model.max_length
-    encoded = own.encode(texts, limit, pairs)
+    encoded = own.encode(texts, limit, pairs, words=run.config.task == TOKEN_CLASSIFICATION)
     rows = EncodedRows(
         encoded.tokens, None, pad_id=own.pad_id, vocab_size=own.vocab_size, max_length=limit, columns=encoded.columns
     )
     logits: dict[int, torch.Tensor] = {}
     for batch in EvaluationBatching(_TOKENS, limit=limit).of(rows.lengths.tolist()):
         logits |= zip(batch, predictions(run.model, rows.load(batch, run.device)).cpu(), strict=True)
-    return [logits[place] for place in range(len(texts))]
+    return [logits[place] for place in range(len(texts))], encoded.firsts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,22 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from andon.config.identity import device_kind
+from andon.config.load import device_kind
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
+from andon.config.source import MOST_BYTES as MOST_SETTINGS
 from andon.config.source import is_folder
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, ProblemList
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import ConversationSet
-from andon.data.draw import Draw
-from andon.data.labels import class_weights
 from andon.data.origins import RowSelection
-from andon.data.rows import DataSet, Examples, LabelSets, Tagged, Targets
+from andon.data.rows import DataSet, Draw, Examples, LabelSets, Tagged, Targets, class_weights
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
-from andon.model.batches import length_step, padded_length
+from andon.metrics import scores as confusion
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
-from andon.model.masks import padding_note
-from andon.step.plan import BatchPlan
-from andon.tasks.sft import GenerationSettings, SftTask
+from andon.model.masks import length_step, padded_length, padding_note
+from andon.step.plan import BatchPlan, Schedule
+from andon.tasks.sft import GenerationSettings, SftTask, TokenRows
 from andon.tasks.text import (
     NO_TAG,
     ClassificationTask,
@@ -35,11 +35,77 @@ from andon.tasks.text import (
     ScoredTask,
     TaggingTask,
 )
-from andon.tasks.token_rows import TokenRows
 from andon.training.choices import Base, capped, for_rows, with_micro_batches
-from andon.training.notices import require_records_fit
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
 from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
+from andon_contracts.record import MAX_LINE
+from andon_contracts.untrusted import MOST_JSON
+
+_FEW_UPDATES = 100
+_CLASS = 250
+"""The most bytes of a class's scores in a summary, without its name: four numbers, indented."""
+_RANK = 300
+"""The most bytes of one rank in a step's line, without its rows and micro-batches: digests and names."""
+_REST = 1 << 16
+"""The most bytes of everything else in a summary or in a step's line."""
+
+
+def idleness(plan: BatchPlan, workers: int) -> str:
+    """A note with the number of workers that would never train on a row, and why; empty if every worker has rows."""
+    idle = plan.idle_ranks(workers)
+    rows = min(plan.batch_size, len(plan.ids))
+    unit = "row" if plan.updates is None else "pack"
+    why = f"an update has {rows} {unit}{'s' * (rows != 1)} in {plan.micro_batches} micro-batches"
+    return f"{idle} of {workers} workers have no row in any update: {why}" if idle else ""
+
+
+def few_updates(plan: BatchPlan, config: Config) -> str:
+    """A note if a run on a pretrained base has too few updates to learn much; else empty."""
+    few = config.model.base is not None and config.training.max_steps is None and plan.total_steps < _FEW_UPDATES
+    return f"note: {plan.total_steps} updates are few; for so few rows raise training.epochs" if few else ""
+
+
+def learns_nothing(plan: BatchPlan, config: Config) -> str:
+    """A warning if the run's only update is the last of its schedule, with the lowest learning rate; else empty."""
+    rate, peak = Schedule(config, plan.total_steps).rate(1), config.optimizer.lr
+    if plan.total_steps > 1 or rate >= peak:
+        return ""
+    return (
+        f"warning: the run has one update, and its learning rate is {rate:g} (optimizer.lr is {peak:g}): the schedule "
+        "ends at schedule.min_lr with the last update. Set training.epochs higher or training.batch_size lower, or "
+        "schedule.type=constant for one update at the full rate"
+    )
+
+
+def require_records_fit(config: Config, rows: Rows, plan: BatchPlan, evaluated: int) -> None:
+    """Raise `InputError` if the run's ledger lines, confusion matrix, summary or label names may exceed their limits.
+
+    evaluated: the most rows of one evaluation. Sizes are worst cases.
+    """
+    problems = ProblemList()
+    labels = rows.train.labels
+    if rows.task == CLASSIFICATION:
+        size = confusion.most_bytes(len(labels), evaluated)
+        if size > confusion.MOST_BYTES:
+            what = f"the confusion matrix of {evaluated} rows of {len(labels)} classes may take {size} bytes"
+            fewer = "evaluate on fewer rows (training.eval_rows)"
+            problems.add("data.eval", f"{what}, more than {confusion.MOST_BYTES}; {fewer}")
+    if rows.task != REGRESSION:
+        names = [len(json.dumps(label, ensure_ascii=False).encode("utf-8", "surrogatepass")) for label in labels]
+        for file, size, most in (
+            ("summary.json", 2 * sum(names) + _CLASS * len(names) + _REST, MOST_JSON),
+            ("adapter/config.json", 2 * (sum(names) + len("    00000000: ,\n") * len(names)) + _REST, MOST_SETTINGS),
+        ):
+            if size > most:
+                what = f"{len(names)} labels of {sum(names)} bytes in all may make {file} {size} bytes long"
+                problems.add("data.train", f"{what}, more than {most}; shorten the labels, or train on fewer")
+    count = min(plan.batch_size, len(plan.ids))
+    digits = len(str(max(plan.ids, default=0))) + 1
+    size = 2 * count * digits + plan.micro_batches * digits + config.run.workers * _RANK + _REST
+    if size > MAX_LINE:
+        what = f"the ledger's line of a step of {count} rows on {config.run.workers} workers may take {size} bytes"
+        problems.add("training.batch_size", f"{what}, more than {MAX_LINE}; make the batch smaller")
+    problems.raise_if_any()
 
 
 @dataclass(frozen=True)
@@ -80,7 +146,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
     if own.new_tokens and name != SFT:
         what = f"are for conversations (task sft), and this is {name} ({', '.join(map(repr, own.new_tokens))})"
-        raise InputError([Problem("model.new_tokens", what)])
+        raise InputError.at("model.new_tokens", what)
     if own.base is None:
         tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=name == SFT)
     else:
@@ -135,9 +201,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     task, train_ids = whole, rows.train_ids
     if training.packing:
         if not isinstance(whole, SftTask):
-            raise InputError(
-                [Problem("training.packing", "is for conversations (task sft); a class is that of one row")]
-            )
+            raise InputError.at("training.packing", "is for conversations (task sft); a class is that of one row")
         task = whole.packed([rows.row_of(id_) for id_ in train_ids])
         train_ids = tuple(range(len(task)))
     elif rows.copies > 1:
@@ -199,7 +263,7 @@ def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
     skipped = skipped_of(task)
     usable = tuple(id_ for id_ in ids if id_ not in skipped)
     if skipped and not usable:
-        raise InputError([Problem("data.eval", f"none of its rows can be used; the first: {skipped[min(skipped)]}")])
+        raise InputError.at("data.eval", f"none of its rows can be used; the first: {skipped[min(skipped)]}")
     return usable
 
 
@@ -228,7 +292,7 @@ def task_of(
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
     if isinstance(data, Tagged) and config.data.text_pair_column is not None:
-        raise InputError([Problem("data.text_pair_column", "is for texts; words have tags in one text")])
+        raise InputError.at("data.text_pair_column", "is for texts; words have tags in one text")
     encoded = encoded_texts(cache, data, tokenizer, config.model.max_length)
     tokens = encoded.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None

@@ -17,19 +17,18 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 from torch import nn
 
-from andon.config.identity import differences, identity
+from andon.config.load import differences, identity
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.data.chat import prompt_format
 from andon.data.origins import short_names
 from andon.data.tokens import Tokenizer
-from andon.metrics.confusion import Confusion
+from andon.metrics.scores import Confusion
 from andon.model.adapter import export_adapter
 from andon.model.build import LOADERS
 from andon.model.masks import padding_of
 from andon.run.folder import RunFolder
-from andon.run.provenance import read_provenance
-from andon.run.summary import Summary
+from andon.run.summary import Summary, read_provenance
 from andon.tasks.sft import GenerationSettings
 from andon.training.choices import automatic_keys
 from andon.training.material import HEADS
@@ -137,7 +136,7 @@ def write_tokenizer(
     except Exception as error:
         if type(error) is not Exception:  # the tokenizers library raises a bare Exception if writing fails
             raise
-        raise InputError([Problem(str(path.parent), f"the tokenizer cannot be written: {error}")]) from error
+        raise InputError.at(path.parent, f"the tokenizer cannot be written: {error}") from error
 
 
 def write_card(

@@ -9,15 +9,22 @@ import torch
 
 from andon.backend.devices import placement
 from andon.config.schema import Config
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError
 from andon.data.rows import repeated_texts
 from andon.model.adapter import trainable_parameters
 from andon.model.build import facts_of
 from andon.step.plan import efficiency
 from andon.training.build import build_model
 from andon.training.choices import automatic_keys, is_set, placed, settings_line, value_of
-from andon.training.material import cut_note, eval_rows_note, prepare, warnings_of
-from andon.training.notices import few_updates, idleness, learns_nothing
+from andon.training.material import (
+    cut_note,
+    eval_rows_note,
+    few_updates,
+    idleness,
+    learns_nothing,
+    prepare,
+    warnings_of,
+)
 from andon.training.rows import class_counts, notes, skip_notes, task_notice, unfit_model
 
 _MOST_WORKERS = 8
@@ -30,7 +37,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     """
     original, (config, chosen) = config, placed(config)
     run = config.run
-    name, devices, note = placement(run.backend, run.workers, run.devices, fallback=run.cpu_fallback)
+    name, devices, note = placement(run)
     material = prepare(config)
     config, rows, plan = material.config, material.rows, material.plan
     model = build_model(config, material.interface)
@@ -88,6 +95,6 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if row is not None:
         count = len(material.validation_task)
         if not 0 <= row < count:
-            raise InputError([Problem("--show-row", f"{row} is not one of the {count} rows, counted from 0")])
+            raise InputError.at("--show-row", f"{row} is not one of the {count} rows, counted from 0")
         yield from filter(None, [rows.where(row)])
         yield from material.validation_task.shown(row, material.tokenizer)

@@ -15,18 +15,28 @@ from typing import Any
 
 import andon.data
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
-from andon.data.draw import frozen_split, mixed
 from andon.data.formats import first_record
-from andon.data.labels import alike, likely_separator
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.readers import TAGS, TOKENS, read, shown_names
-from andon.data.rows import DataSet, Examples, LabelSets, Row, Tagged, Targets, TextRows, shared_texts
+from andon.data.rows import (
+    DataSet,
+    Examples,
+    LabelSets,
+    Row,
+    Tagged,
+    Targets,
+    TextRows,
+    alike,
+    frozen_split,
+    likely_separator,
+    mixed,
+    shared_texts,
+)
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
-from andon.run.provenance import source_digest
-from andon.run.summary import HELD_OUT, LAST_VALIDATION
+from andon.run.summary import HELD_OUT, LAST_VALIDATION, source_digest
 from andon_contracts.legible import legible_line
 
 _MOST_GROUPS, _MOST_CLASSES = 10, 30
@@ -118,7 +128,7 @@ class Rows:
         if skipped and (not train_ids or not (validation_ids or self.evaluation)):
             purpose = "evaluate" if train_ids else "train"
             first = skipped[min(skipped)]
-            raise InputError([Problem(self.train.source, f"no row that can be used is left to {purpose} on; {first}")])
+            raise InputError.at(self.train.source, f"no row that can be used is left to {purpose} on; {first}")
         return replace(self, train_ids=train_ids, validation_ids=validation_ids)
 
     def seen_in_training(self) -> int:
@@ -316,11 +326,11 @@ def read_rows(
     else:
         example = f"examples/data/{_EXAMPLES[task]}"
         what = f"task {task} needs rows: name a file with --data; a small one of the repository: {example}"
-        raise InputError([Problem("data.train", what)])
+        raise InputError.at("data.train", what)
     train_places, validation_places = frozen_split(len(train), data.validation_fraction, config.seed)
     ids = train.ids
     if evaluation is None and not validation_places:
-        raise InputError([Problem("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")])
+        raise InputError.at("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")
     train_ids, validation_ids = (tuple(ids[place] for place in each) for each in (train_places, validation_places))
     weights = [file.weight for file in data.files]
     if weights in ([], [1.0]):

@@ -1,4 +1,4 @@
-"""A training run in one process: restore its state, check that all ranks agree on it, train, and finish.
+"""A training run in one process: assemble it, restore its state, check that all ranks agree on it, train, and finish.
 
 Rank 0 alone decides what to resume from and writes the folder; all ranks take part in everything else.
 """
@@ -6,70 +6,230 @@ Rank 0 alone decides what to resume from and writes the folder; all ranks take p
 from __future__ import annotations
 
 import hashlib
+import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from andon.backend.base import Backend
-from andon.config.identity import config_digest, differences, identity
-from andon.config.load import to_yaml
+from andon.backend.base import Backend, GroupBackend, InlineBackend, groups_of
+from andon.backend.devices import (
+    NO_GPU,
+    demand_determinism,
+    look_at,
+    none_works,
+    of_all_ranks,
+    placement,
+    refuse_unfit,
+    refuse_without_nccl,
+)
+from andon.config.load import config_digest, differences, identity, to_yaml
 from andon.config.schema import Config
-from andon.console.exits import Exit
-from andon.console.messages import say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem, say
 from andon.integrations.tensorboard import EventFile
 from andon.integrations.trackers import TENSORBOARD, WANDB, Tracker
 from andon.integrations.wandb import WandbRun
-from andon.launch.rank import dropped_values
-from andon.metrics.confusion import digest_of
-from andon.metrics.scores import Scores
+from andon.launch.context import RankContext, is_rank
+from andon.launch.heartbeat import Heartbeat, Timeouts
+from andon.launch.joining import join
+from andon.launch.portable import FORM, portable_kernels, require_in_effect
+from andon.launch.rank import dropped_values, end_now, watched_by
+from andon.metrics.scores import Scores, digest_of
 from andon.model.adapter import save_base
 from andon.model.build import backbone_of, facts_of
 from andon.model.compiled import CompiledPasses
-from andon.model.masks import Masking, masking_of
+from andon.model.masks import Masking, masking_of, padded_lengths, shapes_of
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.columns import discard
 from andon.run.folder import RunFolder, State
-from andon.run.ledger import LedgerError, LedgerWriter
-from andon.run.provenance import differences as other_machine
-from andon.run.provenance import fingerprint, read_provenance, write_provenance
-from andon.run.repeats import Repeats, apart, require_repeated
-from andon.run.summary import Head, Summary, write_summary
+from andon.run.ledger import LedgerError, LedgerWriter, Repeats, apart, require_repeated
+from andon.run.summary import Head, Summary, environment, fingerprint, read_provenance, write_provenance, write_summary
+from andon.run.summary import differences as other_machine
 from andon.step.replica import state_tensors
 from andon.step.step import UNSIGNED, RankFailed
 from andon.tasks.sft import SftTask
-from andon.training.choices import with_values
+from andon.training.build import Run, build_run
+from andon.training.choices import placed, settings_line, with_values
 from andon.training.existing import config_of, require_same_as_finished
-from andon.training.forecast import hold_to_budget
-from andon.training.history import History, begin_anew, read_history, violation_records
-from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, evaluation_of, progress_from
-from andon.training.material import cut_note, eval_rows_note
-from andon.training.notices import few_updates, idleness, learns_nothing
+from andon.training.forecast import agree_on_devices, evaluation_batching, hold_to_budget, uses_cuda_graphs
+from andon.training.material import (
+    Material,
+    cut_note,
+    eval_rows_note,
+    few_updates,
+    idleness,
+    learns_nothing,
+    padding_multiple,
+    prepare,
+    warnings_of,
+)
 from andon.training.outputs import form_of, write_card, write_model_files
-from andon.training.rows import changed_since, unfit_model
-from andon.training.session import Session, assembled
-from andon.training.trainer import Journal, Progress, Trainer
+from andon.training.rows import changed_since, is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
+from andon.training.trainer import (
+    Evaluator,
+    FolderJournal,
+    History,
+    Journal,
+    MetricsWriter,
+    Progress,
+    ProgressView,
+    Trainer,
+    begin_anew,
+    evaluation_of,
+    progress_from,
+    read_history,
+    violation_records,
+)
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.update import RESTORED, Restored
-from andon_contracts.policy import evaluations, reset_evaluations
+from andon_contracts.liveness.diagnosis import StepClock
+from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.record import End, Plan, Resume, Start
 from andon_contracts.violation import Violation
+
+
+@dataclass
+class Session:
+    """A run with its folder, its data and its clock.
+
+    started: start of its command, by `time.monotonic`. began: the same in seconds since the epoch, to compare with file
+    times. planned_bytes: planned memory of each GPU replica; 0 on CPUs.
+    """
+
+    config: Config
+    folder: RunFolder
+    material: Material
+    run: Run
+    environment: Mapping[str, Any]
+    started: float
+    began: float
+    clock: StepClock
+    evaluator: Evaluator
+    planned_bytes: int = 0
+
+
+@contextmanager
+def assembled(
+    config: Config, folder: RunFolder, started: float | None = None, *, writing: bool = True
+) -> Iterator[Session]:
+    """Context manager: a run assembled on this process's backend, not yet trained. Inside, rank 0 owns the run folder.
+
+    writing: False leaves the folder unchanged and unowned. Raises `InputError` for a mistake of the user, and for a
+    folder that another process owns.
+    """
+    config = with_task(placed(config)[0])
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        if config.run.portable:
+            require_in_effect()
+            stack.enter_context(portable_kernels())
+        if not config.contracts.enabled:
+            stack.enter_context(suspended())
+        if writing and (not is_rank() or RankContext.from_environment().rank == 0):
+            stack.enter_context(folder.open_for_writing())
+        # Before the rendezvous, as tokenizing many rows takes long.
+        material = prepare(config, folder.tokens if writing else None)
+        config, plan, task = material.config, material.plan, material.task
+        own, compiling = config.run, config.training.compile
+        clock = StepClock(compiles=compiling != "off")
+
+        # The backend
+        name, devices, note = placement(own)
+        demand_determinism(devices)
+        backend: Backend = InlineBackend(devices)
+        if name != "inline":
+            refuse_without_nccl(name)
+            store, rank, world = join(groups_of(name), own.timeout_s)
+            timeouts = Timeouts(own.timeout_s, own.step_deadline_s)
+            watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
+            if note and rank == 0:
+                say(note)
+            if world != own.workers:
+                raise InputError(f"run.workers: {own.workers} were requested, {world} ranks were started")
+            name, device = _usable(config, name, devices, rank)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            backend = joined = GroupBackend(name, device, clock=clock)
+            stack.callback(joined.close)
+        logs = backend.ranks[0] == 0
+
+        # The model and its replicas
+        started = time.monotonic() if started is None else started
+        memory = agree_on_devices(material, backend)
+        if logs and compiling != "off" and any(device.type != "cuda" for device in backend.devices):
+            say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
+        if logs and backend.name == "mixed":
+            say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
+        captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
+        captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
+        lengths = padded_lengths(config.model.max_length, padding_multiple(config))
+        shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
+        run = build_run(config, material.interface, backend, task, plan, shapes=shapes, capture=captured)
+        model = run.primary.model
+        task.require_fit(model, run.primary.device)
+        if logs:
+            chosen = [settings_line(config)] if config.model.base is not None else []
+            of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
+            of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
+            for line in (*chosen, *of_model, *task.notes, *of_rows, *skip_notes(material.unusable)):
+                say(line)
+            skipped = (*material.rows.skipped, *material.unusable)
+            if skipped and writing:
+                write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
+                say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
+        accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
+        portable = FORM if own.portable else None
+        yield Session(
+            config=config,
+            folder=folder,
+            material=material,
+            run=run,
+            environment=environment(torch.get_num_threads(), accelerators, portable=portable),
+            started=started,
+            began=time.time() - (time.monotonic() - started),
+            clock=clock,
+            evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
+            planned_bytes=memory.total if memory else 0,
+        )
+
+
+def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
+    """Run a first kernel on this rank's device. Returns backend and device; the CPU if no GPU works and `cpu_fallback`.
+
+    Collective if ranks are on GPUs. Raises `InputError` on every rank if only some GPUs work, if those named in
+    `run.devices` do not, and for GPUs of different models under `nccl`.
+    """
+    device = devices[rank]
+    if all(each.type != "cuda" for each in devices):
+        return name, device
+    looks = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
+    fault = "" if config.run.devices else none_works(looks)
+    if not fault:
+        refuse_unfit(name, looks, None)
+        return name, device
+    if not config.run.cpu_fallback:
+        raise InputError.at("run.backend", f"{name} needs a GPU that works, and none does ({fault}); {NO_GPU}")
+    if rank == 0:
+        say(f"no GPU works here ({fault}): training on the CPU instead of {name} (clause cpu-fallback)")
+    return "gloo" if name == "nccl" else name, torch.device("cpu")
+
 
 ResumePoint = tuple[Checkpoint | None, History]
 """The checkpoint to resume from (None: start from step 0), and the history in the ledger."""
 _FROM_START, _DONE, _REFUSED = -1, -2, -3
 """Answers of rank 0 other than the step of a checkpoint."""
-_CLOCKS_S, _MOST_REJECTED = 2.0, 5
-"""The largest difference of clocks without a warning; the number of rejected checkpoints to list."""
+_CLOCKS_S, _MOST_REJECTED, _HOST_BYTES = 2.0, 5, 96
+"""The largest difference of clocks without a warning; the number of rejected checkpoints to list; bytes for a digest
+and the name of a host."""
 
 
 def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], started: float | None = None) -> Exit:
@@ -91,6 +251,7 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
             say(unfit_model(session.config))
         progress = progress_from(checkpoint) if checkpoint is not None else Progress()
         agree_on_start(session, progress)  # all ranks have read the folder, so rank 0 may write to it
+        refuse_other_tokens(run.backend, material.tokenizer.read)
         writer = open_journal(session, checkpoint, history, progress) if run.writes else None
         journal, repeats = writer or Journal(), Repeats(history.steps)
         score = partial(session.evaluator, material.validation_task, material.validation_ids)
@@ -157,7 +318,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     folder, machine = session.folder, fingerprint(session.environment)
     if session.config.run.resume != "auto":
         if folder.begun():
-            raise InputError([Problem(str(folder.path), "holds a run; add --resume auto, or name another folder")])
+            raise InputError.at(folder.path, "holds a run; add --resume auto, or name another folder")
         return None, _FROM_START
     if folder.state() is State.FINISHED:
         require_same_as_finished(session.config, folder)
@@ -185,7 +346,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
             f"another run, or lines of {ledger} were lost. Put the ledger back as it was; or move this checkpoint "
             f"away, to resume from the one before it; or begin anew: {begin_anew(folder.config)}"
         )
-        raise InputError([Problem(str(checkpoint.path), what)])
+        raise InputError.at(checkpoint.path, what)
     changed = identity_changes(session, checkpoint)
     if changed:
         raise InputError(
@@ -219,7 +380,7 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
         old = checkpoint.state.get("identity")
         if not isinstance(old, dict):
             what = "its state does not say what run it is of; move it away, to go on from the one before it"
-            raise InputError([Problem(str(checkpoint.path), what)])
+            raise InputError.at(checkpoint.path, what)
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
         old = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
@@ -237,7 +398,7 @@ def _load(session: Session, step: int) -> Checkpoint:
     try:
         return load_checkpoint(path)
     except CheckpointError as error:
-        raise InputError([Problem(str(path), f"this rank cannot read it: {error}")]) from error
+        raise InputError.at(path, f"this rank cannot read it: {error}") from error
 
 
 # Agreement of all ranks on the state to start from
@@ -267,6 +428,21 @@ def agree_on_start(session: Session, progress: Progress) -> None:
             "progress": _text_digest(repr(progress)),
         }
     )
+
+
+def refuse_other_tokens(backend: Backend, files: Sequence[str]) -> None:
+    """Raise `InputError` on every rank, naming the host, if its token files are not those of rank 0's host. Collective.
+
+    files: their digests. The rows, the tokenizer and the versions are known to be equal.
+    """
+    own = f"{_text_digest(repr(files)):x} {socket.gethostname()}".encode()[:_HOST_BYTES].ljust(_HOST_BYTES)
+    rows = backend.gather([torch.tensor(list(own), dtype=torch.uint8, device=each) for each in backend.devices])
+    (first, host), *others = (bytes(row.tolist()).decode(errors="replace").split() for row in rows)
+    wrong = {other: rank for rank, (digest, other) in reversed([*enumerate(others, 1)]) if digest != first}
+    hosts = ", ".join(f"{other} (rank {rank})" for other, rank in sorted(wrong.items(), key=itemgetter(1)))
+    what = f"the same rows have other token ids on {hosts} than on {host} (rank 0); remove the token cache"
+    if wrong:
+        raise InputError.at("data.cache", f"{what} there (data.cache, or tokens in the run folder), and resume the run")
 
 
 def clocks_apart(backend: Backend) -> str:
@@ -312,7 +488,7 @@ def open_journal(
     try:
         ledger = LedgerWriter(folder.ledger)
     except LedgerError as error:
-        raise InputError([Problem("", str(error))]) from error
+        raise InputError.at("", str(error)) from error
     data = hex64(_text_digest(digests["data"]))
     common: dict[str, Any] = {
         "identity": digest,

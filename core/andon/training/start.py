@@ -12,12 +12,10 @@ from types import FrameType
 from typing import Any
 
 from andon.config.schema import SFT, Config
-from andon.console.exits import Exit
-from andon.console.messages import command_line, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, Problem, command_line, say
 from andon.data.origins import Stamp, require_unchanged, stamps
 from andon.integrations.trackers import require
-from andon.launch import preemption
+from andon.launch import context as preemption
 from andon.launch.launcher import PRELOAD, launch, warm_up
 from andon.launch.portable import portable_environment
 from andon.launch.rank import preempted
@@ -104,7 +102,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             return RunOutcome(folder, Exit.OK)
         if not resuming and folder.begun():
             what = "a run" if state is State.FINISHED else f"a run that is not finished ({progress_text(folder)})"
-            raise InputError([Problem(str(folder.path), f"holds {what}; add --resume auto, or name another folder")])
+            raise InputError.at(folder.path, f"holds {what}; add --resume auto, or name another folder")
     if task:
         say(task)
     # Report all errors in the data once, before ranks start, each of which would report them.

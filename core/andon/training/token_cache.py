@@ -31,11 +31,11 @@ from andon.data.conversations import Conversation, Form, Reading, add_form, add_
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.rows import Examples, Tagged, TextRows, fingerprint
 from andon.data.tokens import EncodedTexts, Tokenizer
-from andon.launch.orphan import bind_to_parent
+from andon.launch.context import bind_to_parent
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
-from andon.run.provenance import source_digest
-from andon.tasks.token_rows import COLUMNS as TOKEN_COLUMNS
-from andon.tasks.token_rows import KINDS, FlatRows, TokenRows, columns_of
+from andon.run.summary import source_digest
+from andon.tasks.sft import COLUMNS as TOKEN_COLUMNS
+from andon.tasks.sft import KINDS, FlatRows, TokenRows, columns_of
 from andon.training.rows import column
 
 COLUMNS: Mapping[str, str] = {"lines": "q", "sources": "i", "texts": "Q", **TOKEN_COLUMNS}
@@ -183,6 +183,7 @@ def tokenised(
 
     def load(columns: Columns) -> TokenisedConversations:
         facts, stored = columns.said, columns.said["encoding"]
+        tokenizer.read.append(columns.digest)
         origins = Origins.of(paths, facts["origins"], column(columns, "lines", "q"))
         names = ["" if place < 0 else str(facts["names"][place]) for place in column(columns, "sources", "i")]
         skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in stored["skipped"])
@@ -226,6 +227,7 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
         return {}
 
     def load(columns: Columns) -> EncodedTexts:
+        tokenizer.read.append(columns.digest)
         ends, word_ends, cut = (_mapped(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
         tokens, types, firsts = (_mapped(columns, name, "i") for name in ("tokens", "types", "firsts"))
         of_types = FlatRows(types, ends) if types.numel() else ()

@@ -2,34 +2,207 @@
 
 Decisions depend on bits that are equal on all ranks: results of a step, scores of a gathered table. Ranks exchange only
 what a single rank knows: a request to stop, a checkpoint that is due by rank 0's clock, a failure to write one.
+
+Every rank reads the same ledger and compares repeated steps with it, so if a step does not repeat exactly, all ranks
+end with the same error. Rank 0's journal writes the ledger, metrics and checkpoints, and shows the progress.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.console.problems import InputError
-from andon.metrics.scores import Scores
-from andon.model.batches import EvaluationBatching
-from andon.run.repeats import Repeats
+from andon.console.messages import BROKEN_STREAM, InputError, command_line, write
+from andon.integrations.trackers import Tracker
+from andon.metrics.scores import Scores, digest_of, write_confusion
+from andon.model.masks import EvaluationBatching
+from andon.run.atomic import storage, write_all, write_whole
+from andon.run.checkpoint import MANIFEST, Checkpoint, prune, save_checkpoint
+from andon.run.folder import RunFolder, metrics_lines
+from andon.run.ledger import UNKNOWN, LedgerError, LedgerWriter, Repeats, digested_ledger
+from andon.run.summary import HELD_OUT, LAST_VALIDATION, quoted
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, RankFailed, StepResult
 from andon.tasks.text import ScoredTask
 from andon.training.build import Run
-from andon.training.history import step_record
+from andon_contracts.digest import hex64
+from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Evaluation, Output, Restored
+from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Output, Restored
+from andon_contracts.laws.update import Evaluation as Scored
 from andon_contracts.liveness.diagnosis import UPDATE, StepClock
-from andon_contracts.record import Step
+from andon_contracts.record import (
+    GENESIS,
+    Broken,
+    End,
+    Evaluation,
+    RankPart,
+    Record,
+    Resume,
+    Retraction,
+    Saved,
+    Start,
+    Step,
+    StepDigests,
+    outside_change,
+)
 from andon_contracts.violation import Violation
+
+
+@dataclass
+class History:
+    """The run so far, by its ledger, relative to the checkpoint from which it resumes.
+
+    head: the digest of the ledger line that the checkpoint quotes; None if the ledger is shorter. steps: the last
+    record of each step after the checkpoint, which will be repeated; without retracted steps and those of another
+    machine or other versions, whose bits may differ. retraction: of a violation, if the process ended before writing
+    it. violations: the number recorded. evaluated, ended: the final scores and the end, if the process was interrupted
+    after writing them on this machine and versions. world, backend: of the last process. last: the last valid update.
+    """
+
+    head: str | None = None
+    steps: dict[int, Step] = field(default_factory=dict)
+    retraction: Retraction | None = None
+    violations: int = 0
+    evaluated: Evaluation | None = None
+    ended: End | None = None
+    world: int = 0
+    backend: str = ""
+    last: int = 0
+
+    def forget_after(self, step: int) -> None:
+        self.steps = {number: record for number, record in self.steps.items() if number <= step}
+
+
+def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
+    """The retraction of updates after `kept`, the last checkpoint's step, up to `last`; None without such updates.
+
+    A clause that is checked only periodically (the frozen base, an audit, a checkpoint read back) may have been broken
+    by any update since its last check. All such clauses are checked before a checkpoint, so the steps up to the
+    checkpoint are valid and later steps cannot be trusted.
+    """
+    return Retraction(kept, last, violation.clause, violation.seen) if last > kept else None
+
+
+def begin_anew(config: Path) -> str:
+    """The command that starts the run of `config` from step 0 in another folder."""
+    return command_line("andon", "train", config, "--run-dir", "ANOTHER_FOLDER")
+
+
+def read_history(ledger: Path, fingerprint: Mapping[str, str], checkpoint: Checkpoint | None = None) -> History:
+    """The history in `ledger` of a run that resumes from `checkpoint` (None: from step 0); empty without a ledger.
+
+    fingerprint: of this machine and its versions. Only steps after the checkpoint are held in memory. Raises
+    `InputError` that names the line of a damaged ledger.
+    """
+    step, count = (checkpoint.step, checkpoint.head[0]) if checkpoint is not None else (0, 0)
+    history = History(head=GENESIS if count == 0 else None)
+    if not ledger.exists():
+        return history
+    comparable, saved = False, 0  # saved: the step of the last checkpoint
+    try:
+        for number, (record, digest) in enumerate(digested_ledger(ledger), start=1):
+            # After the last step's checkpoint come only the final scores (of it or of the best step) and the end.
+            closing = checkpoint is not None and number > count and comparable
+            if number == count:
+                history.head = digest
+            match record:
+                case Start() | Resume():
+                    comparable = dict(record.fingerprint) == dict(fingerprint)
+                    history.world, history.backend = record.world, record.backend
+                    saved = record.step if isinstance(record, Resume) else 0
+                case Step():
+                    history.evaluated = history.ended = None
+                    history.last = max(history.last, record.step)
+                    if record.step > step:
+                        history.steps.pop(record.step, None)  # only the latest record of a step counts
+                        if comparable:
+                            history.steps[record.step] = record
+                case Saved():
+                    saved = record.step
+                case Broken():
+                    history.evaluated = history.ended = None
+                    history.violations += 1
+                    history.retraction = retracted(record, saved, history.last)
+                    history.forget_after(saved)  # `last` changes with the retraction's own record
+                case Retraction():
+                    history.retraction, history.last = None, min(history.last, record.step)
+                    history.forget_after(record.step)
+                case Evaluation() if closing and record.step <= step == history.last:
+                    history.evaluated = record
+                case End() if closing and record.step == step and record.reason in ("finished", "early-stopping"):
+                    history.ended = record
+    except LedgerError as error:
+        anew = f"put the file back as it was, or begin anew: {begin_anew(ledger.with_name('config.yaml'))}"
+        raise InputError.at("", f"{error}; the run cannot be resumed: {anew}") from error
+    if history.retraction is not None:  # the resume writes it first
+        history.last = history.retraction.step
+    return history
+
+
+def violation_records(violation: Violation, step: int, weights: int, kept: int, last: int) -> Iterator[Record]:
+    """The last records of a run: the violation, its retraction if any, and the end.
+
+    step, weights: the last update and the digest of its weights. kept, last: as for `retracted`.
+    """
+    finding = violation.finding
+    broken = Broken(
+        clause=violation.clause or "unnamed",
+        step=finding.step,
+        ranks=finding.ranks,
+        tensor=finding.tensor,
+        seen=finding.seen,
+        details=dict(finding.details),
+        applied=0 < finding.step <= step or None,
+    )
+    yield broken
+    taken_back = retracted(broken, kept, max(step, last))
+    if taken_back is not None:
+        yield taken_back
+    yield End(step, "violation", {"weights": hex64(weights)}, violations=1)
+
+
+def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:
+    """The ledger's record of one update, equal on all ranks."""
+    placeholders = dict.fromkeys(("content", "gradient", "weights", "optimizer"), UNKNOWN)
+    rows = batch.micro_batches(len(result.leaves))
+    parts = []
+    for rank in range(world_size):
+        leaves = tuple(leaf.index for leaf in result.leaves if leaf.rank == rank)
+        digests = {name: hex64(value) for name, value in result.ranks[rank].items()} if result.ranks else {}
+        ids = tuple(row for leaf in leaves for row in rows[leaf])
+        parts.append(RankPart(rank=rank, leaves=leaves, ids=ids, **(digests or {"weights": UNKNOWN})))
+    return Step(
+        step=result.step,
+        epoch=batch.epoch,
+        position=batch.position,
+        ids=batch.ids,
+        count=result.rows,
+        lr=Real.of(result.rate),
+        loss=Real.of(result.loss),
+        grad_norm=Real.of(result.grad_norm),
+        correct=result.correct,
+        terms=result.terms if result.terms != result.rows else None,
+        world=world_size,
+        backend=backend,
+        digests=StepDigests(**placeholders | {name: hex64(value) for name, value in result.digests.items()}),
+        ranks=tuple(parts),
+    )
+
 
 _SAVE_WAIT = 19
 """Rank 0 waits this many times the duration of the last checkpoint, so that timed saving takes at most 5 % of time."""
@@ -260,7 +433,7 @@ def evaluate(
     if len(table) == len(places):  # a table of another length is left for the contract to reject
         table = table[places.argsort()]
     row_ids, outputs = [int(value) for value in table[:, 0].tolist()], table[:, 1:]
-    evaluation = Evaluation(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
+    evaluation = Scored(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
     enforce(Judgement(EVALUATED, evaluation))
     finite = outputs.isfinite().all(dim=1).tolist()
     not_finite = tuple(row for row, is_finite in zip(row_ids, finite, strict=True) if not is_finite)
@@ -269,3 +442,226 @@ def evaluate(
     counted = {"rows": float(len(ids))}
     enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
     return result
+
+
+_SILENT_S = 12.0
+"""Seconds after which an update prints a line in any case, so that slow updates do not look like a hung run."""
+
+
+class MetricsWriter:
+    """Appends JSON lines atomically to the metrics file, and passes each to every tracker.
+
+    Raises `InputError` if a line cannot be written, or if another program truncated or replaced the file. First removes
+    lines of an interrupted run that will be written again: those after step `done`, and the final scores.
+    """
+
+    def __init__(self, path: Path, done: int, trackers: Iterable[Tracker] = ()) -> None:
+        self._path = path
+        self._trackers = tuple(trackers)
+        if path.exists():
+            with storage(path, "read"):
+                remaining = b"".join(line for line in metrics_lines(path) if _is_up_to(line, done))
+            write_whole(path, remaining)
+        with storage(path):
+            self._handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        self._size = os.fstat(self._handle).st_size
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        data = (json.dumps(line) + "\n").encode()
+        what = outside_change(self._handle, self._path, self._size)
+        if what:
+            raise InputError.at(self._path, what)
+        with storage(self._path):
+            try:
+                write_all(self._handle, data)
+            except BaseException:
+                # Remove a partial line, in case the caller catches the error and writes again.
+                os.ftruncate(self._handle, self._size)
+                raise
+        self._size += len(data)
+        for tracker in self._trackers:
+            tracker.line(line)
+
+    def close(self) -> None:
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1
+            for tracker in self._trackers:
+                tracker.close()
+
+
+def _is_up_to(line: bytes, done: int) -> bool:
+    try:
+        values = json.loads(line)
+        is_final = values.get("what") in (HELD_OUT, LAST_VALIDATION)
+        return line.endswith(b"\n") and int(values["step"]) <= done and not is_final
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return False
+
+
+class ProgressView:
+    """Shows metrics on standard error, as a rich progress bar or as lines for `grep`.
+
+    mode: auto (a bar on a terminal, else lines), always (a bar), never (lines), quiet (nothing), json (only metrics, on
+    standard output). done: steps already done.
+    """
+
+    def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0) -> None:
+        self._mode, self._total, self._every, self._done_before = mode, total_steps, log_every, done
+        self._started = self._last_line = time.perf_counter()
+        self._bar: Any = None
+        try:
+            on_terminal = sys.stderr.isatty()
+        except ValueError:  # standard error is closed
+            on_terminal = False
+        if mode == "always" or (mode == "auto" and on_terminal):
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import Progress as Bar
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._bar = Bar(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._bar.add_task("starting", total=total_steps, completed=done)
+
+    def step(self, line: Mapping[str, Any]) -> None:
+        """Show the metrics of an update."""
+        step, epoch, loss, now = line["step"], line["epoch"], line["loss"], time.perf_counter()
+        shown = step % self._every == 0 or step == self._total
+        if self._mode == "json" and shown:
+            write(f"{json.dumps(line)}\n", sys.stdout)
+        elif self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar.update(self._bar.task_ids[0], completed=step, description=f"epoch {epoch} loss {loss:.4f}")
+        elif shown or now - self._last_line > _SILENT_S:
+            rate = (step - self._done_before) / (now - self._started)
+            right = f"train_acc {line['accuracy']:.3f} " if "accuracy" in line else ""
+            self._line(
+                f"step {step}/{self._total} epoch {epoch} loss {loss:.4f} {right}"
+                f"grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} {rate:.3g} steps/s"
+            )
+
+    def evaluated(self, line: Mapping[str, Any]) -> None:
+        """Show the metrics of an evaluation."""
+        if self._mode == "json":
+            write(f"{json.dumps(line)}\n", sys.stdout)
+        loss = f" loss {line['loss']:.4f}" if "loss" in line else ""
+        scores = " ".join(f"{word} {value:.4f}" for word, value in quoted(line).items())
+        self._line(f"{line['what']} after step {line['step']}: {scores}{loss} ({line['rows']} rows)")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar.stop()
+            self._bar = None
+
+    def _line(self, text: str) -> None:
+        if self._mode in ("quiet", "json"):
+            return
+        self._last_line = time.perf_counter()
+        if self._bar is not None:
+            with suppress(*BROKEN_STREAM):
+                self._bar.console.print(text)
+        else:
+            write(f"{text}\n")
+
+
+@dataclass
+class FolderJournal(Journal):
+    """Writes the run folder. Lines are written at their step; a full disk raises `InputError` at that step.
+
+    tensors: returns the tensors to save. fixed_state: entries in every checkpoint's state. keep: number of checkpoints
+    to keep. saved_at: step of the last checkpoint saved or loaded; 0 without one. counts_right: see `ScoredTask`.
+    """
+
+    folder: RunFolder
+    ledger: LedgerWriter
+    metrics: MetricsWriter
+    view: ProgressView
+    tensors: Callable[[], Mapping[str, torch.Tensor]]
+    fixed_state: Mapping[str, Any]
+    keep: int
+    saved_at: int
+    counts_right: bool = True
+    zero_updates: int = field(default=0, init=False)
+    """Updates of this process whose gradient was exactly zero."""
+    updates: int = field(default=0, init=False)
+    _since: float = field(default_factory=time.perf_counter, init=False)
+
+    def step(self, batch: GlobalBatch, result: StepResult, record: Step) -> None:
+        self.ledger.append(record if self.counts_right else replace(record, correct=None))
+        now = time.perf_counter()
+        line = {
+            "step": result.step,
+            "epoch": batch.epoch,
+            "loss": result.loss,
+            **({"accuracy": result.correct / max(result.terms, 1)} if self.counts_right else {}),
+            "grad_norm": result.grad_norm,
+            "lr": result.rate,
+            "rows": result.rows,
+            "seconds": round(now - self._since, 6),
+        }
+        self._since = now
+        self.updates += 1
+        self.zero_updates += result.grad_norm == 0
+        self.metrics.write(line)
+        self.view.step(line)
+
+    def evaluated(self, step: int, epoch: int, scores: Scores, what: str, *, recorded: bool = False) -> None:
+        """Write scores to the metrics and, unless already `recorded`, to the ledger.
+
+        The confusion matrix is written before the ledger's line, which quotes its digest.
+        """
+        if scores.confusion is not None:
+            write_confusion(self.folder.confusion, scores.confusion)
+        if not recorded:
+            self.ledger.append(evaluation_of(step, epoch, scores))
+        line = {"step": step, "epoch": epoch, "what": what, "rows": scores.rows, **_reals(scores)}
+        self.metrics.write(line)
+        self.view.evaluated(line)
+
+    def checkpoint(self, progress: Progress, *, best: bool) -> None:
+        """Write a checkpoint atomically, then remove old checkpoints except the best.
+
+        Raises `InputError` if it cannot be written, and `Violation` if reading it back gives other bytes.
+        """
+        self.ledger.sync()
+        # Reals as hex strings: exact, and strict JSON even for infinities.
+        exact = {name: value.hex() if isinstance(value, float) else value for name, value in asdict(progress).items()}
+        state = {**self.fixed_state, "progress": exact}
+        path = save_checkpoint(self.folder.checkpoints, progress.step, self.tensors(), state, self.ledger.head)
+        digest = json.loads((path / MANIFEST).read_bytes())["digest"]
+        self.ledger.append(Saved(step=progress.step, name=path.name, digest=digest, best=best))
+        self.saved_at = progress.step
+        prune(self.folder.checkpoints, self.keep, best=progress.best_step, newest=progress.step)
+
+    def close(self) -> None:
+        self.view.close()
+        self.metrics.close()
+        self.ledger.close()
+
+
+def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
+    """The ledger record of scores after `step` updates."""
+    reals = {name: Real.of(value) for name, value in _reals(scores).items()}
+    confusion = digest_of(scores.confusion) if scores.confusion is not None else None
+    return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=confusion)
+
+
+def _reals(scores: Scores) -> dict[str, float]:
+    return {name: value for name, value in scores.as_dict().items() if isinstance(value, float)}
+
+
+def progress_from(checkpoint: Checkpoint) -> Progress:
+    """The progress in the checkpoint's state. Raises `InputError` if it is malformed or of another step."""
+    try:
+        saved = checkpoint.state["progress"]
+        values: dict[str, Any] = {
+            name: float.fromhex(value) if isinstance(value, str) else int(value) for name, value in saved.items()
+        }
+        progress = Progress(**values)
+        if progress.step != checkpoint.step or not 0 <= progress.best_step <= progress.step:
+            raise ValueError(f"it is of step {progress.step}, its best of step {progress.best_step}")
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise InputError.at(checkpoint.path, f"its state has no usable progress: {error}") from error
+    return progress

@@ -10,7 +10,6 @@ from andon_falsify.campaign.trial import KINDS, Trial
 from andon_falsify.claims import claims_of, judged
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.placing import why_not
 from andon_falsify.verdict import Kind, Verdict, not_applicable, unknown
 
 
@@ -30,7 +29,7 @@ class Bench(ABC):
         self.subject = subject
         self.version = version
         self.words = words
-        self.backends = tuple(name for name in self.every_backend if not why_not(name))
+        self.backends = self.every_backend
         self.claims = tuple(replace(claim, statement=claim.statement_for(self.kind)) for claim in claims_of(self.kind))
         kinds = {kind: frozenset(claim.name for claim in self.claims if claim.trial == kind) for kind in KINDS}
         self.kinds: Mapping[str, frozenset[str]] = {kind: names for kind, names in kinds.items() if names}

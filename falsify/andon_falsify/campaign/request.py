@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_falsify.campaign.trial import BUDGETS, Budget
 from andon_falsify.claims.clauses import ALIASES
 from andon_falsify.peers.registry import PEERS

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem
 from andon_contracts.fingerprint import environment
 from andon_falsify.campaign.findings import TrialVerdict, factors_of, findings, mistake
 from andon_falsify.campaign.request import OURS, Request, check_names

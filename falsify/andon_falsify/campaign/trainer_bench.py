@@ -13,7 +13,7 @@ from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
 from andon_falsify.ranks.errors import root_cause
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
+from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import ExtraRun
 
@@ -29,6 +29,7 @@ class AndonBench(Bench):
 
     def __init__(self, subject: Subject, name: str = "andon", version: str = "") -> None:
         super().__init__(name, version or installed("andon"))
+        self.backends = tuple(name for name in self.every_backend if not why_not(name))
         self._trainer = Remembering(subject)
 
     @property

@@ -139,7 +139,7 @@ def check_history(
                 fail("the weights changed in a non-finite step", poison.number, before, after, "weights")
             if not recorded:
                 fail("a non-finite step without a violation in the record", poison.number, "a violation", seen)
-        if violations := [event for event in recorded if stops(event)]:
+        if violations := tuple(filter(stops, recorded)):
             checked += 1
             first = violations[0]
             if later := [event.number for event in run.steps if event.line > first.line]:
@@ -153,7 +153,7 @@ def check_history(
             if first.step and any(event.number >= first.step + applied for event in done):
                 fail("the violated step was recorded as an update", first.step, "no update", "an update")
     if planted is not None:
-        violations, last = list(history.of_kind("violation")), max(history.trajectory, default=0)
+        violations, last = history.of_kind("violation"), max(history.trajectory, default=0)
         checked += bool(violations or last >= planted - 1)
         if not violations and last < planted - 1:
             missing = f"the run never reached step {planted}, where the fault was planted"

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, Problem, command_line
 from andon_falsify.claims import claims_of, judged_by
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, read_history
@@ -108,7 +107,7 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
     """The keys of the settings that differ, of those that both configurations have, without the kind of device."""
-    from andon.config.identity import differences, identity
+    from andon.config.load import differences, identity
 
     try:
         known = [identity(config) for config in (first.config(), other.config()) if config is not None]

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from andon.console.messages import BROKEN_STREAM, put, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import BROKEN_STREAM, InputError, Problem, put, say
 from andon_contracts.legible import legible_line
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened

@@ -11,9 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from andon.console.exits import Exit
-from andon.console.messages import OutputError, say
-from andon.console.problems import InputError, Problem
+from andon.console.messages import Exit, InputError, OutputError, Problem, say
 
 USAGE, INTERNAL, _INTERRUPTED = 64, 70, 128 + signal.SIGINT
 _TRACEBACK = "ANDON_TRACEBACK"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon_contracts.legible import legible
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.suite import Suite

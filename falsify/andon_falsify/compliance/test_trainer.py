@@ -7,6 +7,7 @@ from typing import Literal
 import pytest
 
 from andon.backend.devices import placement
+from andon.config.schema import Run
 from andon_falsify.campaign.trial import BUDGETS, HALT, LAW, MEMORY, RESUME, Layouts, Trial, draw
 from andon_falsify.claims import halt_together, layout_equal
 from andon_falsify.claims.laws import shares
@@ -96,7 +97,7 @@ def test_the_layout_is_that_of_one_rank(
 
 def test_without_gpus_a_run_falls_back_to_cpus(runner: ClaimRunner) -> None:
     """The placement is asked as if there were no GPU. A run there has the bits of one CPU."""
-    backend, devices, note = placement("nccl", 2, None, 0, fallback=True)
+    backend, devices, note = placement(Run(backend="nccl", workers=2, cpu_fallback=True), 0)
     assert "CPU" in note
     runner.attempt(Trial(LAW, Case(world=len(devices), backend=backend)), backend)
 

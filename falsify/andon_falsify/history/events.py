@@ -8,23 +8,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from andon_falsify.history.fields import (
-    Fields,
-    LineError,
-    Number,
-    RowId,
-    array,
-    flag,
-    integer,
-    json_object,
-    mapping,
-    quote,
-    real,
-    row_ids,
-    text,
-    texts,
-    whole,
-)
+from andon_falsify.history import fields as read
+from andon_falsify.history.fields import Fields, LineError, Number, RowId, whole
 
 VERSION = 4
 """The only version of a line that is read."""
@@ -99,20 +84,20 @@ class RankStep(NamedTuple):
 
 
 def _ranks(fields: Fields, name: str) -> tuple[RankStep, ...]:
-    return tuple(map(_rank, array(fields, name)))
+    return tuple(map(_rank, read.array(fields, name)))
 
 
 def _rank(entry: object) -> RankStep:
     if not isinstance(entry, dict):
-        raise LineError(f"ranks holds {quote(entry)}, not an object")
+        raise LineError(f"ranks holds {read.quote(entry)}, not an object")
     rank = whole(entry.get("rank"))
     if rank is None:
-        raise LineError(f"an entry of ranks has rank {quote(entry.get('rank'))}")
-    leaves = array(entry, "leaves")
+        raise LineError(f"an entry of ranks has rank {read.quote(entry.get('rank'))}")
+    leaves = read.array(entry, "leaves")
     if None in map(whole, leaves):
-        raise LineError(f"leaves holds {quote(next(leaf for leaf in leaves if whole(leaf) is None))}")
-    weights, optimizer, gradient = (text(entry, name) for name in ("weights", "optimizer", "gradient"))
-    return RankStep(rank, tuple(leaves), row_ids(entry, "ids"), weights, optimizer, gradient)
+        raise LineError(f"leaves holds {read.quote(next(leaf for leaf in leaves if whole(leaf) is None))}")
+    weights, optimizer, gradient = (read.text(entry, name) for name in ("weights", "optimizer", "gradient"))
+    return RankStep(rank, tuple(leaves), read.row_ids(entry, "ids"), weights, optimizer, gradient)
 
 
 Value = TypeVar("Value")
@@ -123,11 +108,11 @@ _READERS: dict[str, Callable[[Fields, str], Any]] = {}
 class _Packed(Generic[Value]):
     """A field of `StepEvent` that is unpacked when it is accessed."""
 
-    def __init__(self, read: Callable[[Fields, str], Value]) -> None:
-        self._read = read
+    def __init__(self, reader: Callable[[Fields, str], Value]) -> None:
+        self._reader = reader
 
     def __set_name__(self, owner: type, name: str) -> None:
-        _READERS.setdefault(name, self._read)
+        _READERS.setdefault(name, self._reader)
         self._name = name
 
     def __get__(self, event: StepEvent, owner: type) -> Value:
@@ -152,21 +137,21 @@ class StepEvent(Event):
     epoch: int | None = None
     packed: bytes = b""
 
-    position = _Packed(integer)
-    ids = _Packed(row_ids)
-    count = _Packed(integer)
-    correct = _Packed(integer)
-    terms = _Packed(integer)
-    lr = _Packed(real)
-    loss = _Packed(real)
-    grad_norm = _Packed(real)
-    weights_norm = _Packed(real)
-    gradient_at = _Packed(text)
-    skipped = _Packed(flag)
-    draws = _Packed(text)
-    world = _Packed(integer)
-    backend = _Packed(text)
-    digests = _Packed(texts)
+    position = _Packed(read.integer)
+    ids = _Packed(read.row_ids)
+    count = _Packed(read.integer)
+    correct = _Packed(read.integer)
+    terms = _Packed(read.integer)
+    lr = _Packed(read.real)
+    loss = _Packed(read.real)
+    grad_norm = _Packed(read.real)
+    weights_norm = _Packed(read.real)
+    gradient_at = _Packed(read.text)
+    skipped = _Packed(read.flag)
+    draws = _Packed(read.text)
+    world = _Packed(read.integer)
+    backend = _Packed(read.text)
+    digests = _Packed(read.texts)
     ranks = _Packed(_ranks)
 
     @property
@@ -181,7 +166,7 @@ class StepEvent(Event):
 
 def _pack(fields: Fields) -> bytes:
     """The fields of a `StepEvent`. Ids of ranks that together are the batch, in its order, are packed once."""
-    found = {name: read(fields, name) for name, read in _READERS.items()}
+    found = {name: reader(fields, name) for name, reader in _READERS.items()}
     ids, ranks = found["ids"], found.pop("ranks")
     split = [row for part in ranks for row in part.ids] == [*ids]
     parts = [(*part[:2], len(part.ids) if split else part.ids, *part[3:]) for part in ranks]
@@ -194,8 +179,8 @@ def _pack(fields: Fields) -> bytes:
 def _unpacked(packed: bytes) -> Mapping[str, Any]:
     values, parts = marshal.loads(packed)
     fields = dict(zip(_READERS, values, strict=False))
-    for name, read in _READERS.items():
-        if read is real and fields[name] is not None:
+    for name, reader in _READERS.items():
+        if reader is read.real and fields[name] is not None:
             fields[name] = Number(*fields[name])
     ranks, at = [], 0
     for rank, leaves, ids, *digests in parts:
@@ -224,28 +209,28 @@ def parse_line(line_text: str, line: int, digest: str, before: str = "") -> Even
 
     Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
     """
-    fields = json_object(line_text)
+    fields = read.json_object(line_text)
     if whole(fields.get("v")) != VERSION:
-        raise LineError(f"version {quote(fields.get('v'))} is not {VERSION}")
+        raise LineError(f"version {read.quote(fields.get('v'))} is not {VERSION}")
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise LineError(f"kind {quote(kind)} is none of {', '.join(sorted(KINDS))}")
-    prev = text(fields, "prev")
+        raise LineError(f"kind {read.quote(kind)} is none of {', '.join(sorted(KINDS))}")
+    prev = read.text(fields, "prev")
     # One object for both digests, since a history has hundreds of thousands of lines.
     head = (line, kind, whole(fields.get("seq")), before if prev == before else prev, digest)
     if kind == "step":
         update = whole(fields.get("step"))
         if update is None or update < 1:
-            raise LineError(f"a step line whose step is {quote(fields.get('step'))}, not a number from 1")
-        return StepEvent(*head, _NO_FIELDS, number=update, epoch=integer(fields, "epoch"), packed=_pack(fields))
+            raise LineError(f"a step line whose step is {read.quote(fields.get('step'))}, not a number from 1")
+        return StepEvent(*head, _NO_FIELDS, number=update, epoch=read.integer(fields, "epoch"), packed=_pack(fields))
     if kind == "retraction":
         kept, last = whole(fields.get("step")), whole(fields.get("last"))
         if kept is None or last is None or not 0 <= kept < last:
-            raise LineError(f"a retraction from {quote(kept)} to {quote(last)}")
+            raise LineError(f"a retraction from {read.quote(kept)} to {read.quote(last)}")
     if kind == "start":
-        planned = mapping(fields, "plan")
-        ids = row_ids(planned, "ids") if planned.get("ids") is not None else None
-        numbers = {name: integer(planned, name) for name in Plan._fields if name != "ids"}
-        initial = text(mapping(fields, "initial") or mapping(fields, "digests"), "weights")
+        planned = read.mapping(fields, "plan")
+        ids = read.row_ids(planned, "ids") if planned.get("ids") is not None else None
+        numbers = {name: read.integer(planned, name) for name in Plan._fields if name != "ids"}
+        initial = read.text(read.mapping(fields, "initial") or read.mapping(fields, "digests"), "weights")
         return StartEvent(*head, fields, plan=Plan(ids=ids, **numbers), initial_weights=initial)
     return Event(*head, fields)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
-from andon.console.problems import install_hint
+from andon.console.messages import install_hint
 
 
 @dataclass(frozen=True)

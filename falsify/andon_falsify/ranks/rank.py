@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO
 
-from andon.launch.orphan import die_with_parent
+from andon.launch.context import die_with_parent
 from andon_contracts.policy import enforced
 
 GROUP_TIMEOUT_S = 20.0
@@ -87,8 +87,8 @@ def _join(spec: RankSpec) -> None:
     import torch
     import torch.distributed as dist
 
+    from andon.backend.base import groups_of
     from andon.backend.devices import demand_determinism, look_at, of_all_ranks, refuse_unfit
-    from andon.backend.group import groups_of
     from andon_falsify.subjects.placing import devices_of
 
     torch.set_num_threads(1)

@@ -6,8 +6,7 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-from andon.backend.base import Backend, InlineBackend
-from andon.backend.group import GroupBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.drive import drive

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from andon.console.problems import InputError, Problem, ProblemList, shown
+from andon.console.messages import InputError, Problem, ProblemList, shown
 from andon.run.atomic import storage, write_whole
 from andon_falsify.report.findings import SCHEMA, Report
 

@@ -16,9 +16,9 @@ from andon.data.chat import EncodedRow
 from andon.model.adapter import trainable_parameters
 from andon.model.build import ModelInterface
 from andon.model.memory import plan_bytes
+from andon.step.micro_batch import Task
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
-from andon.step.task import Task
 from andon.tasks.sft import SftTask
 from andon.tasks.text import ClassificationTask
 from andon.training.build import Run, build_model, build_run

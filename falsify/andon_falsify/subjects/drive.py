@@ -14,14 +14,21 @@ import torch
 from andon.backend.base import Backend, InlineBackend
 from andon.run.checkpoint import newest_valid
 from andon.run.folder import RunFolder
-from andon.run.ledger import LedgerWriter
-from andon.run.repeats import Repeats
+from andon.run.ledger import LedgerWriter, Repeats
 from andon.step.plan import GlobalBatch
 from andon.step.replica import state_tensors
 from andon.step.step import StepResult
-from andon.training.history import read_history, violation_records
-from andon.training.journal import FolderJournal, MetricsWriter, ProgressView, progress_from
-from andon.training.trainer import Journal, Progress, Trainer
+from andon.training.trainer import (
+    FolderJournal,
+    Journal,
+    MetricsWriter,
+    Progress,
+    ProgressView,
+    Trainer,
+    progress_from,
+    read_history,
+    violation_records,
+)
 from andon_contracts.digest import hex64
 from andon_contracts.policy import suspended
 from andon_contracts.record import End, Plan, Resume, Start, Step
@@ -124,7 +131,7 @@ def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
 
 
 def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> Any:
-    """The trainer's own journal; what it is told is noted, and the run is cut off if the case says so."""
+    """The trainer's own journal. Notes every result, and cuts the run off after the update that the case names."""
     inner, case, seen = files or Journal(), parts.case, parts.seen
 
     def step(batch: GlobalBatch, result: StepResult, record: Step) -> None:

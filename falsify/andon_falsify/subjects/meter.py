@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from andon.step.task import Batch, Task
+from andon.step.micro_batch import Batch, Task
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

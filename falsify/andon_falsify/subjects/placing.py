@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from andon.backend.devices import placement
+from andon.config.schema import Run
 
 CPU_BACKENDS = ("inline", "gloo")
 GPU_BACKENDS = ("nccl", "mixed")
@@ -26,7 +27,7 @@ def devices_of(backend: str, world: int, gpus: int | None = None) -> tuple[torch
         return (cpu,) * world
     count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
-        return placement(backend, world, list(range(world)), count)[1]
+        return placement(Run(backend="nccl", workers=world, devices=tuple(range(world))), count)[1]
     return tuple(
         torch.device("cuda", rank // 2 % count) if rank % 2 and count else cpu  # ranks 1, 3, 5 on GPUs 0, 1, 2
         for rank in range(world)

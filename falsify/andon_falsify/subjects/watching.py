@@ -11,10 +11,10 @@ from torch import nn
 
 from andon.backend.base import Backend, InlineBackend
 from andon.model.adapter import trainable_parameters
+from andon.step.micro_batch import Batch, LeafLoss, Task
 from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, StepResult
-from andon.step.task import Batch, LeafLoss, Task
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.meter import StorageMeter

@@ -25,7 +25,7 @@ from andon.config.source import quiet_loading
 from andon.data.tokens import byte_tokenizer
 from andon.model.build import ModelInterface, build_base
 from andon.run.checkpoint import save_checkpoint
-from andon.run.provenance import environment, write_provenance
+from andon.run.summary import environment, write_provenance
 from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.violation import Finding, Violation
 

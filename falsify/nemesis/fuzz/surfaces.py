@@ -17,7 +17,7 @@ import torch
 
 from andon.config.load import load_config, to_yaml
 from andon.config.schema import Config, Model
-from andon.console.problems import InputError
+from andon.console.messages import InputError
 from andon.data.chat import EncodedRow, encode_each
 from andon.data.conversations import Conversation, ConversationSet, read_conversations
 from andon.data.readers import read
@@ -31,8 +31,7 @@ from andon.model.build import ModelInterface, build_base
 from andon.run import checkpoint as checkpoints
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, digested_ledger
-from andon.run.provenance import read_provenance
-from andon.run.summary import read_summary
+from andon.run.summary import read_provenance, read_summary
 from andon.training.existing import config_at_hand, progress_text
 from andon_contracts.legible import legible_line
 from andon_contracts.liveness.store_link import StrictReader

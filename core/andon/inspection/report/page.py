@@ -18,17 +18,16 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from andon.config.identity import by_dotted_key
+from andon.config.load import by_dotted_key
 from andon.config.schema import UNUSED_WITH_BASE, Config
 from andon.console.html import escaping, source
-from andon.console.messages import command_line
-from andon.console.problems import InputError, Problem
+from andon.console.messages import InputError, command_line
 from andon.inspection.difference import Differences, Side
 from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import HEIGHT, WIDTH, Picture, Point, Series, draw
 from andon.inspection.show import event
 from andon.launch.report import Report
-from andon.metrics.confusion import Confusion, read_confusion
+from andon.metrics.scores import Confusion, read_confusion
 from andon.run.atomic import storage, write_whole
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.summary import Summary, quoted, read_summary
@@ -153,7 +152,7 @@ def load_run_view(side: Side) -> RunView:
     Raises `InputError` for a configuration, and if a file of the folder is damaged or cannot be read.
     """
     if side.recorded is None:
-        raise InputError([Problem(side.name, "is a configuration; a report is of a run folder or a ledger")])
+        raise InputError.at(side.name, "is a configuration; a report is of a run folder or a ledger")
     folder, start = side.recorded.folder, side.recorded.start
     if folder is None:
         return RunView(side, side.recorded, environment=dict(start.fingerprint) if start is not None else {})
@@ -181,7 +180,7 @@ def load_run_view(side: Side) -> RunView:
             rank: Report.read(folder.path, rank) for rank in range(min(worlds[-1] if worlds else 0, _MOST_RANKS))
         }
     except ValueError as error:
-        raise InputError([Problem("", str(error))]) from error
+        raise InputError.at("", str(error)) from error
     ends = {rank: report for rank, report in reports.items() if report is not None}
     current = None if stale else summary
     return RunView(side, side.recorded, current, stale, _environment(folder), ends, seconds, what, unread)
@@ -215,9 +214,9 @@ def _object(path: Path) -> dict[str, Any]:
     except InputError:
         raise
     except ValueError as error:
-        raise InputError([Problem(str(path), f"is not JSON: {error}")]) from error
+        raise InputError.at(path, f"is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise InputError([Problem(str(path), "holds no object")])
+        raise InputError.at(path, "holds no object")
     return content
 
 
