@@ -16,7 +16,7 @@ from andon_contracts.policy import suspended
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import plan_of
 from andon_falsify.subjects.case import VOCABULARY, Case
-from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace, copied
+from andon_falsify.subjects.trace import Observations, Trace, assemble_trace, copied
 from andon_falsify.subjects.watching import note_end, note_result, note_start, note_state, watch_gradient
 
 from .registry import named
@@ -37,7 +37,7 @@ class CoordinatorSubject:
             coordinator = stack.enter_context(coordinator_of(case))
             if case.fault is not None:
                 named(case.fault.partition(":")[2]).plant(coordinator, stack)
-            seen = Sightings(tuple(range(case.world)))
+            seen = Observations(tuple(range(case.world)))
             _describe(coordinator, case, seen)
             _train(coordinator, case, seen)
         return assemble_trace(case, [seen], {}, self.name)
@@ -70,7 +70,7 @@ def _samples_of(case: Case) -> list[SafetySample]:
     return [SafetySample(text, label) for text, label in zip(texts, case.rows.labels, strict=True)]
 
 
-def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
+def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Observations) -> None:
     model: Any = coordinator.pipelines[0].model
     seen.state = copied(model.state_dict())
     seen.config = model.get_base_model().config.to_dict()
@@ -80,7 +80,7 @@ def _describe(coordinator: DataParallelCoordinator, case: Case, seen: Sightings)
         watch_gradient(seen, rank, pipeline.replica, values=True)
 
 
-def _watch_rows(rank: int, replica: Replica, case: Case, seen: Sightings) -> None:
+def _watch_rows(rank: int, replica: Replica, case: Case, seen: Observations) -> None:
     compute, plan = replica.gradients, plan_of(case)
 
     def gradients(step: int, leaves: Sequence[Leaf], *given: Any, **named: Any) -> PartialGradient:
@@ -91,7 +91,7 @@ def _watch_rows(rank: int, replica: Replica, case: Case, seen: Sightings) -> Non
     replica.gradients = gradients  # type: ignore[method-assign]
 
 
-def _train(coordinator: DataParallelCoordinator, case: Case, seen: Sightings) -> None:
+def _train(coordinator: DataParallelCoordinator, case: Case, seen: Observations) -> None:
     plan, samples = plan_of(case), _samples_of(case)
     schedule = Schedule(Config(optimizer=Optimizer(lr=case.lr)), plan.total_steps)
     by_rank = {rank: pipeline.replica for rank, pipeline in enumerate(coordinator.pipelines)}

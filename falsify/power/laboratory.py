@@ -39,7 +39,7 @@ ONE_RUN = tuple(claim for claim in claims_of("loop") if claim.trial == LAW and n
 
 
 @dataclass(frozen=True)
-class Observation:
+class TrialResult:
     """The verdicts on some runs, a digest of the observations, and the clause that stopped our trainer."""
 
     verdicts: Mapping[str, Verdict]
@@ -63,9 +63,9 @@ class Attempt:
 
     claim: str
     reason: str
-    controls: Mapping[str, Observation]
-    planted: Observation
-    guarded: Observation | None = None
+    controls: Mapping[str, TrialResult]
+    planted: TrialResult
+    guarded: TrialResult | None = None
     poisoned: bool = False
 
     @property
@@ -111,7 +111,7 @@ class Laboratory:
 
     def __init__(self, trainer: Subject) -> None:
         self._trainer = trainer
-        self._clean: dict[tuple[str, Case], Observation] = {}
+        self._clean: dict[tuple[str, Case], TrialResult] = {}
 
     def attempt(self, fault: Fault, backend: str) -> Attempt:
         """Plant `fault` on `backend`, with contracts and without, and observe both runs without it."""
@@ -129,7 +129,7 @@ class Laboratory:
         guarded, planted = (self._observe(fault.kind, each.but(fault=reference(fault))) for each in (case, bare))
         return Attempt(fault.claim, fault.reason, controls, planted, guarded, case.poison is not None)
 
-    def _observe(self, kind: str, case: Case) -> Observation:
+    def _observe(self, kind: str, case: Case) -> TrialResult:
         subject = CoordinatorSubject() if kind == "coordinator" else self._trainer
         if kind == "resume":
             return observed(AndonBench, subject, [Trial(RESUME, case.but(epochs=2))])
@@ -146,7 +146,7 @@ class LoopLaboratory:
     def __init__(self, pools: RankPools, *, every_claim: bool = False) -> None:
         self._subject = LoopSubject(LOOP, "looped", pools)
         self._every_claim = every_claim
-        self._clean: dict[tuple[Case, str], Observation] = {}
+        self._clean: dict[tuple[Case, str], TrialResult] = {}
 
     def attempt(self, fault: LoopFault) -> Attempt:
         """Plant `fault`, and observe the right loop on its case. Raises `ValueError` for a fault without a claim."""
@@ -160,7 +160,7 @@ class LoopLaboratory:
         planted = self._observe(outside.case.but(fault=fault.name), outside.claim)
         return Attempt(outside.claim, outside.reason, {"without the fault": self._clean[right, outside.claim]}, planted)
 
-    def _observe(self, case: Case, claim: str) -> Observation:
+    def _observe(self, case: Case, claim: str) -> TrialResult:
         claims = () if self._every_claim else {claim, *(each.name for each in ONE_RUN)}
         trials = [Trial(kind, case) for kind in (LAW, HALT, RESUME)]
         return replace(observed(_looped, self._subject, trials, claims), clause="")  # a loop has no contracts
@@ -172,7 +172,7 @@ def _looped(subject: Subject) -> LoopBench:
 
 def observed(
     bench_of: Callable[[Subject], Bench], subject: Subject, trials: Sequence[Trial], claims: Collection[str] = ()
-) -> Observation:
+) -> TrialResult:
     """The verdicts of `trials` on `subject`: on all claims that each kind of trial judges, or on `claims` alone."""
     recording = _Recording(subject)
     bench, found = bench_of(recording), dict[str, Verdict]()
@@ -182,7 +182,7 @@ def observed(
     # A trial also runs its case without the fault, to compare with.
     own = [trace for trace in recording.traces if trace.case.fault in {trial.case.fault for trial in trials}]
     clause = next((trace.violation[0] for trace in own if trace.violation), "")
-    return Observation(found, signature(*recording.traces), clause)
+    return TrialResult(found, signature(*recording.traces), clause)
 
 
 class _Recording:

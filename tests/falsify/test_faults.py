@@ -15,9 +15,9 @@ from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import make_rows
-from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude
+from andon_falsify.verdict import Counterexample, Outcome, Verdict, conclude
 from falsify.power import looped, registry
-from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, Observation
+from falsify.power.laboratory import Attempt, Laboratory, LoopLaboratory, TrialResult
 from falsify.power.looped import make, named
 from falsify.power.looped.fault import SGD, LoopFault, Outside
 
@@ -25,16 +25,15 @@ ROOT = Path(__file__).parents[2]
 LABORATORY = Laboratory(AndonTrainer(RankPools()))
 
 
+CLAIM = {claim.name: claim for claim in CLAIMS}
+
+
 def test_every_claim_has_a_fault_that_it_must_see() -> None:
     assert {fault.claim for fault in registry.FAULTS} == {claim.name for claim in claims_of("trainer")}
 
 
-def named_claim(name: str) -> Claim:
-    return next(claim for claim in CLAIMS if claim.name == name)
-
-
-def observed(claim: str, signature: str, *found: Counterexample) -> Observation:
-    return Observation({claim: conclude(named_claim(claim), 1, found)}, signature)
+def observed(claim: str, signature: str, *found: Counterexample) -> TrialResult:
+    return TrialResult({claim: conclude(CLAIM[claim], 1, found)}, signature)
 
 
 FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
@@ -63,7 +62,7 @@ def test_a_claim_of_a_run_that_falls_whenever_contracts_are_off_kills_nothing(mo
 
     def falls(evidence: Evidence) -> Verdict:
         wrong = Counterexample("", "step 1", ratio=5.0, equals="5.000 = batch 5")
-        return conclude(named_claim(summed.claim), 1, [] if evidence.observed.case.contracts else [wrong])
+        return conclude(CLAIM[summed.claim], 1, [] if evidence.observed.case.contracts else [wrong])
 
     monkeypatch.setitem(CHECKS, summed.claim, falls)
     problems = Laboratory(AndonTrainer(RankPools())).attempt(short, "inline").problems

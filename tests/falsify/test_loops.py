@@ -12,6 +12,7 @@ from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
 from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.claims import alike
+from andon_falsify.claims.alike import MARGIN
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
 from andon_falsify.claims.laws import LoopLaw
@@ -104,7 +105,7 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
 
 def test_a_loop_is_promised_what_is_compared(pools: RankPools) -> None:
     promised = {claim.name: claim.statement for claim in LoopBench(LoopSubject("x:y", pools=pools), "x").claims}
-    near = [name for name, text in promised.items() if f"{alike.MARGIN:g} times the measured rounding" in text]
+    near = [name for name, text in promised.items() if f"{MARGIN:g} times the measured rounding" in text]
     assert near == ["same-everywhere", "resume-equal"]
     assert "in the record" not in promised["halt-together"]
 
@@ -122,8 +123,8 @@ def test_noise_that_was_measured_as_0_is_no_missing_measurement(
 ) -> None:
     """Else the bound would be that of a model whose noise cannot be measured, a thousand times as much."""
     trace = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools).run(SGD)
-    exact = alike._exact(LoopLaw(trace), [LoopLaw(trace).rows(step) for step in range(1, 7)], [SGD.lr] * 6)
-    monkeypatch.setattr(alike, "_rounded", lambda *_: exact)
+    law = LoopLaw(trace)
+    monkeypatch.setattr(alike, "_rounded", lambda case, batches, rates, size: alike._exact(law, batches, rates))
     assert alike.noise(trace) == dict.fromkeys(range(1, 7), 0.0)
 
 

@@ -36,7 +36,7 @@ from andon_falsify.subjects import trace as of_trainers
 from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
-from andon_falsify.subjects.trace import Remembering, Reported, Sightings, Values, assemble_trace
+from andon_falsify.subjects.trace import Observations, Remembering, Reported, Values, assemble_trace
 from andon_falsify.verdict import Outcome
 from falsify.power.laboratory import Laboratory, signature
 from falsify.power.registry import named
@@ -199,7 +199,7 @@ def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], 
 
 
 def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
-    part = Sightings((0,))
+    part = Observations((0,))
     part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
     part.values[1] = Values({"w": torch.full((1000,), 7.0)}, {"w": torch.full((1000,), 7.0)})
     case = Case(rows=make_rows(2), batch_size=2, micro_batches=1)
@@ -214,7 +214,7 @@ def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
 def test_a_run_of_which_nothing_was_seen_is_not_one_of_another_machine() -> None:
     """Its rank died, so whether it gave the same bits is unknown: a claim that does not apply would pass in silence."""
     case = Case(rows=make_rows(4), batch_size=4, world=1)
-    part = Sightings((0,))
+    part = Observations((0,))
     part.reported.append(Reported(1, 0, 0, (0, 1, 2, 3), 4, 0, 0.1, 0.5, 1.0))
     whole = assemble_trace(case, [part], {}, "whole")
     dead = assemble_trace(case, [], {0: "died"}, "dead")

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from andon_falsify.subjects.case import Case
 
 _POWERS = (0, 1, -1, 2, -2)
+_FITS = 1e-3
+"""Relative: two ratios that differ by less are the same."""
 SHORT_WINDOW = "a short window is divided as a full one"
 """The cause of a ratio: the last update has fewer rows or micro-batches, and its sum is divided by those of a full one.
 By itself such a ratio looks like chance."""
@@ -54,32 +56,32 @@ def gap(seen: Tensor, expected: Tensor, floor: float = 0.0) -> Gap:
     return Gap(relative, factor, float((seen - factor * expected).norm()) / held if held else 0.0)
 
 
-def common_factor(gaps: Mapping[str, Gap], tolerance: float = 1e-3) -> float | None:
+def common_factor(gaps: Mapping[str, Gap]) -> float | None:
     """The factor that all `gaps` share, None if they share none. Expected values of 0 have no say."""
     factors = [held.factor for held in gaps.values() if held.factor is not None]
-    if not factors or any(held.factor is not None and held.residual > tolerance for held in gaps.values()):
+    if not factors or any(held.factor is not None and held.residual > _FITS for held in gaps.values()):
         return None
     middle = sorted(factors)[len(factors) // 2]
-    return middle if all(isclose(factor, middle, rel_tol=tolerance) for factor in factors) else None
+    return middle if all(isclose(factor, middle, rel_tol=_FITS) for factor in factors) else None
 
 
-def explain_ratio(ratio: float, factors: Mapping[str, int], tolerance: float = 1e-3) -> str:
+def explain_ratio(ratio: float, factors: Mapping[str, int]) -> str:
     """`4.000 = accumulation 2 x world 2`, or the number alone if no product of `factors` is equal to it."""
-    named = ratio_product(ratio, factors, tolerance)
+    named = ratio_product(ratio, factors)
     return f"{show_ratio(ratio)} = {named}" if named else show_ratio(ratio)
 
 
-def ratio_product(ratio: float, factors: Mapping[str, int], tolerance: float = 1e-3) -> str:
+def ratio_product(ratio: float, factors: Mapping[str, int]) -> str:
     """`accumulation 2 x world 2`: `ratio` as a product of powers (-2 to 2) of `factors`, or "" without such a product.
 
     Names the simplest product. Equally simple ones are joined by "or": one case cannot tell them apart (repeat it with
-    other sizes). `tolerance` is relative.
+    other sizes).
     """
-    if not isfinite(ratio) or ratio == 0 or isclose(ratio, 1.0, rel_tol=tolerance):
+    if not isfinite(ratio) or ratio == 0 or isclose(ratio, 1.0, rel_tol=_FITS):
         return ""
-    if isclose(ratio, -1.0, rel_tol=tolerance):
+    if isclose(ratio, -1.0, rel_tol=_FITS):
         return "the sign"
-    named = sorted(name_product(factors, powers) for powers in fitting_powers([(ratio, factors)], tolerance))
+    named = sorted(name_product(factors, powers) for powers in fitting_powers([(ratio, factors)]))
     return f"{'-1 x ' if ratio < 0 else ''}{' or '.join(named)}" if named else ""
 
 
@@ -89,7 +91,7 @@ def show_ratio(ratio: float) -> str:
 
 
 def fitting_powers(
-    measured: Sequence[tuple[float, Mapping[str, int]]], tolerance: float = 1e-3
+    measured: Sequence[tuple[float, Mapping[str, int]]], tolerance: float = _FITS
 ) -> list[Mapping[str, int]]:
     """The simplest products of powers that give each of the `measured` ratios from its factors, but for the sign.
 
@@ -154,7 +156,7 @@ def short_window(ratio: float, visits: Sequence[Sequence[tuple[int, ...]]], case
     return " or ".join(
         f"{held} of {full} {name}"
         for name, (held, full) in present.items()
-        if 0 < held < full and isclose(ratio, held / full, rel_tol=1e-3)
+        if 0 < held < full and isclose(ratio, held / full, rel_tol=_FITS)
     )
 
 

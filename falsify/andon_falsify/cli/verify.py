@@ -1,19 +1,18 @@
-"""`andon verify`: the checkers, on the ledgers of runs."""
+"""`andon verify`: judges the ledgers of runs."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from andon.console.messages import put
+from andon.console.messages import put, say
 from andon_contracts.legible import legible_line
 from andon_falsify.cli.falsify import USAGE, FalsifyCommand
-from andon_falsify.verdict import Outcome, Verdict, closing_line, exit_code
+from andon_falsify.verdict import Outcome, closing_line, exit_code
 
 _SHOWN = 5
 
@@ -27,51 +26,48 @@ def verify(
     try:
         lines, code = report(runs, verbose=verbose)
     except OSError as error:
-        sys.stderr.write(legible_line(f"andon: {error.filename}: {error.strerror}") + "\n")
+        say(f"{error.filename}: {error.strerror}")
         raise typer.Exit(USAGE) from None
     put(*lines)
     raise typer.Exit(code)
 
 
 def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, ...], int]:
-    """The lines (verbose: with why claims do not apply) and the exit code for these runs. Raises `OSError`."""
-    # The checkers are what `andon --help` does not need, and as much again as all that it loads.
+    """The lines and the exit code for these runs. verbose: say why claims do not apply. Raises `OSError`."""
+    # Not at the top: `andon --help` imports this module, and needs no claims.
     from andon_falsify.claims import ledgers
 
-    # No event refers back to itself: to search for cycles again and again costs a tenth of a long ledger.
     collects = gc.isenabled()
-    gc.disable()
+    gc.disable()  # events have no reference cycles; searching for some takes a tenth of the time of a long ledger
     try:
         read = [ledgers.read_run(path) for path in runs]
         verdicts = ledgers.verify(read)
     finally:
         if collects:
             gc.enable()
-    statements = {claim.name: claim for claim in ledgers.ALL}
+    versions = {claim.name: claim.version for claim in ledgers.ALL}
+    inapplicable = [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE and not verbose]
     lines = []
-    moot = [] if verbose else [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE]
-    for verdict in (each for each in verdicts if each.claim not in moot):
-        lines.append(f"{verdict.claim} v{statements[verdict.claim].version}: {verdict.outcome.value}{_why(verdict)}")
+    for verdict in (each for each in verdicts if each.claim not in inapplicable):
+        compared = f"{verdict.checked} comparisons" if verdict.checked else ""
+        why = "; ".join(filter(None, (compared, verdict.why)))
+        lines.append(
+            f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}" + (f" ({why})" if why else "")
+        )
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
-    if moot:
-        lines.append(f"not applicable: {', '.join(moot)} (--verbose says why)")
+    if inapplicable:
+        lines.append(f"not applicable: {', '.join(inapplicable)} (--verbose says why)")
     for run in read:
-        told = ledgers.recorded_violations(run)
-        for line in (*told[:_SHOWN], *([f"{len(told) - _SHOWN} more"] if len(told) > _SHOWN else [])):
-            lines.append(f"note: {run.path} records {line}")
-        if stops := ledgers.unfinished(run):
-            lines.append(f"note: {run.path} {stops}")
+        recorded = ledgers.recorded_violations(run)
+        more = [f"{len(recorded) - _SHOWN} more"] if len(recorded) > _SHOWN else []
+        lines += [f"note: {run.path} records {line}" for line in (*recorded[:_SHOWN], *more)]
+        if ending := ledgers.unfinished(run):
+            lines.append(f"note: {run.path} {ending}")
     lines.append(closing_line(verdicts, len(read)))
     return tuple(map(legible_line, lines)), exit_code(verdicts)
 
 
 verify.command_class = FalsifyCommand  # type: ignore[attr-defined]
 verify.report = report  # type: ignore[attr-defined]
-
-
-def _why(verdict: Verdict) -> str:
-    compared = f"{verdict.checked} comparisons" if verdict.checked else ""
-    said = "; ".join(part for part in (compared, verdict.why) if part)
-    return f" ({said})" if said else ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from andon_falsify.reference.training import RowGradients
-from andon_falsify.subjects.trace import Sightings, Tensors, Trace
+from andon_falsify.subjects.trace import Observations, Tensors, Trace
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Stranger:
 
 
 @dataclass
-class LoopSightings(Sightings):
+class LoopSightings(Observations):
     """What was observed on one rank. claims: what the loop offers, as "evaluates", and says of itself, as "halts"."""
 
     made: dict[int, Made] = field(default_factory=dict)

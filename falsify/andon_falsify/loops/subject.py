@@ -14,7 +14,7 @@ from andon_falsify.loops.worker import Job
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import Sight, Trace, rank_parts
+from andon_falsify.subjects.trace import RankUpdate, Trace, rank_parts
 
 
 class LoopSubject:
@@ -87,7 +87,7 @@ def _events(case: Case, parts: Sequence[LoopSightings]) -> Iterator[witness.Line
     yield from witness.ending(case, broken, max(first.made, default=first.resumed_from))
 
 
-def _in_order(sights: Sequence[Sight]) -> list[int]:
+def _in_order(sights: Sequence[RankUpdate]) -> list[int]:
     """The different rows of an update: by micro-batch, by place in it, by rank, as a strided sampler deals them."""
     places = {
         (leaf, place, rank): row

@@ -6,13 +6,13 @@ Every call returns new objects of the same content, and so does every rank.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset
 
 from andon_falsify.subjects.assembly import model_of
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
@@ -90,15 +90,6 @@ def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Opt
     if case.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
     return torch.optim.AdamW(trained, lr=case.lr, weight_decay=case.weight_decay)
-
-
-def windows(case: Case, sampler: DistributedSampler[int], loader: Iterable[Any]) -> Iterator[list[Any]]:
-    """The micro-batches of each update, from `loader`. The last update of an epoch has the remainder."""
-    for epoch in range(case.epochs):
-        sampler.set_epoch(epoch)
-        batches = list(loader)
-        for start in range(0, len(batches), case.accumulation):
-            yield batches[start : start + case.accumulation]
 
 
 def as_launched() -> None:

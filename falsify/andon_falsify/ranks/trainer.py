@@ -11,7 +11,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.drive import drive
 from andon_falsify.subjects.placing import IN_A_GROUP, devices_of
-from andon_falsify.subjects.trace import Sightings, Trace, assemble_trace
+from andon_falsify.subjects.trace import Observations, Trace, assemble_trace
 
 
 class AndonTrainer:
@@ -32,7 +32,7 @@ class AndonTrainer:
         try:
             if case.backend in IN_A_GROUP:
                 answers = self._pools.of(case.world, case.backend).run("andon_falsify.ranks.trainer:train", case)
-                parts = [answer.value for answer in answers if isinstance(answer.value, Sightings)]
+                parts = [answer.value for answer in answers if isinstance(answer.value, Observations)]
                 errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
             else:
                 parts = [_train(case, InlineBackend(devices_of(case.backend, case.world)), late=self._late)]
@@ -41,12 +41,12 @@ class AndonTrainer:
         return assemble_trace(case, parts, errors, f"{self.name} {case.backend}")
 
 
-def train(case: Case) -> Sightings:
+def train(case: Case) -> Observations:
     """Run `case` as one rank of this process's group."""
     return _train(case, GroupBackend(case.backend, devices_of(case.backend, case.world)[dist.get_rank()]))
 
 
-def _train(case: Case, backend: Backend, *, late: bool | None = None) -> Sightings:
+def _train(case: Case, backend: Backend, *, late: bool | None = None) -> Observations:
     if case.fault is None:
         return drive(case, backend, None, late=late)
     module, _, name = case.fault.partition(":")

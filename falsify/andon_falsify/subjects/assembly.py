@@ -25,7 +25,7 @@ from andon.training.build import Run, build_model, build_run
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case
 from andon_falsify.subjects.meter import StorageMeter, activation_bytes
 from andon_falsify.subjects.placing import devices_of, place_of_bits
-from andon_falsify.subjects.trace import Sightings
+from andon_falsify.subjects.trace import Observations
 from andon_falsify.subjects.watching import Watcher
 
 
@@ -39,7 +39,7 @@ class TrainerUnderTest(Run):
 
     task: Any
     case: Case
-    seen: Sightings
+    seen: Observations
     meters: dict[int, StorageMeter]
 
     @property
@@ -122,7 +122,7 @@ def put_together(case: Case, backend: Backend, *, late: bool | None = None) -> T
     """The trainer of `case` on `backend`. late: see `TrainingStep`."""
     place = place_of_bits(devices_of(case.backend, case.world))
     meters = {rank: StorageMeter() for rank in backend.ranks} if case.memory and place == "cpu" else {}
-    seen, plan, task = Sightings(backend.ranks, place), plan_of(case), task_of(case)
+    seen, plan, task = Observations(backend.ranks, place), plan_of(case), task_of(case)
     watcher = Watcher(case, seen, plan, meters)
     watched = watcher.backend(backend), watcher.task(task)
     run = build_run(config_of(case), interface_of(case), *watched, plan, late=late, model=model_of(case))

@@ -35,14 +35,14 @@ from andon_contracts.record import End, Plan, Resume, Start, Step
 from andon_contracts.violation import Violation
 from andon_falsify.subjects.assembly import TrainerUnderTest, put_together
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import CutOff, Sightings, copied
+from andon_falsify.subjects.trace import CutOff, Observations, copied
 from andon_falsify.subjects.watching import Proxy, note_end, note_result, note_start, watch_gradient, watched_step
 
 Plant = Callable[[TrainerUnderTest, ExitStack], None]
 """Plants a fault in a run; the stack undoes what does not belong to the run alone."""
 
 
-def drive(case: Case, backend: Backend, plant: Plant | None = None, *, late: bool | None = None) -> Sightings:
+def drive(case: Case, backend: Backend, plant: Plant | None = None, *, late: bool | None = None) -> Observations:
     """Run `case` on `backend`, close it, and return what this process saw. late: see `TrainingStep`.
 
     A violation ends the run and is in the result; any other error is raised.

@@ -39,7 +39,7 @@ def copied(tensors: Tensors) -> dict[str, Tensor]:
 
 
 @dataclass
-class Sight:
+class RankUpdate:
     """What one rank did in one update. leaves: the rows of each micro-batch that it computed; the rest are digests."""
 
     rank: int
@@ -86,7 +86,7 @@ class LeafMasks:
 
 
 @dataclass
-class Sightings:
+class Observations:
     """What was observed in one process, which holds `ranks`. Filled during the run and merged into a `Trace`.
 
     place: see `place_of_bits`, of all ranks of the run. at: the update that is computed now; if updates are judged a
@@ -98,7 +98,7 @@ class Sightings:
     ranks: tuple[int, ...]
     place: str = "cpu"
     at: int = 0
-    steps: dict[tuple[int, int], Sight] = field(default_factory=dict)
+    steps: dict[tuple[int, int], RankUpdate] = field(default_factory=dict)
     reported: list[Reported] = field(default_factory=list)
     values: dict[int, Values] = field(default_factory=dict)
     masks: dict[tuple[int, tuple[int, ...]], LeafMasks] = field(default_factory=dict)
@@ -115,9 +115,9 @@ class Sightings:
     resumed_from: int = 0
     ledger: bytes = b""
 
-    def of(self, rank: int, step: int) -> Sight:
+    def of(self, rank: int, step: int) -> RankUpdate:
         """What `rank` did in update `step`; empty on first use."""
-        return self.steps.setdefault((rank, step), Sight(rank, step))
+        return self.steps.setdefault((rank, step), RankUpdate(rank, step))
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ class Trace:
     """A whole run by all ranks. errors: by rank, what ended it other than a violation."""
 
     case: Case
-    parts: tuple[Sightings, ...]
+    parts: tuple[Observations, ...]
     seen: History
     ledger: History | None
     errors: Mapping[int, str] = field(default_factory=dict)
 
     @property
-    def first(self) -> Sightings:
+    def first(self) -> Observations:
         """The observations in the process of rank 0."""
         return self.parts[0]
 
@@ -166,7 +166,7 @@ class Trace:
         return {key: value for part in self.parts for key, value in getattr(part, name).items()}
 
 
-def assemble_trace(case: Case, parts: Sequence[Sightings], errors: Mapping[int, str], name: str) -> Trace:
+def assemble_trace(case: Case, parts: Sequence[Observations], errors: Mapping[int, str], name: str) -> Trace:
     """One trace from the observations of each process, beginning with that of rank 0."""
     seen = read_lines(witness.linked(_events(case, parts)), f"{name} world {case.world}")
     raw = parts[0].ledger if parts else b""
@@ -174,7 +174,7 @@ def assemble_trace(case: Case, parts: Sequence[Sightings], errors: Mapping[int, 
     return Trace(case, tuple(parts), seen, ledger, dict(errors))
 
 
-def _events(case: Case, parts: Sequence[Sightings]) -> Iterator[witness.Line]:
+def _events(case: Case, parts: Sequence[Observations]) -> Iterator[witness.Line]:
     if not parts:
         return
     first = parts[0]
@@ -197,7 +197,7 @@ def _events(case: Case, parts: Sequence[Sightings]) -> Iterator[witness.Line]:
     yield from witness.ending(case, broken, max((told.step for told in first.reported), default=first.resumed_from))
 
 
-def rank_parts(parts: Sequence[Sightings], step: int) -> list[witness.Line]:
+def rank_parts(parts: Sequence[Observations], step: int) -> list[witness.Line]:
     """What each rank did in update `step`, by rank, as lines of the witness."""
     held = sorted(((rank, part.of(rank, step)) for part in parts for rank in part.ranks), key=lambda each: each[0])
     names = ("weights", "optimizer", "gradient")

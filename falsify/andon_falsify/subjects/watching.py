@@ -18,7 +18,7 @@ from andon.step.step import Pending, StepResult
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.meter import StorageMeter
-from andon_falsify.subjects.trace import LeafMasks, Reported, Sightings, Values, copied, digest
+from andon_falsify.subjects.trace import LeafMasks, Observations, Reported, Values, copied, digest
 
 
 class Proxy:
@@ -48,7 +48,7 @@ class Watcher:
     rank: the rank whose work is done now. With `meters`, bytes of ranks that share this process are counted during it.
     """
 
-    def __init__(self, case: Case, seen: Sightings, plan: BatchPlan, meters: Mapping[int, StorageMeter]) -> None:
+    def __init__(self, case: Case, seen: Observations, plan: BatchPlan, meters: Mapping[int, StorageMeter]) -> None:
         self.rank = 0
         self._case = case
         self._seen = seen
@@ -110,7 +110,7 @@ class Watcher:
         return LeafLoss(loss.loss_sum * float(poison.kind), loss.correct, loss.terms)
 
 
-def watched_step(seen: Sightings, inner: Any, by_rank: Mapping[int, Replica]) -> Any:
+def watched_step(seen: Observations, inner: Any, by_rank: Mapping[int, Replica]) -> Any:
     """The step `inner`; the state that each update leaves is noted before the next one begins.
 
     If updates are judged a step later, the next one has been launched by the time the result of this one is known.
@@ -131,7 +131,7 @@ def watched_step(seen: Sightings, inner: Any, by_rank: Mapping[int, Replica]) ->
     return Proxy(inner, call=call, launch=launch)
 
 
-def watch_gradient(seen: Sightings, rank: int, replica: Replica, *, values: bool) -> None:
+def watch_gradient(seen: Observations, rank: int, replica: Replica, *, values: bool) -> None:
     """Note a replica's reduced gradient as it was set, and of rank 0 its `values`. Call it after faults are planted."""
     inner = replica.set_gradient
 
@@ -145,7 +145,7 @@ def watch_gradient(seen: Sightings, rank: int, replica: Replica, *, values: bool
     replica.set_gradient = set_gradient  # type: ignore[method-assign]
 
 
-def note_start(seen: Sightings, rank: int, model: nn.Module) -> None:
+def note_start(seen: Observations, rank: int, model: nn.Module) -> None:
     """Note the order of a rank's weights in memory, and digests of its tensors before the first update."""
     named = trainable_parameters(model)
     # By address, which is the order of the flat buffer whatever its owner says.
@@ -155,7 +155,7 @@ def note_start(seen: Sightings, rank: int, model: nn.Module) -> None:
     seen.frozen[rank] = (digest(_frozen(model)), "")
 
 
-def note_state(seen: Sightings, step: int, by_rank: Mapping[int, Replica]) -> None:
+def note_state(seen: Observations, step: int, by_rank: Mapping[int, Replica]) -> None:
     """Note the state of every replica after update `step`, and rank 0's weights if its gradient was copied."""
     for rank, replica in by_rank.items():
         update = seen.of(rank, step)
@@ -165,12 +165,12 @@ def note_state(seen: Sightings, step: int, by_rank: Mapping[int, Replica]) -> No
         seen.values[step] = Values(seen.values[step].gradients, weights)
 
 
-def note_result(seen: Sightings, batch: GlobalBatch, count: int, correct: int, *reals: float) -> None:
+def note_result(seen: Observations, batch: GlobalBatch, count: int, correct: int, *reals: float) -> None:
     """Note what the trainer reported of an update; `reals` are rate, loss and gradient norm."""
     seen.reported.append(Reported(batch.step, batch.epoch, batch.position, batch.ids, count, correct, *reals))
 
 
-def note_end(seen: Sightings, by_rank: Mapping[int, Replica]) -> None:
+def note_end(seen: Observations, by_rank: Mapping[int, Replica]) -> None:
     """Note the state at the end, and forget the state after an update whose result was never read."""
     for rank, replica in by_rank.items():
         seen.final[rank] = _state_digests(replica)
