@@ -201,8 +201,8 @@ def other_tokens(plan: Planting, former: Any, *args: Any) -> Any:
 
 
 @replaces("andon.training.run:environment", "here")
-def other_library(plan: Planting, former: Any, *args: Any) -> dict[str, Any]:
-    found = dict(former(*args))
+def other_library(plan: Planting, former: Any, *args: Any, **named: Any) -> dict[str, Any]:
+    found = dict(former(*args, **named))
     _strikes(plan, f" has torch 2.0.0, not {found['packages']['torch']}")
     return found | {"packages": found["packages"] | {"torch": "2.0.0"}}
 
