@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, Literal
 
 from .planting import Planting
@@ -27,20 +27,16 @@ if TYPE_CHECKING:
     from andon.step.step import TrainingStep
 
 PlantFunction = Callable[[Planting], None]
+TARGETS: set[str] = set()  # of `replaces`
 WEIGHTS = "weights"
 """The file in `scratch` that `shows_weights` writes."""
 
 
 def _replace(target: str, new: Callable[..., Any]) -> None:
-    """Replace `target` ("module:owner.name") by `new`, whose first argument is the former one.
-
-    Raises `AttributeError` if the target does not exist: it was renamed.
-    """
-    module, _, path = target.partition(":")
-    *owners, name = path.split(".")
-    owner = functools.reduce(getattr, owners, importlib.import_module(module))
-    former = getattr(owner, name)
-    setattr(owner, name, lambda *args, **named: new(former, *args, **named))
+    """Replace `target` ("module:owner.name") by `new`, which also gets the former. `AttributeError`: it was renamed."""
+    owner, _, name = target.replace(":", ".").rpartition(".")
+    former = resolve_name(target)
+    setattr(resolve_name(owner), name, lambda *args, **named: new(former, *args, **named))
 
 
 def replaces(
@@ -51,6 +47,8 @@ def replaces(
     when: `here` limits it to the rank of the option `rank`, `in step` also to the first call in the update `step`;
     `always` records that the trainer reached it.
     """
+
+    TARGETS.add(target)
 
     def plant_of(new: Callable[..., Any]) -> PlantFunction:
         def plant(plan: Planting) -> None:
@@ -202,9 +200,9 @@ def other_tokens(plan: Planting, former: Any, *args: Any) -> Any:
     return replace(found, tokens=[ids[:-1] or ids for ids in map(list, found.tokens)])
 
 
-@replaces("andon.training.session:environment", "here")
-def other_library(plan: Planting, former: Any, *args: Any) -> dict[str, Any]:
-    found = dict(former(*args))
+@replaces("andon.training.run:environment", "here")
+def other_library(plan: Planting, former: Any, *args: Any, **named: Any) -> dict[str, Any]:
+    found = dict(former(*args, **named))
     _strikes(plan, f" has torch 2.0.0, not {found['packages']['torch']}")
     return found | {"packages": found["packages"] | {"torch": "2.0.0"}}
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from pkgutil import resolve_name
 from random import Random
 
 import psutil
@@ -36,15 +37,8 @@ from falsify.nemesis.hosts import Host
 from falsify.nemesis.language import Fault, Guard, Nemesis, Phase, Place, Promise, Row
 from falsify.nemesis.left_behind import Undisturbed, intact
 from falsify.nemesis.network import both_ways
-from falsify.nemesis.planting import (
-    ClosingError,
-    NotStruckError,
-    Plant,
-    Planting,
-    Struck,
-    UnavailableError,
-    idle,
-)
+from falsify.nemesis.planting import ClosingError, NotStruckError, Plant, Planting, Struck, UnavailableError, idle
+from falsify.nemesis.plants import TARGETS
 from falsify.nemesis.run import Ending, Launch, Run
 from falsify.nemesis.table import document, line, summary
 
@@ -112,6 +106,11 @@ def test_nemeses_have_names_and_a_guard_or_a_reason() -> None:
     (unseen,) = judging.wrong(PROMISE, replace(KEPT, healing=None))  # so a control that was not healed is left
     guarded = [each for each in NEMESES if isinstance(each.guard, Guard)]
     assert [each.name for each in guarded if not judging.doubt(KEPT, (unseen,), each.guard)] == []
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_what_a_plant_replaces_exists(target: str) -> None:
+    assert callable(resolve_name(target))
 
 
 # By default tests/launch shows that a killed rank is named, and the claim resume-equal that a run resumes.
