@@ -73,7 +73,7 @@ def test_a_tracker_that_cannot_write_ends_no_run(
     RunFolder(folder).events.write_text("in the way")
     assert runs.train(folder, TRACKED) == 0
     (said,) = (line for line in capsys.readouterr().err.splitlines() if "TensorBoard" in line)
-    assert "no more is written for TensorBoard" in said
+    assert "nothing more is written for TensorBoard" in said
     assert len(RunFolder(folder).metrics.read_text().splitlines()) > 12
 
 
