@@ -95,7 +95,7 @@ def test_v15_indices_mean_devices() -> None:
         DataParallelCoordinator(SMALL, CONFIG, [ABSENT, ABSENT, -1])
     found = [str(problem) for problem in caught.value.problems]
     assert any("twice" in each for each in found)
-    assert any(str(ABSENT) in each and "no GPU" in each for each in found)
+    assert any(str(ABSENT) in each and "does not exist" in each for each in found)
     assert any("-1" in each for each in found)
 
 

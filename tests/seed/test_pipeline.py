@@ -334,7 +334,7 @@ def test_long_texts_are_cut_and_padding_is_no_byte() -> None:
 def test_a_sample_is_its_bytes_and_a_result_its_counts() -> None:
     """S1, S23: the ids are the UTF-8 bytes; half of a surrogate pair has none. A result has correct / max(total, 1)."""
     assert SafetySample("aé", 0).input_ids() == [97, 195, 169]
-    with pytest.raises(InputError, match="no Unicode"):
+    with pytest.raises(InputError, match="not Unicode text"):
         SafetySample("\ud800", 0).input_ids()
     assert [BatchResult(0.0, *counts, 0.0).accuracy() for counts in ((0, 0), (3, 4))] == [0.0, 0.75]
 
