@@ -125,7 +125,7 @@ def test_the_embedded_model_on_rows_of_ones_own_is_warned_of(
 ) -> None:
     assert runs.train(tmp_path / "run", "training.max_steps=1") == 0
     assert capfd.readouterr().err.count("warning: --model is not set") == 1
-    assert any(line.startswith("warning: no --model") for line in describe(load_config(None, runs.overrides())))
+    assert any(line.startswith("warning: --model is not set") for line in describe(load_config(None, runs.overrides())))
 
 
 def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
