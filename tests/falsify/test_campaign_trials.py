@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 
 from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.run import Campaign, plan
 from andon_falsify.campaign.script_bench import ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
-from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import BUDGETS, HALT, KINDS, LAW, MEMORY, RESUME, Layouts, Trial, draw, read_trial
+from andon_falsify.campaign.warm_bench import AndonBench, LoopBench
 from andon_falsify.cli.campaign import ReportFiles, run
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case

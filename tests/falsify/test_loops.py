@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
-from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.campaign.warm_bench import LoopBench
 from andon_falsify.claims import alike
 from andon_falsify.claims.alike import MARGIN
 from andon_falsify.claims.evidence import of_trace

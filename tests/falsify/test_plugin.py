@@ -13,8 +13,7 @@ import pytest
 import torch
 
 # Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
-import andon_falsify.campaign.loop_bench
-import andon_falsify.campaign.trainer_bench
+import andon_falsify.campaign.warm_bench
 import andon_falsify.compliance.plugin  # noqa: F401
 from tests.falsify.written_runs import copying
 

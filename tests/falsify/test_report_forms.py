@@ -21,8 +21,7 @@ from andon.console.messages import InputError
 from andon_falsify.report.document import json_bytes, parse, read_json, write_json
 from andon_falsify.report.findings import SCHEMA, Column, Report, Table
 from andon_falsify.report.junit import write_junit
-from andon_falsify.report.page import render, write_html
-from andon_falsify.report.page.curve import HEIGHT, WIDTH, draw
+from andon_falsify.report.page import HEIGHT, WIDTH, draw, render, write_html
 from andon_falsify.verdict import Counterexample
 from tests.falsify.reports import NASTY, RATIO, REASON, campaign, finding, hostile
 from tests.support.pages import Read

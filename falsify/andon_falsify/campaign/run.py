@@ -188,12 +188,12 @@ def opened(request: Request) -> Iterator[Campaign]:
 
     with RankPools(deadline_s=request.budget.deadline_s) as pools:
         if request.subject == OURS:
-            from andon_falsify.campaign.trainer_bench import AndonBench
+            from andon_falsify.campaign.warm_bench import AndonBench
             from andon_falsify.ranks.trainer import AndonTrainer
 
             yield plan(request, AndonBench(AndonTrainer(pools)), pools.limit)
             return
-        from andon_falsify.campaign.loop_bench import LoopBench
+        from andon_falsify.campaign.warm_bench import LoopBench
         from andon_falsify.loops.subject import LoopSubject
 
         name, peer = request.subject, PEERS.get(request.subject)
