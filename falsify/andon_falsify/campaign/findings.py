@@ -140,7 +140,7 @@ class Explanation:
         signed = f"-1 x {named}" if self.sign < 0 and self.products else named
         if quantity in _NO_SUMS:
             return f"{show_ratio(ratio)} = {signed.replace('world ', 'world size ')}"
-        alone = sorted(self.products[0].items()) if len(self.products) == 1 else ()
+        alone = sorted(self.products[0].items()) if len(self.products) == 1 else []
         cause = _CAUSES.get(", ".join(f"{name} {power}" for name, power in alone), "")
         return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause and self.sign > 0 else "")
 
