@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from andon_contracts.policy import suspended
-from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.campaign.warm_bench import AndonBench
 from andon_falsify.compliance.cases import PLAIN
 from andon_falsify.compliance.plugin import ClaimRunner
 from falsify.power.coordinator import CoordinatorSubject

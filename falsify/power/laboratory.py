@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.loop_bench import LoopBench
-from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import HALT, LAW, MEMORY, RESUME, Trial
+from andon_falsify.campaign.warm_bench import AndonBench, LoopBench
 from andon_falsify.claims import claims_of, memory_budget, same_everywhere
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.ranks.pool import RankPools

@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from contextlib import ExitStack
-from multiprocessing import util
 from pathlib import Path
 
 import torch.distributed as dist
@@ -84,14 +82,6 @@ def employ_on(where: tuple[int, str]) -> None:
 def hang_on(rank: int) -> None:
     if dist.get_rank() == rank:
         threading.Event().wait()
-
-
-def litter_on(rank: int) -> None:
-    """A folder that the rank would remove at its end, of multiprocessing's and of its own; and it has no end."""
-    folder = tempfile.mkdtemp(prefix="left-by-a-rank-")
-    assert Path(folder).is_dir()
-    assert Path(util.get_temp_dir()).is_dir()
-    kill_on(rank)
 
 
 def leave_contracts_off(_: object) -> None:

@@ -14,20 +14,18 @@ from pathlib import Path
 import pytest
 
 from andon_falsify.campaign.bench import Bench
-from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.run import Campaign, plan
-from andon_falsify.campaign.script_bench import ScriptBench
+from andon_falsify.campaign.script_bench import Command, ScriptBench
 from andon_falsify.campaign.shrink import candidates, shrink
-from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import BUDGETS, HALT, KINDS, LAW, MEMORY, RESUME, Layouts, Trial, draw, read_trial
+from andon_falsify.campaign.warm_bench import AndonBench, LoopBench
 from andon_falsify.cli.campaign import ReportFiles, run
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import loop_case
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.report.findings import Report
-from andon_falsify.scripts import Command
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
 from andon_falsify.verdict import Counterexample, Outcome, Quantity, Verdict, conclude, not_applicable, unknown
 from tests.falsify.oracle import HALTS, SUM, Oracle, falls_with, holds
@@ -52,8 +50,9 @@ def test_what_is_written_is_read_as_the_same_trial(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", [LAW, RESUME])
 def test_of_a_scripts_case_only_its_layout_is_written(kind: str) -> None:
-    command = Command.read("train --world {world} --batch {local_batch} --accumulate {accumulation}")
-    case = ScriptBench(command, 1.0).suited(Case(world=3, micro_batches=6))
+    text = "train --world {world} --batch {local_batch} --accumulate {accumulation}"
+    command = Command.read(text)
+    case = ScriptBench(text, 1.0).suited(Case(world=3, micro_batches=6))
     trial = Trial(kind, case, seed=5)
     assert json.loads(trial.written).keys() - {"kind"} == {"batch_size"}
     read = again(trial)

@@ -557,21 +557,6 @@ def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
     says(same_everywhere.compare([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
 
 
-@given(st.integers(2, 5), st.integers(1, 4), st.data())
-def test_same_everywhere_finds_the_first_of_any_differences(runs: int, steps: int, data: st.DataObject) -> None:
-    weights = data.draw(st.lists(st.integers(10, 99), min_size=steps, max_size=steps))
-
-    def run(world: int, name: str, odd: int = steps + 1) -> History:
-        ranks = " ".join(f"{rank}[{rank}]" for rank in range(world))
-        held = [weight + 100 * (step >= odd) for step, weight in enumerate(weights, start=1)]
-        return history(" | ".join(f"{n}: {ranks} ids=0,1,2,3,4 w={w}" for n, w in enumerate(held, start=1)), name)
-
-    same = [run(world, f"world {world}") for world in range(1, runs + 1)]
-    says(same_everywhere.compare(same), HOLDS)
-    first = data.draw(st.integers(1, steps))
-    says(same_everywhere.compare([*same[:-1], run(runs, "odd", first)]), FALSIFIED, f"step {first}, odd")
-
-
 WHOLE = "1: 0[a] | 2: 0[b] | 3: 0[c] | 4: 0[d] | end"
 RESUMED = "1: 0[a] | 2: 0[b] | 3: 0[c] | resume step=1 | 2: 0[b] | 3: 0[c] | 4: 0[d] | end"
 
@@ -779,17 +764,9 @@ def test_gradient_law_of_a_tensor_whose_law_is_zero() -> None:
 @pytest.mark.parametrize(
     ("ratio", "factors", "expected"),
     [
-        (4.0, {"world": 2, "accumulation": 2}, "4.000 = accumulation 2 x world 2"),
-        (2.0, {"world": 2, "accumulation": 2}, "2.000 = accumulation 2 or world 2"),
-        (3.0, {"world": 3, "accumulation": 2}, "3.000 = world 3"),
-        (1 / 3, {"world": 3, "accumulation": 2}, "0.333 = 1 / world 3"),
         (1.5, {"world": 3, "accumulation": 2}, "1.500 = world 3 / accumulation 2"),
         (9.0, {"world": 3}, "9.000 = world 3 squared"),
         (0.25, {"world": 2, "accumulation": 1}, "0.250 = 1 / world 2 squared"),
-        (-2.0, {"world": 2}, "-2.000 = -1 x world 2"),
-        (-1.0, {"world": 2}, "-1.000 = the sign"),
-        (1.0, {"world": 2, "accumulation": 2}, "1.000"),
-        (1.35, {"world": 2}, "1.350"),
         (5.0, {}, "5.000"),
         (0.0, {"world": 2}, "0"),
         (1e-5, {"world": 2}, "1e-05"),

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
-from andon_falsify.campaign.loop_bench import LoopBench
 from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.campaign.warm_bench import LoopBench
 from andon_falsify.claims import alike
 from andon_falsify.claims.alike import MARGIN
 from andon_falsify.claims.evidence import of_trace
@@ -373,33 +373,6 @@ def test_hf_trainer_multiplies_by_accumulation_and_world(pools: RankPools) -> No
         assert found[claim].outcome is Outcome.FALSIFIED
         assert "ratio 4.000 = accumulation 2 x world 2" in str(found[claim])
     assert found["evaluation-law"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
-
-
-# By default: test_a_right_loop_holds_on_every_claim.
-@pytest.mark.deep
-def test_hf_trainer_mended_is_right_on_even_batches(pools: RankPools) -> None:
-    found = judged("hf_trainer_mended", EVEN, pools)
-    held = [found[claim].outcome for claim in ("gradient-law", "losses-close", "samples-once", "update-law")]
-    assert held == [Outcome.HOLDS] * 4, found
-
-
-# By default: tests/falsify/test_faults.py plants a mean of means in a loop.
-@pytest.mark.deep
-def test_hf_trainer_mended_still_averages_means_in_a_ragged_window(pools: RankPools) -> None:
-    """One rank, 11 rows as 2 x 4 and the rest: the rest's window is 2 rows and 1, and their means are averaged."""
-    case = loop_case(rows=make_rows(11), batch_size=8, micro_batches=4, world=1, **ONCE)
-    found = judged("hf_trainer_mended", case, pools)["gradient-law"]
-    assert found.outcome is Outcome.FALSIFIED
-    assert [each.where for each in found.counterexamples] == ["step 2"]
-    assert "mean of the means of 2 micro-batches (of 2, 1 rows)" in str(found)
-
-
-def test_accelerate_visits_sixteen_rows_of_ten(pools: RankPools) -> None:
-    case = loop_case(rows=make_rows(10), batch_size=8, micro_batches=2, **ONCE)
-    found = judged("accelerate", case, pools)["samples-once"]
-    assert found.outcome is Outcome.FALSIFIED
-    assert "16 visits of 10 rows" in str(found)
-    assert "(2 times)" in str(found)
 
 
 @pytest.mark.parametrize("case", [loop_case(rows=make_rows(13), batch_size=8), EVEN], ids=["ragged", "even"])

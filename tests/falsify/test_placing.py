@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from andon.console.messages import InputError
-from andon_falsify.campaign.trainer_bench import alone, cut_and_resume
 from andon_falsify.campaign.trial import LAW
+from andon_falsify.campaign.warm_bench import alone, cut_and_resume
 from andon_falsify.claims import (
     claims_of,
     judged,

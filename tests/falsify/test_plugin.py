@@ -13,8 +13,7 @@ import pytest
 import torch
 
 # Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
-import andon_falsify.campaign.loop_bench
-import andon_falsify.campaign.trainer_bench
+import andon_falsify.campaign.warm_bench
 import andon_falsify.compliance.plugin  # noqa: F401
 from tests.falsify.written_runs import copying
 
@@ -115,10 +114,7 @@ def test_other_suites_notice_nothing(tmp_path: Path) -> None:
     [
         (["--world", "2"], "--world: of which trainer? add --subject or --script (--subject andon for our own)"),
         (["--subject", "andon", "--world", "two"], "--world: must be numbers from 1 to 64"),
-        (["--subject", "plane", "--budget", "big"], "--budget: must be one of"),
-        (["--claim", "samples-once"], "--claim: of which trainer? add"),
         (["--subject", "plain", "--claim", "samples"], "there is no claim 'samples'; did you mean samples-once?"),
-        (["--subject", "plain", "--backend", "nccl"], "there is no backend 'nccl'"),
     ],
 )
 def test_options_that_mean_nothing_are_refused(pytester: pytest.Pytester, words: list[str], said: str) -> None:

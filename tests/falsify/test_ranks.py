@@ -85,10 +85,6 @@ def test_what_ends_with_its_rank_is_nobodys_fault(pool: RankPool, tmp_path: Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _MARK = "ANDON_TEST_SUITE"
-_LITTERING = """
-from andon_falsify.ranks.pool import RankPool
-print(RankPool(1).run("tests.falsify.rank_work:litter_on", 0)[0].error)
-"""
 _WAITING = """
 from andon_falsify.ranks import server
 server.SERVER = server.Server(["andon_falsify.ranks.adoption"])  # which loads no torch
@@ -157,16 +153,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Suite]]:
             each.kill()
         suite.process.kill()
         suite.process.communicate()
-
-
-# Deep: the ranks load torch. By default `test_a_suite_that_is_killed_leaves_nothing` sees the server put all away.
-@pytest.mark.deep
-def test_nothing_stays_of_ranks_that_nobody_closed(start: Callable[[str], Suite], tmp_path: Path) -> None:
-    suite = start(_LITTERING)
-    said, left = suite.end()
-    assert left == []
-    assert "was killed by SIGKILL" in said
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
 
 
 def test_an_interruption_while_the_server_loads_is_one_line(start: Callable[[str], Suite], tmp_path: Path) -> None:

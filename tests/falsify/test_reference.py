@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from andon.tasks.sft import SftTask
-from andon_falsify.campaign.trainer_bench import AndonBench
 from andon_falsify.campaign.trial import LAW, Trial
+from andon_falsify.campaign.warm_bench import AndonBench
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.reference.decoder import Decoder

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from andon.console.messages import InputError
-from andon_falsify.campaign.script_bench import open_script
+from andon_falsify.campaign.script_bench import Command, ScriptBench, run
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.claims.resume_equal import check_script as resumed
@@ -24,7 +24,6 @@ from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.claims.updates import first_difference
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
-from andon_falsify.scripts import Command, run
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.written_runs import PLAIN, copying, lines
@@ -347,14 +346,12 @@ def test_temporary_files_of_a_command_go_with_its_folder(tmp_path: Path) -> None
     assert [path.name[:5] for path in (tmp_path / "run" / "tmp").iterdir()] == ["left-"]
 
 
-def torchrun(script: str, more: str = "", watched: str = "") -> str:
-    launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"
-    return f"{launch} {watched} {shlex.quote(str(EXAMPLES / script))} --batch {{local_batch}} {more}"
-
-
 def test_a_sum_in_place_of_a_mean_falls_under_torchrun() -> None:
     """Summed gradients on two ranks are twice those of one. The whole way once: torchrun, a watch, its ledger."""
-    bench = open_script(torchrun("all_reduce_by_hand.py"), 30.0)
+    launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"
+    bench = ScriptBench(
+        f"{launch} {shlex.quote(str(EXAMPLES / 'all_reduce_by_hand.py'))} --batch {{local_batch}}", 30.0
+    )
     found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))
     assert found["same-everywhere"].outcome is Outcome.FALSIFIED, found
     assert found["same-everywhere"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
@@ -374,31 +371,14 @@ def test_a_sum_in_place_of_a_mean_falls_under_torchrun() -> None:
 def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
     norms: dict[str, float], outcome: Outcome, said: str, runs: int, tmp_path: Path
 ) -> None:
-    bench = open_script(copying(tmp_path, norms), 30.0)
+    bench = ScriptBench(copying(tmp_path, norms), 30.0)
     found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))["same-everywhere"]
     assert (found.outcome, bench.runs) == (outcome, runs), found
     assert said in str(found)
 
 
-# By default the test before this one compares ledgers that were written down.
-@pytest.mark.deep
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("unseeded", "differ, first in the weights that it begins with. Begin it with"),
-        ("by-rank", "the rows are not known. Draw the rows of every global batch from one seed"),
-        ("accelerate", "use_seedable_sampler=True"),
-    ],
-)
-def test_layouts_that_are_not_alike_prove_nothing(kind: str, said: str) -> None:
-    bench = open_script(torchrun("unlike.py", f"--kind {kind}", "-m andon watch"), 30.0)
-    found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))["same-everywhere"]
-    assert found.outcome is Outcome.UNKNOWN, found
-    assert said in found.why
-
-
 def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) -> None:
-    bench = open_script(copying(tmp_path, {"2": 1.0}, "{folder} {resume:again}"), 30.0)
+    bench = ScriptBench(copying(tmp_path, {"2": 1.0}, "{folder} {resume:again}"), 30.0)
     (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case(world=2, micro_batches=2)))).values()
     assert verdict.outcome is Outcome.UNKNOWN
     assert "ended by itself, three times" in verdict.why
@@ -406,7 +386,7 @@ def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) 
 
 
 def test_a_command_is_told_what_it_is_held_to() -> None:
-    bench = open_script("run {world} {local_batch}", 30.0)
+    bench = ScriptBench("run {world} {local_batch}", 30.0)
     told = {claim.name: claim.statement for claim in bench.claims}
     near = [name for name, text in told.items() if f"to {SCRIPT.norm:g} of them" in text]
     assert near == ["same-everywhere", "resume-equal"]

@@ -15,7 +15,7 @@ from torch import Tensor, library, nn
 
 from andon_contracts.record import End, Record, Resume, Start, Step, decode_line
 from andon_contracts.record import chain as chained
-from andon_falsify.campaign.trainer_bench import cut_and_resume
+from andon_falsify.campaign.warm_bench import cut_and_resume
 from andon_falsify.claims import (
     gradient_law,
     halt_together,

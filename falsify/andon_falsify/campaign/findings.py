@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _KEPT = 3
 """Counterexamples of one trial in a report; the later ones usually follow from the first."""
 _LAYOUT = ("accumulation", "world")
+_NO_LAYOUT: Mapping[str, int] = {"world": 1, "micro_batches": 1, "batch_size": 1}
 _NO_SUMS = ("learning rate", "loss", "weights")
 """Quantities that are not summed over ranks or micro-batches, so that no sum can be their mistake."""
 
@@ -33,23 +34,20 @@ Measured = tuple[float, Case]
 Held = Mapping[Case, Sequence[Case]]
 """Cases in which a claim holds, by the case without its layout; see `held_by_rest`."""
 
-_CAUSES: Mapping[frozenset[tuple[str, int]], str] = {
-    frozenset(powers.items()): cause
-    for powers, cause in (
-        ({"accumulation": 1, "world": 1}, "the loss was not divided"),
-        ({"world": 1}, "summed over the ranks instead of averaged"),
-        ({"accumulation": 1}, "summed over the micro-batches of a rank instead of averaged"),
-        ({"world": -1}, "divided by the number of ranks once too often, or not summed over them"),
-        ({"accumulation": -1}, "divided by the accumulation once too often, or only one micro-batch of it counts"),
-        ({"accumulation": -1, "world": -1}, "divided by accumulation and world size once too often"),
-        ({"world": 2}, "multiplied by the number of ranks twice"),
-        ({"world": -2}, "divided by the number of ranks twice"),
-        ({"global batch": 1}, "summed over the rows instead of averaged"),
-        ({"global batch": -1}, "divided by the rows of the batch once too often"),
-        ({"local batch": 1}, "summed over the rows of a micro-batch instead of averaged"),
-        ({"local batch": -1}, "divided by the rows of a micro-batch once too often"),
-        ({"updates of an epoch": 1}, "summed over the updates of an epoch"),
-    )
+_CAUSES = {
+    "accumulation 1, world 1": "the loss was not divided",
+    "world 1": "summed over the ranks instead of averaged",
+    "accumulation 1": "summed over the micro-batches of a rank instead of averaged",
+    "world -1": "divided by the number of ranks once too often, or not summed over them",
+    "accumulation -1": "divided by the accumulation once too often, or only one micro-batch of it counts",
+    "accumulation -1, world -1": "divided by accumulation and world size once too often",
+    "world 2": "multiplied by the number of ranks twice",
+    "world -2": "divided by the number of ranks twice",
+    "global batch 1": "summed over the rows instead of averaged",
+    "global batch -1": "divided by the rows of the batch once too often",
+    "local batch 1": "summed over the rows of a micro-batch instead of averaged",
+    "local batch -1": "divided by the rows of a micro-batch once too often",
+    "updates of an epoch 1": "summed over the updates of an epoch",
 }
 """The usual mistake that gives a ratio, by the powers of its factors."""
 
@@ -77,14 +75,11 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
     common = explain(measured, held) if explained else None
 
     def named(each: TrialVerdict) -> Verdict:
-        case, kept = each.trial.case, each.verdict.counterexamples[:_KEPT]
-        if not kept:
-            return each.verdict
-        seed, command = each.trial.seed, repeating(bench, each.trial, claim.name)
-        kept = tuple(diagnosed(example, case, common, held) for example in kept) if explained else kept
-        return replace(
-            each.verdict, counterexamples=tuple(replace(example, seed=seed, repro=command) for example in kept)
-        )
+        kept = list[Counterexample]()
+        for example in each.verdict.counterexamples[:_KEPT]:
+            known = diagnosed(example, each.trial.case, common, held) if explained else example
+            kept.append(replace(known, seed=each.trial.seed, repro=repeating(bench, each.trial, claim.name)))
+        return replace(each.verdict, counterexamples=tuple(kept))
 
     def finding(place: tuple[str, int, int], verdict: Verdict, seed: int = 0, curve: tuple[float, ...] = ()) -> Finding:
         backend, world, accumulation = place
@@ -112,8 +107,8 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
 
 def _curve(said: TrialVerdict) -> tuple[float, ...]:
     """The ratios, if there are several and all are finite."""
-    ratios = [found.ratio for found in said.verdict.counterexamples if found.ratio is not None]
-    return tuple(ratios) if len(ratios) > 1 and all(map(isfinite, ratios)) else ()
+    ratios = tuple(found.ratio for found in said.verdict.counterexamples if found.ratio is not None)
+    return ratios if len(ratios) > 1 and all(map(isfinite, ratios)) else ()
 
 
 def repeating(bench: Bench, trial: Trial, claim: str) -> str:
@@ -137,9 +132,7 @@ class Explanation:
     def fits(self, ratio: float, case: Case) -> bool:
         """Whether it gives this ratio too."""
         factors = _factors(case)
-        return all(
-            isclose(self.sign * _product(factors, powers), ratio, rel_tol=1e-3) for powers in self.products or ({},)
-        )
+        return all(_same(self.sign * _product(factors, powers), ratio) for powers in self.products or ({},))
 
     def of(self, ratio: float, case: Case, quantity: str = "other") -> str:
         """`4.000 = accumulation 2 x world 2: the loss was not divided`, for a ratio that it fits."""
@@ -147,7 +140,8 @@ class Explanation:
         signed = f"-1 x {named}" if self.sign < 0 and self.products else named
         if quantity in _NO_SUMS:
             return f"{show_ratio(ratio)} = {signed.replace('world ', 'world size ')}"
-        cause = _CAUSES.get(frozenset(self.products[0].items()), "") if len(self.products) == 1 else ""
+        alone = sorted(self.products[0].items()) if len(self.products) == 1 else []
+        cause = _CAUSES.get(", ".join(f"{name} {power}" for name, power in alone), "")
         return f"{show_ratio(ratio)} = {signed}" + (f": {cause}" if cause and self.sign > 0 else "")
 
 
@@ -155,7 +149,7 @@ def held_by_rest(cases: Iterable[Case]) -> Held:
     """`cases` by the case without its layout."""
     found: dict[Case, list[Case]] = {}
     for case in cases:
-        found.setdefault(_without_layout(case), []).append(case)
+        found.setdefault(case.but(**_NO_LAYOUT), []).append(case)
     return found
 
 
@@ -170,7 +164,7 @@ def explain(measured: Sequence[Measured], held: Held = MappingProxyType({})) -> 
     if len(signs) != 1 or any(not isfinite(ratio) or ratio == 0 for ratio, _ in measured):
         return None
     (sign,) = signs
-    if all(isclose(abs(ratio), 1.0, rel_tol=1e-3) for ratio, _ in measured):
+    if all(_same(abs(ratio), 1.0) for ratio, _ in measured):
         return Explanation((), sign) if sign < 0 else None
     cases = [(ratio, _factors(case)) for ratio, case in measured]
     layout = fitting_powers([(ratio, {name: factors[name] for name in _LAYOUT}) for ratio, factors in cases])
@@ -178,23 +172,31 @@ def explain(measured: Sequence[Measured], held: Held = MappingProxyType({})) -> 
     simplest = layout if layout and (not sizes or _complexity(layout) <= max(2, _complexity(sizes))) else sizes
     if not simplest:
         return None
-    alike = [_factors(each) for _, case in measured for each in held.get(_without_layout(case), ())] if held else []
-    unseen = [
-        powers for powers in simplest if all(isclose(_product(each, powers), 1.0, rel_tol=1e-3) for each in alike)
-    ]
+    alike = [_factors(each) for _, case in measured for each in held.get(case.but(**_NO_LAYOUT), ())] if held else []
+    unseen = [powers for powers in simplest if all(_same(_product(each, powers), 1.0) for each in alike)]
     return Explanation(tuple(unseen or simplest), sign)
+
+
+def _same(ratio: float, other: float) -> bool:
+    return isclose(ratio, other, rel_tol=1e-3)
 
 
 def _product(factors: Mapping[str, int], powers: Powers) -> float:
     return prod(float(factors[name]) ** power for name, power in powers.items())
 
 
-def _without_layout(case: Case) -> Case:
-    return case.but(world=1, micro_batches=1, batch_size=1)
-
-
 def _complexity(fitting: Sequence[Powers]) -> int:
     return sum(power * power for power in fitting[0].values())
+
+
+def _factors(case: Case) -> dict[str, int]:
+    return {
+        "accumulation": case.accumulation,
+        "world": case.world,
+        "local batch": case.local_batch,
+        "global batch": case.global_batch,
+        "updates of an epoch": case.updates_of_epoch(case.global_batch),
+    }
 
 
 def diagnosed(
@@ -219,13 +221,3 @@ def factors_of(found: Counterexample, case: Case) -> tuple[str, ...]:
     """The names of the factors that explain the ratio of `found`; empty without a ratio or an explanation."""
     explanation = explain([(found.ratio, case)]) if found.ratio is not None else None
     return tuple(sorted({name for each in explanation.products for name in each})) if explanation is not None else ()
-
-
-def _factors(case: Case) -> dict[str, int]:
-    return {
-        "accumulation": case.accumulation,
-        "world": case.world,
-        "local batch": case.local_batch,
-        "global batch": case.global_batch,
-        "updates of an epoch": case.updates_of_epoch(case.global_batch),
-    }

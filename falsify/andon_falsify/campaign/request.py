@@ -75,19 +75,10 @@ def read_request(
         wrong.append(Problem("--case", f"is one case, so that it needs one each of {need}"))
     if wrong:
         raise InputError(wrong)
-    return Request(
-        subject=subject or OURS,
-        script=script,
-        backends=backends,
-        worlds=worlds,
-        accumulations=accumulations,
-        seeds=seeds,
-        budget=BUDGETS[budget],
-        claims=tuple(ALIASES.get(claim, claim) for given in claims for claim in _words(given)),
-        case=case,
-        name=(name or "").strip(),
-        expected_failed=reasons,
-    )
+    names = tuple(ALIASES.get(claim, claim) for given in claims for claim in _words(given))
+    size, title = BUDGETS[budget], (name or "").strip()
+    where = (backends, worlds, accumulations, seeds)
+    return Request(subject or OURS, script, *where, size, names, case, title, reasons)
 
 
 def check_names(option: str, given: Sequence[str], known: Collection[str], what: str) -> list[Problem]:
@@ -95,9 +86,7 @@ def check_names(option: str, given: Sequence[str], known: Collection[str], what:
     wrong = []
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            wrong.append(Problem(option, f"there is no {what} {name!r}; {meant}"))
+            wrong.append(Problem(option, f"there is no {what} {name!r}; {_meant(name, known, 'there')}"))
     return wrong
 
 
@@ -109,9 +98,13 @@ def _subject_problems(subject: str | None, script: str | None) -> list[Problem]:
         return []
     if subject in PEERS:
         return [Problem("--subject", PEERS[subject].missing)] if PEERS[subject].missing else []
-    near = difflib.get_close_matches(subject, [OURS, *PEERS], n=1)
-    meant = f"did you mean {near[0]}?" if near else f"bundled are {', '.join([OURS, *PEERS])}"
+    meant = _meant(subject, [OURS, *PEERS], "bundled")
     return [Problem("--subject", f"{subject!r} is neither bundled nor package.module:make; {meant}")]
+
+
+def _meant(name: str, known: Collection[str], which: str) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else f"{which} are {', '.join(known)}"
 
 
 def _words(given: str | None) -> tuple[str, ...]:

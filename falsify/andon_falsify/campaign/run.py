@@ -6,11 +6,12 @@ import datetime
 import platform
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import packages_distributions
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,28 +64,23 @@ class Campaign:
             self.said += [TrialVerdict(trial, verdict) for verdict in found.values()]
             yield trial, found
         if not self.exact and self.budget.shrink_s:
-            for smallest in self._smallest():
-                self.said.append(smallest)
+            self.said += self._smallest()
 
     def report(self, unfinished: str = "", *, explained: bool = True) -> Report:
         """What is known by now. A selected claim that no trial has judged is unknown; the others are listed by name.
 
         explained: explain ratios, which takes a while.
         """
-        said: dict[str, list[TrialVerdict]] = {}
+        said: dict[str, list[TrialVerdict]] = {claim.name: [] for claim in self.bench.claims}
         for each in self.said:
-            said.setdefault(each.verdict.claim, []).append(each)
-        found = [
-            finding
-            for claim in self.bench.claims
-            if claim.name in self.claims
-            for finding in findings(self.bench, claim, said.get(claim.name, ()), explained=explained)
-        ]
+            said[each.verdict.claim].append(each)
+        selected = [claim for claim in self.bench.claims if claim.name in self.claims]
+        found = [findings(self.bench, claim, said[claim.name], explained=explained) for claim in selected]
         return replace(
             self.about,
-            findings=tuple(found),
+            findings=tuple(chain.from_iterable(found)),
             runs=self.bench.runs,
-            not_selected=tuple(claim.name for claim in self.bench.claims if claim.name not in self.claims),
+            not_selected=tuple(name for name in said if name not in self.claims),
             statements={claim.name: claim.statement for claim in self.bench.claims},
             unfinished=unfinished,
         )
@@ -136,7 +132,9 @@ class Campaign:
                 fallen.setdefault(said.verdict.claim, []).append(said)
         for place, (claim, found) in enumerate(fallen.items()):
             now = time.monotonic()
-            first = max(found, key=_telling)
+            # Most factors in the ratio first; of these, fewest ranks.
+            cases = [(each, each.verdict.counterexamples[0], each.trial.case) for each in found]
+            first, *_ = max(cases, key=lambda each: (len(factors_of(*each[1:])), -each[2].world))
             trial = self._shrunk(first, now + (end - now) / (len(fallen) - place))
             yield TrialVerdict(trial, self._known[trial][claim], shrunk=True)
 
@@ -158,11 +156,6 @@ def _worlds(trial: Trial) -> tuple[int, ...]:
     return (trial.case.world, trial.then_world) if trial.then_world else (trial.case.world,)
 
 
-def _telling(said: TrialVerdict) -> tuple[int, int]:
-    """Most factors in the ratio first; of these, fewest ranks."""
-    return len(factors_of(said.verdict.counterexamples[0], said.trial.case)), -said.trial.case.world
-
-
 def run_campaign(request: Request) -> Report:
     """The report of the whole campaign. Raises `InputError` for names that the subject does not know."""
     with opened(request) as campaign:
@@ -178,22 +171,22 @@ def opened(request: Request) -> Iterator[Campaign]:
     Raises `InputError` for a package that is missing and for names that the subject does not know.
     """
     if request.script is not None:
-        from andon_falsify.campaign.script_bench import open_script
+        from andon_falsify.campaign.script_bench import ScriptBench
 
         # Each run of a script starts torch anew, and only its layout could be made smaller.
-        bench = open_script(request.script, request.budget.deadline_s)
+        bench = ScriptBench(request.script, request.budget.deadline_s)
         yield plan(replace(request, budget=replace(request.budget, shrink_s=0.0)), bench)
         return
     from andon_falsify.ranks.pool import RankPools
 
     with RankPools(deadline_s=request.budget.deadline_s) as pools:
         if request.subject == OURS:
-            from andon_falsify.campaign.trainer_bench import AndonBench
+            from andon_falsify.campaign.warm_bench import AndonBench
             from andon_falsify.ranks.trainer import AndonTrainer
 
             yield plan(request, AndonBench(AndonTrainer(pools)), pools.limit)
             return
-        from andon_falsify.campaign.loop_bench import LoopBench
+        from andon_falsify.campaign.warm_bench import LoopBench
         from andon_falsify.loops.subject import LoopSubject
 
         name, peer = request.subject, PEERS.get(request.subject)
@@ -201,19 +194,14 @@ def opened(request: Request) -> Iterator[Campaign]:
         # own code is imported by ranks alone, since it may end the process.
         if (here := str(Path.cwd())) not in sys.path:
             sys.path.insert(0, here)
+        package = name.partition(":")[0].partition(".")[0]
+        if peer is None and package not in sys.modules and find_spec(package) is None:
+            msg = f"there is no module {package!r}, in the current folder or installed, so that nothing can be tried"
+            raise InputError([Problem("--subject", msg)])
+        names = packages_distributions().get(package, [])
+        version = peer.version if peer is not None else installed(names[0]) if names else ""
         make = name if peer is None else peer.make
-        version = _version(name) if peer is None else peer.version
         yield plan(request, LoopBench(LoopSubject(make, name, pools), name, version), pools.limit)
-
-
-def _version(make: str) -> str:
-    """The version of the subject's package. Raises `InputError` if the package is missing."""
-    package = make.partition(":")[0].partition(".")[0]
-    if package not in sys.modules and find_spec(package) is None:
-        msg = f"there is no module {package!r}, in the current folder or installed, so that nothing can be tried"
-        raise InputError([Problem("--subject", msg)])
-    names = packages_distributions().get(package, [])
-    return installed(names[0]) if names else ""
 
 
 def plan(request: Request, bench: Bench, limit: Callable[[float], None] = lambda seconds: None) -> Campaign:
@@ -228,21 +216,22 @@ def plan(request: Request, bench: Bench, limit: Callable[[float], None] = lambda
     wrong += check_names("--backend", request.backends, bench.every_backend, "backend")
     if wrong:
         raise InputError(wrong)
-    trials = _drawn(request, bench) if request.case is None else _exactly(request)
-    judged = frozenset().union(*(bench.kinds.get(trial.kind, frozenset()) for trial in trials))
-    claims = frozenset(request.claims or judged)
-    trials = [trial for trial in trials if bench.kinds.get(trial.kind, frozenset()) & claims]
-    return Campaign(
-        bench,
-        trials,
-        claims,
-        request.budget,
-        worlds=request.worlds,
-        accumulations=request.accumulations,
-        exact=request.case is not None,
-        limit=limit,
-        about=_about(request, bench, trials),
-    )
+    if request.case is None:
+        trials = _drawn(request, bench)
+    else:
+        (backend,), (world,), (accumulation,) = request.backends, request.worlds, request.accumulations
+        place = {"world": world, "accumulation": accumulation, "seed": request.seeds[0]}
+        try:
+            trials = [read_trial(request.case, backend=backend, **place)]
+        except ValueError as error:
+            raise InputError([Problem("--case", str(error))]) from None
+    judged = {trial: bench.kinds.get(trial.kind, frozenset()) for trial in trials}
+    claims = frozenset(request.claims) or frozenset().union(*judged.values())
+    trials = [trial for trial in trials if judged[trial] & claims]
+    about = _about(request, bench, trials)
+    layouts = {"worlds": request.worlds, "accumulations": request.accumulations}
+    exact = request.case is not None
+    return Campaign(bench, trials, claims, request.budget, **layouts, exact=exact, limit=limit, about=about)
 
 
 def _drawn(request: Request, bench: Bench) -> list[Trial]:
@@ -260,47 +249,27 @@ def _drawn(request: Request, bench: Bench) -> list[Trial]:
     return list(dict.fromkeys(replace(trial, case=bench.suited(trial.case)) for trial in found))
 
 
-def _exactly(request: Request) -> list[Trial]:
-    assert request.case is not None
-    (backend,), (world,), (accumulation,) = request.backends, request.worlds, request.accumulations
-    place = {"world": world, "accumulation": accumulation, "seed": request.seeds[0]}
-    try:
-        return [read_trial(request.case, backend=backend, **place)]
-    except ValueError as error:
-        raise InputError([Problem("--case", str(error))]) from None
-
-
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
     """When and where a campaign is run, what is expected of it, and the requested backends that cannot be run here."""
+    import torch
+
     peer = PEERS.get(request.subject) if request.script is None else None
     known = {} if peer is None else peer.expectations
-    expected = [Expected(bench.subject, claim, reason) for claim, reason in known.items()]
-    expected = [each for each in expected if each.claim not in request.expected_failed]
+    expected = [Expected(bench.subject, *each) for each in known.items() if each[0] not in request.expected_failed]
     expected += [Expected(bench.subject, claim, reason, True) for claim, reason in request.expected_failed.items()]
     lacking = {
         backend: [trial.lacking for trial in trials if trial.place[0] == backend] for backend in request.backends
     }
+    libraries = dict.fromkeys(("andon", "torch", "transformers", "peft", *(peer.measured if peer is not None else ())))
+    versions = {"python": platform.python_version(), **{name: installed(name) for name in libraries}}
+    system = f"{platform.system()} {platform.machine()}"
+    machine = {"cpu": str(environment()["cpu"]), "os": system, "torch": torch.__version__}  # what bits depend on
+    if torch.cuda.device_count():
+        machine["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
     return Report(
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions=_versions(peer.measured if peer is not None else ()),
-        machine=_machine(),
+        versions={name: number for name, number in versions.items() if number},
+        machine=machine,
         expected=tuple(expected),
         untried={backend: why[0] for backend, why in lacking.items() if why and all(why)},
     )
-
-
-def _versions(more: Collection[str]) -> dict[str, str]:
-    """The versions of Python, Andon, the libraries that it trains with, and `more`."""
-    found = {name: installed(name) for name in dict.fromkeys(("andon", "torch", "transformers", "peft", *more))}
-    return {"python": platform.python_version()} | {name: number for name, number in found.items() if number}
-
-
-def _machine() -> dict[str, str]:
-    """What bits depend on: the processor, the operating system, the build of torch."""
-    import torch
-
-    system = f"{platform.system()} {platform.machine()}"
-    found = {"cpu": str(environment()["cpu"]), "os": system, "torch": torch.__version__}
-    if torch.cuda.device_count():
-        found["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    return found

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from andon_falsify.report.document import misfits
-from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
+from andon_falsify.subjects.case import Case, Poison, make_rows
 
 LAW, HALT, RESUME, MEMORY = "law", "halt", "resume", "memory"
 KINDS = (LAW, HALT, RESUME, MEMORY)
@@ -65,13 +65,11 @@ class Trial:
             found["then_world"] = self.then_world
         names = [_OF_A_SCRIPT] if self.case.backend == "script" else [name for name in case if name not in _NOT_WRITTEN]
         found |= {name: case[name] for name in names if case[name] != plain[name]}
-        if "rows" in found and (seed := _seed_of(self.case.rows)) is not None:
-            found["rows"] = [len(self.case.rows), seed]
+        if "rows" in found:
+            count = len(self.case.rows)
+            drawn = ([count, seed] for seed in range(_ROW_SEEDS) if make_rows(count, seed) == self.case.rows)
+            found["rows"] = next(drawn, found["rows"])
         return json.dumps(found, separators=(",", ":"))
-
-
-def _seed_of(rows: Rows) -> int | None:
-    return next((seed for seed in range(_ROW_SEEDS) if make_rows(len(rows), seed) == rows), None)
 
 
 def read_trial(text: str, *, backend: str, world: int, accumulation: int, seed: int) -> Trial:
@@ -84,7 +82,6 @@ def read_trial(text: str, *, backend: str, world: int, accumulation: int, seed: 
     if not isinstance(given, dict):
         msg = f"must be a JSON object, not {given!r}"
         raise ValueError(msg)
-    place = {"backend": backend, "world": world}
     known = asdict(Case()).keys() - set(_NOT_WRITTEN)
     unknown = sorted(given.keys() - known - _OF_A_TRIAL)
     wrong = [f"a case has no {name!r}; it has {', '.join(sorted(known))}" for name in unknown]
@@ -92,7 +89,7 @@ def read_trial(text: str, *, backend: str, world: int, accumulation: int, seed: 
     try:
         if isinstance(given.get("rows"), list):
             given["rows"] = asdict(make_rows(*_DRAWN.validate_python(given["rows"], strict=False)))
-        case = {"micro_batches": world * accumulation, **given, **place}
+        case = {"micro_batches": world * accumulation, **given, "backend": backend, "world": world}
         trial = _TRIAL.validate_json(json.dumps({"kind": LAW, "case": case, "seed": seed, **of_trial}), strict=True)
     except ValidationError as error:
         named = [(where.removeprefix("case."), what) for where, what in misfits(error)]
@@ -133,11 +130,6 @@ class Variant:
     settings: Mapping[str, Any]
     ragged: bool = True
 
-    @property
-    def has_state(self) -> bool:
-        """Whether the optimizer keeps state between updates."""
-        return self.settings.get("optimizer") != "sgd" or bool(self.settings.get("momentum"))
-
 
 _SGD = {"optimizer": "sgd", "clip_norm": None, "lr": 0.05, "weight_decay": 0.0}
 _QUICK = (
@@ -176,12 +168,9 @@ class Budget:
 
 
 BUDGETS: Mapping[str, Budget] = {
-    budget.name: budget
-    for budget in (
-        Budget("quick", (LAW, HALT, RESUME), (2, 3), (1, 2), _QUICK, 1, 60.0, 30.0),
-        Budget("standard", (LAW, HALT, RESUME, MEMORY), (2, 3, 4), (1, 2, 3), _ALL, 1, 90.0, 120.0),
-        Budget("deep", (LAW, HALT, RESUME, MEMORY), (1, 2, 3, 4), (1, 2, 3), _ALL, 8, 180.0, 600.0),
-    )
+    "quick": Budget("quick", (LAW, HALT, RESUME), (2, 3), (1, 2), _QUICK, 1, 60.0, 30.0),
+    "standard": Budget("standard", (LAW, HALT, RESUME, MEMORY), (2, 3, 4), (1, 2, 3), _ALL, 1, 90.0, 120.0),
+    "deep": Budget("deep", (LAW, HALT, RESUME, MEMORY), (1, 2, 3, 4), (1, 2, 3), _ALL, 8, 180.0, 600.0),
 }
 """By name, smallest first."""
 
@@ -206,7 +195,11 @@ def draw(seed: int, budget: Budget, layouts: Layouts, kinds: Collection[str]) ->
         if kind == LAW or kind not in kinds:
             continue
         # A run is interrupted and resumed with an optimizer that has state: otherwise its loss would go unnoticed.
-        variants = [each for each in budget.variants if kind != RESUME or each.has_state] or budget.variants
+        variants = [
+            each
+            for each in budget.variants
+            if kind != RESUME or each.settings.get("optimizer") != "sgd" or each.settings.get("momentum")
+        ] or budget.variants
         for (at, (backend, world, accumulation)), number in product(enumerate(places), range(budget.draws)):
             case = _case(seed, number, variants[(at + number) % len(variants)], world, accumulation)
             drawn = random.Random(f"{kind} {seed} {number} {world} {accumulation}")
@@ -238,10 +231,8 @@ def _special(kind: str, drawn: random.Random, case: Case, seed: int, worlds: tup
     if kind == HALT:  # in any micro-batch of the first or second update, which have all their rows
         whole, rest = divmod(len(case.rows), case.batch_size)
         longer = case.but(rows=make_rows(max(2, whole) * case.batch_size + rest, drawn.randrange(32)))
-        poison = Poison(
-            drawn.randint(1, 2), drawn.randrange(case.micro_batches), drawn.choice(["nan", "inf", "gradient"])
-        )
-        return Trial(kind, longer.but(poison=poison), seed)
+        place = drawn.randint(1, 2), drawn.randrange(case.micro_batches)
+        return Trial(kind, longer.but(poison=Poison(*place, drawn.choice(["nan", "inf", "gradient"]))), seed)
     if kind == RESUME:  # interrupted between a checkpoint and the last update
         each = case.updates_of_epoch()
         longer = case.but(epochs=max(case.epochs, -(-3 // each)))
@@ -250,7 +241,6 @@ def _special(kind: str, drawn: random.Random, case: Case, seed: int, worlds: tup
         after = drawn.randint(every + 1, updates - 1)
         return Trial(kind, longer.but(stop_after=after, checkpoint_every=every), seed, drawn.choice(worlds))
     # MEMORY: a model so large that its gradients weigh more than the fixed costs
-    big = case.but(
-        rows=make_rows(40), batch_size=8, micro_batches=8, hidden=64, inner=128, layers=1, epochs=1, class_weights=None
-    )
-    return Trial(kind, big.but(rank=16, dropout=0.1, values=False, memory=True, seed=drawn.randrange(1000)), seed)
+    big = case.but(rows=make_rows(40), batch_size=8, micro_batches=8, epochs=1, class_weights=None, layers=1, rank=16)
+    counting = {"values": False, "memory": True, "seed": drawn.randrange(1000)}
+    return Trial(kind, big.but(hidden=64, inner=128, dropout=0.1, **counting), seed)

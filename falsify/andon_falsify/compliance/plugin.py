@@ -8,32 +8,155 @@ subject.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from andon.console.messages import InputError
-from andon_contracts.legible import legible
-from andon_falsify.campaign.request import read_request
-from andon_falsify.campaign.suite import Suite
-from andon_falsify.campaign.trainer_bench import AndonBench
+from andon_contracts.legible import legible, legible_line
+from andon_falsify.campaign.request import Request, read_request
+from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
+from andon_falsify.campaign.warm_bench import AndonBench
 from andon_falsify.claims import claims_of
-from andon_falsify.compliance.counting import ACCEPTED, RUNS, Count, recorded, shown
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
+from andon_falsify.report.findings import counterexample_lines, reasons
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, room_for, why_not
 from andon_falsify.subjects.trace import Remembering, Trace
-from andon_falsify.verdict import Verdict
+from andon_falsify.verdict import Claim, Outcome, Verdict, closing_line, merge
 
-_SUITE = pytest.StashKey[Suite]()
-"""The campaign against the subject that the options name; absent if they name none."""
+_VERDICT, _RUNS = "andon verdict", "andon runs"
+"""Properties of a test's report, which arrives from the workers of pytest-xdist too."""
+_ACCEPTED = (Outcome.HOLDS, Outcome.NOT_APPLICABLE)
+_JSON = TypeAdapter(Verdict)
 _SINGLE = ("subject", "script", "world", "accumulation", "seed", "budget", "name")
 _REPEATED = ("claim", "expected_failed")
+
+Place = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class ClaimAtPlace:
+    """One test. place: backend, world size, accumulation."""
+
+    place: Place
+    claim: str
+
+    def __str__(self) -> str:
+        backend, world, accumulation = self.place
+        return f"{backend} world {world} accumulation {accumulation}: {self.claim}"
+
+
+class Suite:
+    """The tests of a request, and their verdicts. Raises `InputError` for a request that its subject does not allow.
+
+    No rank is started before the first verdict is requested; `close` ends them.
+    """
+
+    def __init__(self, request: Request) -> None:
+        held = ExitStack()
+        self._campaign = held.enter_context(opened(request))
+        self._verdicts: dict[Place, dict[str, Verdict]] = {}
+        self.close = held.close
+        self.expected_failed: Mapping[str, str] = request.expected_failed
+        self.claims: tuple[Claim, ...] = self._campaign.bench.claims
+
+    @property
+    def runs(self) -> int:
+        return self._campaign.bench.runs
+
+    def tests(self) -> Iterator[ClaimAtPlace]:
+        """Every selected claim at every place with a trial that judges it, place by place."""
+        for place in dict.fromkeys(trial.place for trial in self._campaign.trials):
+            judged = self._at(place).claims
+            yield from (ClaimAtPlace(place, claim.name) for claim in self.claims if claim.name in judged)
+
+    def verdict(self, tried: ClaimAtPlace) -> Verdict:
+        """The verdict of the trials of the place on the claim. They are run once in a process."""
+        if tried.place not in self._verdicts:
+            campaign = self._at(tried.place)
+            for _ in campaign.run():
+                pass
+            self._verdicts[tried.place] = {cell.claim: cell.verdict for cell in campaign.report().cells}
+        return self._verdicts[tried.place][tried.claim]
+
+    def _at(self, place: Place) -> Campaign:
+        """The trials of one place, with its share of the time; a smaller counterexample may lie at another."""
+        whole = self._campaign
+        trials = [trial for trial in whole.trials if trial.place == place]
+        judged = frozenset().union(*(whole.bench.kinds[trial.kind] for trial in trials))
+        share = whole.budget.shrink_s / len({trial.place for trial in whole.trials})
+        budget = replace(whole.budget, shrink_s=share)
+        return replace(whole, trials=trials, claims=whole.claims & judged, budget=budget)
+
+
+_SUITE = pytest.StashKey[Suite]()
+"""Absent if the options name no subject."""
+
+
+class Count:
+    """The verdicts of a session. claims: every claim about its subject, which the closing line counts.
+
+    expected_failed: the claims that may be falsified, with the reason; one that holds everywhere fails the session.
+    """
+
+    def __init__(self, claims: Sequence[Claim], expected_failed: Mapping[str, str]) -> None:
+        self._expected_failed = expected_failed
+        self._claims = claims
+        self._verdicts: dict[str, list[Verdict]] = {}
+        self._runs = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties if report.when == "teardown" else ():
+            if name == _VERDICT:
+                verdict = _JSON.validate_json(str(value))
+                self._verdicts.setdefault(verdict.claim, []).append(verdict)
+            elif name == _RUNS:
+                self._runs += int(str(value))
+
+    def _merged(self) -> list[Verdict]:
+        return [merge(self._verdicts[claim.name]) for claim in self._claims if claim.name in self._verdicts]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fail the session for a falsified or unknown claim, and for a claim that holds but was expected to fail."""
+        if hasattr(session.config, "workerinput") or session.exitstatus != pytest.ExitCode.OK:
+            return
+        for verdict in self._merged():
+            expected = verdict.claim in self._expected_failed and verdict.outcome is not Outcome.UNKNOWN
+            if verdict.outcome is Outcome.HOLDS if expected else verdict.outcome not in _ACCEPTED:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The claims that do not simply hold, with the counterexample of the first failed test, and the count."""
+        verdicts = self._merged()
+        if not verdicts:
+            return
+        terminalreporter.section("claims")
+        for verdict in verdicts:
+            if verdict.outcome is not Outcome.HOLDS:
+                terminalreporter.write_line(shown(replace(verdict, counterexamples=verdict.counterexamples[:1])))
+            failed = [each for each in self._verdicts[verdict.claim] if each.outcome is Outcome.FALSIFIED]
+            if len(failed) > 1:
+                terminalreporter.write_line(f"  and in {len(failed) - 1} more failed tests")
+            if reason := self._expected_failed.get(verdict.claim):
+                expected = "as expected" if verdict.outcome is Outcome.FALSIFIED else "but expected to fall"
+                terminalreporter.write_line(f"{verdict.claim}: {verdict.outcome.value}, {expected}: {reason}")
+        terminalreporter.write_line(closing_line(verdicts, self._runs, len(self._claims) - len(verdicts)))
+
+
+def shown(verdict: Verdict) -> str:
+    """A verdict with its smallest counterexample, and how many more there are, in lines that any terminal can show."""
+    head = f"{verdict.claim}: {verdict.outcome.value}" + (f" ({why})" if (why := reasons(verdict)) else "")
+    lines = [head, *counterexample_lines(verdict, "in the file of andon falsify --json")]
+    return "\n".join(map(legible_line, lines))
 
 
 class ClaimRunner:
@@ -62,24 +185,20 @@ class ClaimRunner:
         self.require(*self.bench.attempt(placed).values())
 
     def record(self, *verdicts: Verdict) -> None:
-        self._node.user_properties.extend(map(recorded, verdicts))
+        self._node.user_properties += [(_VERDICT, _JSON.dump_json(verdict).decode()) for verdict in verdicts]
 
     def require(self, *verdicts: Verdict) -> None:
         """Record `verdicts`; the test fails unless each holds or does not apply."""
         self.record(*verdicts)
-        if broken := [shown(verdict) for verdict in verdicts if verdict.outcome not in ACCEPTED]:
+        if broken := [shown(verdict) for verdict in verdicts if verdict.outcome not in _ACCEPTED]:
             pytest.fail("\n".join(broken), pytrace=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of `andon falsify` that make sense for tests."""
     group = parser.getgroup("andon", "the attempt to prove a data-parallel trainer wrong (andon_falsify)")
-    group.addoption(
-        "--backend",
-        action="append",
-        choices=[*CPU_BACKENDS, *GPU_BACKENDS],
-        help="the backend to try to falsify (again for another); all that run on a CPU if not given",
-    )
+    backends = "the backend to try to falsify (again for another); all that run on a CPU if not given"
+    group.addoption("--backend", action="append", choices=[*CPU_BACKENDS, *GPU_BACKENDS], help=backends)
     group.addoption("--subject", help="the trainer: a bundled name, package.module:make, or andon for our own")
     group.addoption("--script", help="or a command that trains, with {world}, {local_batch} and {accumulation} in it")
     group.addoption("--world", help="numbers of ranks, as in 2,3")
@@ -88,21 +207,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--budget", help="quick, standard or deep")
     group.addoption("--claim", action="append", help="only this claim about it (again for another)")
     group.addoption("--name", help="what to call the trainer")
-    group.addoption(
-        "--expected-failed",
-        action="append",
-        help='"CLAIM: REASON": a known failure, which does not affect the exit code (again for another)',
-    )
+    known = '"CLAIM: REASON": a known failure, which does not affect the exit code (again for another)'
+    group.addoption("--expected-failed", action="append", help=known)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
     """If none of the named backends can run on this machine, print one line with the reasons and start no workers."""
     chosen = dict.fromkeys(config.getoption("backend") or ())
-    reasons = [why_not(name) for name in chosen]
-    if not chosen or not all(reasons) or config.getoption("subject") or config.getoption("script"):
+    lacking = [why_not(name) for name in chosen]
+    if not chosen or not all(lacking) or config.getoption("subject") or config.getoption("script"):
         return None
-    print(f"nothing was run: {'; '.join(reasons)}")
+    print(f"nothing was run: {'; '.join(lacking)}")
     return int(pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -164,8 +280,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "claim_at_place" in metafunc.fixturenames:
         metafunc.parametrize("claim_at_place", list(metafunc.config.stash[_SUITE].tests()), ids=str)
     if {"runner", "backend"} <= {*metafunc.fixturenames}:
-        reasons = {name: why_not(name) for name in metafunc.config.getoption("backend") or CPU_BACKENDS}
-        skips = {name: [pytest.mark.skip(reason=reason)] if reason else [] for name, reason in reasons.items()}
+        lacking = {name: why_not(name) for name in metafunc.config.getoption("backend") or CPU_BACKENDS}
+        skips = {name: [pytest.mark.skip(reason=reason)] if reason else [] for name, reason in lacking.items()}
         metafunc.parametrize("backend", [pytest.param(name, marks=marks) for name, marks in skips.items()])
 
 
@@ -173,27 +289,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Deselect what would be repeated: tests without a backend run with `inline` only."""
     if "inline" in (config.getoption("backend") or CPU_BACKENDS):
         return
-    fixtures = [{*getattr(item, "fixturenames", ())} for item in items]
-    repeated = [
-        item
-        for item, names in zip(items, fixtures, strict=True)
-        if "runner" in names and not names & {"backend", "claim_at_place"}
-    ]
+    named = [(item, {*getattr(item, "fixturenames", ())}) for item in items]
+    repeated = [item for item, names in named if "runner" in names and not names & {"backend", "claim_at_place"}]
     items[:] = [item for item in items if item not in repeated]
     config.hook.pytest_deselected(items=repeated)
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[RankPools]:
-    """The processes of the ranks."""
-    with RankPools() as held:
-        yield held
-
-
-@pytest.fixture(scope="session")
-def subject(pools: RankPools) -> Remembering:
+def subject() -> Iterator[Remembering]:
     """Our trainer; it does not run a case twice."""
-    return Remembering(AndonTrainer(pools))
+    with RankPools() as pools:
+        yield Remembering(AndonTrainer(pools))
 
 
 @pytest.fixture(scope="session")
@@ -205,11 +311,10 @@ def suite(pytestconfig: pytest.Config) -> Suite:
 @pytest.fixture
 def runner(request: pytest.FixtureRequest, subject: Remembering) -> Iterator[ClaimRunner]:
     """Runs cases and records verdicts for one test; the number of runs goes into the report."""
-    suite = request.config.stash.get(_SUITE, None)
-    counted: Remembering | Suite = subject if suite is None else suite
+    counted: Remembering | Suite = request.config.stash.get(_SUITE, subject)
     before = counted.runs
     yield ClaimRunner(request.node, subject)
-    request.node.user_properties.append((RUNS, str(counted.runs - before)))
+    request.node.user_properties.append((_RUNS, str(counted.runs - before)))
 
 
 def register(pluginmanager: pytest.PytestPluginManager) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from andon_contracts.legible import legible
-from andon_falsify.campaign.suite import ClaimAtPlace, Suite
-from andon_falsify.compliance.counting import shown
-from andon_falsify.compliance.plugin import ClaimRunner
+from andon_falsify.compliance.plugin import ClaimAtPlace, ClaimRunner, Suite, shown
 from andon_falsify.verdict import Outcome
 
 

@@ -1,7 +1,7 @@
-"""DistributedDataParallel as its tutorial teaches: the mean loss of each micro-batch, over the accumulation.
+"""DistributedDataParallel and FSDP2 as their tutorials teach: the mean loss of each micro-batch, over the accumulation.
 
-`DistributedSampler` splits the rows, `no_sync` skips the all-reduce within an update, and DDP averages over the ranks.
-(https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html, and the notes of `no_sync`.)
+`DistributedSampler` splits the rows, and both average over the ranks.
+(https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html, FSDP_tutorial.html, and the notes of `no_sync`.)
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, DistributedSampler
@@ -66,3 +68,21 @@ class DdpLoop(TutorialLoop):
         wrapped: Any = self.model
         with nullcontext() if synchronize else wrapped.no_sync():
             super().backward(batch, synchronize=synchronize)
+
+
+class Fsdp2Loop(TutorialLoop):
+    """`fully_shard` on each layer and on the whole."""
+
+    def __init__(self, case: Case) -> None:
+        whole: Any = model(case)
+        mesh = init_device_mesh("cpu", (case.world,))
+        base = whole.get_base_model() if case.rank else whole
+        for layer in base.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(whole, mesh=mesh)
+        super().__init__(case, whole)
+
+    def backward(self, batch: Any, *, synchronize: bool) -> None:
+        sharded: Any = self.model
+        sharded.set_requires_gradient_sync(synchronize)
+        super().backward(batch, synchronize=synchronize)

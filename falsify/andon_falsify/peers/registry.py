@@ -71,9 +71,9 @@ PEERS: Mapping[str, Peer] = {
     for peer in (
         Peer("plain", f"{_HERE}.plain:PlainLoop"),
         Peer("ddp", f"{_HERE}.ddp:DdpLoop", expected=_AS_TAUGHT),
-        Peer("fsdp2", f"{_HERE}.fsdp2:Fsdp2Loop", expected=_AS_TAUGHT),
+        Peer("fsdp2", f"{_HERE}.ddp:Fsdp2Loop", expected=_AS_TAUGHT),
         Peer("accelerate", f"{_HERE}.accelerate:AccelerateLoop", _ACCELERATE, _AS_TAUGHT),
-        Peer("accelerate_right", f"{_HERE}.accelerate_right:RightAccelerateLoop", _ACCELERATE),
+        Peer("accelerate_right", f"{_HERE}.accelerate:RightAccelerateLoop", _ACCELERATE),
         Peer("fabric", f"{_HERE}.fabric:FabricLoop", {"lightning": "2.6.6"}, _AS_TAUGHT, "falsify,lightning"),
         Peer(
             "hf_trainer",

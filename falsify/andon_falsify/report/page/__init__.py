@@ -6,18 +6,46 @@ so that the policy is a second line of defence.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from dataclasses import dataclass
 from importlib import resources
+from math import isfinite
 from pathlib import Path
 
 from markupsafe import Markup
 
 from andon.console.html import escaping, source
+from andon.inspection.report.curves import Scale
 from andon.run.atomic import write_whole
-from andon_falsify.report.findings import Report, count_marks, reasons
-from andon_falsify.report.page.curve import draw
-from andon_falsify.report.page.view import CLASSES, Page, filter_rules, width_rule
+from andon_contracts.legible import counted
+from andon_falsify.report.findings import Cell, Finding, Mark, Report, Table, count_marks, reasons
+from andon_falsify.verdict import Outcome
 
+WIDTH, HEIGHT = 420, 120
+"""Of the picture of a curve; its margins, and the most points that get a dot."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 24
+_MOST_DOTS = 60
 _MOST_CHARACTERS = 4000
+_LONGEST_NAME = 60
+_FELL = (Mark.FALSIFIED, Mark.EXPECTED)
+_MEANINGS = {
+    Mark.FALSIFIED: "a counterexample was found",
+    Mark.EXPECTED: "a counterexample was found, and the reason is known",
+    Mark.UNEXPECTED_PASS: "was to be falsified for a known reason and holds: the reason is out of date",
+    Mark.UNKNOWN: "nothing could be inferred",
+    Mark.HOLDS: "comparisons were made and none contradicts it",
+    Mark.NOT_APPLICABLE: "the claim says nothing about this subject",
+}
+_CLASSES = {
+    Mark.FALSIFIED: "falsified",
+    Mark.EXPECTED: "expected",
+    Mark.UNEXPECTED_PASS: "passed",
+    Mark.UNKNOWN: "unknown",
+    Mark.HOLDS: "holds",
+    Mark.NOT_APPLICABLE: "inapplicable",
+}
+"""The CSS class, and the symbol, of each mark."""
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -27,9 +55,8 @@ def write_html(report: Report, path: Path) -> None:
 
 def render(report: Report) -> str:
     """The page. A text longer than 4000 characters is cut, with a count of the rest; the JSON report has all of it."""
-    page = Page(report)
-    columns = len(page.table.subjects)
-    style = f"{_part('style.css')}\n{width_rule(columns)}{filter_rules(columns)}"
+    page = _Page(report)
+    style = f"{_part('style.css')}\n{_column_rules(len(page.table.subjects))}"
     script = _part("script.js")
     policy = (
         f"default-src 'none'; style-src {source(style)}; script-src {source(script)}; img-src data:; "
@@ -38,8 +65,146 @@ def render(report: Report) -> str:
     template = escaping(_part("page.html.j2"), _MOST_CHARACTERS)
     functions = {"draw": draw, "reasons": reasons, "count_marks": count_marks}
     trusted = {"style": Markup(style), "script": Markup(script), "policy": policy}
-    return template.render(page=page, report=report, classes=CLASSES, **functions, **trusted)
+    return template.render(page=page, report=report, classes=_CLASSES, **functions, **trusted)
 
 
 def _part(name: str) -> str:
     return resources.files("andon_falsify.report.page").joinpath(name).read_text(encoding="utf-8")
+
+
+class _Page:
+    """What the template shows of a report, beside its fields. Nothing here is escaped: the template does that."""
+
+    def __init__(self, report: Report) -> None:
+        self.table = Table(report)
+        self.marks = [(mark, count, _MEANINGS[mark]) for mark, count in count_marks(self.table.cells).items()]
+        self.passed = [cell for cell in self.table.cells if cell.mark is Mark.UNEXPECTED_PASS]
+        fallen = {each: [cell for cell in self.table.of(each) if cell.mark in _FELL] for each in self.table.subjects}
+        self.fallen = {subject: cells for subject, cells in fallen.items() if cells}
+        self.lamp = {1: "falsified", 0: "holds"}.get(report.exit_code, "unknown")
+        given = Counter[str]()
+        self._addresses: dict[Cell, str] = {}
+        for cell in self.table.cells:
+            slugs = (re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") for text in (cell.claim, cell.subject.name))
+            name = ".".join(slug or "unnamed" for slug in slugs)
+            given[name] += 1
+            self._addresses[cell] = name if given[name] == 1 else f"{name}.{given[name]}"
+
+    def address(self, cell: Cell) -> str:
+        """The fragment of the page's address that opens a cell; unique, and the same for the same report."""
+        return self._addresses[cell]
+
+    @property
+    def headline(self) -> str:
+        """The result in one line; a long command is named by the script in it, or by its beginning."""
+        subjects = self.table.subjects
+        if not subjects:
+            return "Nothing was judged"
+        if len(subjects) > 1:
+            fallen = len(self.fallen)
+            return f"{fallen or 'None'} of {len(subjects)} subjects break{'s' * (fallen < 2)} a claim"
+        decided = [cell for cell in self.table.cells if cell.verdict.outcome in (Outcome.HOLDS, Outcome.FALSIFIED)]
+        broken = sum(cell.mark in _FELL for cell in decided)
+        expected = sum(cell.mark is Mark.EXPECTED for cell in decided)
+        known = f", {'all' if expected == broken else expected} of them as expected" if expected else ""
+        known = ", as expected" if expected == broken == 1 else known
+        name = str(subjects[0])
+        if len(name) > _LONGEST_NAME:
+            name = next((word for word in name.split() if word.endswith(".py")), f"{name[:_LONGEST_NAME]}...")
+        return f"{name} breaks {broken or 'none'} of {counted(len(decided), 'claim')} that could be checked{known}"
+
+    def gist(self, cell: Cell) -> str:
+        """The second line of a cell: the ratio of a counterexample, else the number of places."""
+        example = cell.example
+        if example is not None and example.ratio is not None:
+            return f"ratio {example.ratio:.3f}" if 0.001 <= abs(example.ratio) < 1e6 else f"ratio {example.ratio:.3g}"
+        if cell.verdict.outcome is Outcome.NOT_APPLICABLE:
+            return ""
+        applicable = sum(finding.outcome is not Outcome.NOT_APPLICABLE for finding in cell.findings)
+        some, all_ = len(cell.deciding), counted(applicable, "place")
+        return all_ if some == applicable else f"{some} of {all_}"
+
+    def lead(self, cell: Cell) -> str:
+        """The counterexample of a cell in short: its ratio, else what was seen."""
+        example = cell.example
+        if example is None:
+            return ""
+        return f"ratio {example.equals}" if example.equals else example.what
+
+
+def _column_rules(subjects: int) -> str:
+    """Style rules that depend on the number of columns: their widths, and what the boxes hide.
+
+    The claims' statements get more room if there are few subjects. The boxes are `#show-s0` for the first subject and
+    `#show-holds` for a mark: they hide columns and cells, and rows of which nothing is left. A browser without `:has`
+    shows the whole table and no boxes.
+    """
+    first = 30 if subjects <= 4 else 18
+    widths = (
+        f"@media screen {{\n  :root {{ --first: {first}rem }}\n"
+        f"  .matrix {{ min-width: calc(min(var(--first), 45vw) + {8.5 * subjects}rem) }}\n"
+        f"  .frame {{ max-width: {first + 20 * subjects}rem }}\n}}\n"
+    )
+    names = _CLASSES.values()
+    rules = [f"main:has(#show-s{column}:not(:checked)) .s{column} {{ display: none }}" for column in range(subjects)]
+    rules += [f"main:has(#show-{name}:not(:checked)) td.{name} > * {{ visibility: hidden }}" for name in names]
+    rules.append(".matrix tbody tr { display: none }")
+    shown = [
+        f"main:has(#show-s{column}:checked):has(#show-{name}:checked) .matrix tbody tr:has(td.s{column}.{name})"
+        for column in range(subjects)
+        for name in names
+    ]
+    rules += [f"{', '.join(shown)} {{ display: table-row }}"] if shown else []
+    inside = "\n".join(f"  {rule}" for rule in rules)
+    return f"{widths}@media screen {{ @supports selector(:has(*)) {{\n{inside}\n}} }}\n"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One number per update as a line in a picture of `WIDTH` x `HEIGHT`.
+
+    words: the curve in a sentence. lines: the points of each unbroken piece, in SVG's notation. dots: x and y of each
+    number. law: the height of the line on which all points should lie. ticks: height and label of the left marks.
+    """
+
+    words: str
+    count: int
+    lines: tuple[str, ...]
+    dots: tuple[tuple[str, str], ...]
+    law: str | None
+    ticks: tuple[tuple[str, str], ...]
+
+
+def draw(finding: Finding) -> Curve | None:
+    """The curve of `finding`; None if it has no finite number. Other numbers leave gaps."""
+    finite, total = [number for number in finding.curve if isfinite(number)], len(finding.curve)
+    ticks = [] if finding.curve_law is None else [finding.curve_law]
+    if not finite:
+        return None
+    words = f"{finding.curve_name or 'one number an update'}: {total} numbers; first {finite[0]:.4g}, "
+    words += f"last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
+    words += "".join(f"; it should be {law:.4g}" for law in ticks)
+    words += f"; {total - len(finite)} not finite" if total > len(finite) else ""
+    low, high = min(finite + ticks), max(finite + ticks)
+    if low == high:
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    height = Scale(low, high, HEIGHT - _BOTTOM, _TOP)
+    across = Scale(1, max(2, total), _LEFT, WIDTH - _RIGHT)
+    law = height(finding.curve_law) if finding.curve_law is not None else None
+    pieces: list[list[tuple[str, str]]] = [[]]
+    for update, number in enumerate(finding.curve, start=1):
+        if isfinite(number):
+            pieces[-1].append((across(update), height(number)))
+        elif pieces[-1]:
+            pieces.append([])
+    for number in (max(finite), min(finite)):  # unless their labels overlap
+        if all(abs(float(height(number)) - float(height(other))) >= 12 for other in ticks):
+            ticks.append(number)
+    return Curve(
+        words,
+        total,
+        lines=tuple(" ".join(f"{x},{y}" for x, y in piece) for piece in pieces if len(piece) > 1),
+        dots=tuple(point for piece in pieces for point in piece if len(finite) <= _MOST_DOTS or len(piece) == 1),
+        law=law,
+        ticks=tuple((height(number), f"{number:.4g}") for number in ticks),
+    )
