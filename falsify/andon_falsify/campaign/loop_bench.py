@@ -12,7 +12,7 @@ from andon_falsify.campaign.trial import HALT, RESUME, Trial
 from andon_falsify.claims import unmet
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.loops.sightings import LoopSightings, first_of
-from andon_falsify.ranks.errors import root_cause
+from andon_falsify.ranks.pool import root_cause
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
 from andon_falsify.verdict import ExtraRun

@@ -11,7 +11,7 @@ from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.peers.registry import installed
-from andon_falsify.ranks.errors import root_cause
+from andon_falsify.ranks.pool import root_cause
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Subject, Trace

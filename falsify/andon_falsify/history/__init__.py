@@ -13,26 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from andon_falsify.history.events import Event, Plan, RankStep, StartEvent, StepEvent, Unread, parse_line
-from andon_falsify.history.fields import LineError, Number, RowId
-from andon_falsify.history.row_set import RowSet
-
-__all__ = [
-    "Event",
-    "History",
-    "Number",
-    "Plan",
-    "RankStep",
-    "RowId",
-    "RowSet",
-    "Run",
-    "StartEvent",
-    "StepEvent",
-    "Unread",
-    "chain_digest",
-    "read_history",
-    "read_lines",
-]
+from andon_falsify.history.events import Event as Event
+from andon_falsify.history.events import LineError, Plan, StartEvent, parse_line
+from andon_falsify.history.events import Number as Number
+from andon_falsify.history.events import RowId as RowId
+from andon_falsify.history.events import RowSet as RowSet
+from andon_falsify.history.events import StepEvent as StepEvent
+from andon_falsify.history.events import Unread as Unread
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_LINES = 1_000_000
@@ -116,7 +103,7 @@ class History:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The history cut before every start and every resume; events before the first of them are a run as well."""
+        """The history, cut before every start and every resume."""
         parts: list[list[Event]] = []
         for event in self.events:
             if event.kind in ("start", "resume") or not parts:
