@@ -19,9 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from andon_falsify.loops.clipping import clipping_seen, only_shrunk
 from andon_falsify.loops.forward_passes import ForwardPasses, arguments_of, recognised
-from andon_falsify.loops.parameters import buffers, copied, gradients, groups_of, optimizer_digest, trained, unwrapped
+from andon_falsify.loops.parameters import (
+    buffers,
+    clipping_seen,
+    copied,
+    gradients,
+    groups_of,
+    only_shrunk,
+    optimizer_digest,
+    trained,
+    unwrapped,
+)
 from andon_falsify.loops.sightings import LoopSightings, Made
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.trace import CutOff, Values, digest
@@ -108,25 +117,27 @@ class Observer:
             raise CutOff
         self._phase = "update"
         poison = case.poison
-        if poison is not None and poison.step == step + 1 and poison.leaf % case.world == self._rank:
-            self._poison(float("inf") if poison.kind == "inf" else float("nan"))
-
-    def _poison(self, value: float) -> None:
-        parameter = next(iter(trained(unwrapped(self._loop.model)).values()))
+        if poison is None or poison.step != step + 1 or poison.leaf % case.world != self._rank:
+            return
+        value = float("inf") if poison.kind == "inf" else float("nan")
 
         def spoil(gradient: Tensor) -> Tensor:
             handle.remove()
             self._seen.poisoned = True
             return gradient * value
 
-        handle = parameter.register_hook(spoil)  # type: ignore[no-untyped-call]
+        handle = next(iter(self._trained.values())).register_hook(spoil)  # type: ignore[no-untyped-call]
+
+    @property
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return trained(unwrapped(self._loop.model))
 
     def _settle(self) -> None:
         """Read the weights that the last update, or the start, really left. Not if sharded: that is collective."""
         if self._settled or self._seen.sharded:
             return
         self._settled = True
-        seen, parameters = self._seen, trained(unwrapped(self._loop.model))
+        seen, parameters = self._seen, self._trained
         weights = copied(parameters)
         left = digest(weights)
         if self._stepped is None:
@@ -153,13 +164,13 @@ class Observer:
             self._loop.save(folder)
 
     def _before_clipping(self, norm: float | None) -> None:
-        now = gradients(trained(unwrapped(self._loop.model)))
+        now = gradients(self._trained)
         # Only the first clipping counts, unless the gradient was reduced or added to since.
         if self._unclipped is None or not only_shrunk(now, self._unclipped):
             self._unclipped, self._norm = now, norm
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = trained(unwrapped(self._loop.model))
+        parameters = self._trained
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         is_update = self._phase != "over" and not self._steps and any(id(p) in held for p in parameters.values())
         self._steps.append(is_update)
@@ -182,7 +193,7 @@ class Observer:
         if not self._steps or not self._steps.pop():
             return
         self._step += 1
-        parameters = trained(unwrapped(self._loop.model))
+        parameters = self._trained
         weights, sight = copied(parameters), self._seen.of(self._rank, self._step)
         sight.weights, sight.optimizer = digest(weights), optimizer_digest(optimizer, parameters)
         if self._step in self._seen.values:

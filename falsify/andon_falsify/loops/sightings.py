@@ -96,6 +96,5 @@ class LoopSightings(Observations):
 def first_of(trace: Trace) -> LoopSightings:
     """What rank 0 shows. Raises `TypeError` for the trace of another kind of subject."""
     if not isinstance(trace.first, LoopSightings):
-        msg = f"{trace.seen.name} is not the trace of a loop"
-        raise TypeError(msg)
+        raise TypeError(f"{trace.seen.name} is not the trace of a loop")
     return trace.first

@@ -59,7 +59,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks, by rank; none before the first request and after a failure."""
+        """By rank; none before the first request and after a failure."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
     def run(self, work: str, argument: Any) -> list[Answer]:

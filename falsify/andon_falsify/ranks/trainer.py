@@ -81,8 +81,7 @@ def _observe(case: Case, backend: Backend, *, late: bool | None = None) -> Obser
     """
     module, _, fault = (case.fault or "").partition(":")
     if case.fault is not None and not fault:
-        msg = f"the fault {case.fault!r} must be package.module:name"
-        raise ValueError(msg)
+        raise ValueError(f"the fault {case.fault!r} must be package.module:name")
     plant = import_module(module).named(fault).plant if fault else None
     with ExitStack() as stack:
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -7,7 +7,7 @@ rank requested from its task. The events go through the same reader as a ledger.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,7 +67,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Values:
-    """Rank 0's tensors of one update, by parameter: reduced gradient before clipping, weights after the update."""
+    """Rank 0's tensors of one update: reduced gradient before clipping, and weights after it, by parameter."""
 
     gradients: Tensors
     weights: Tensors
@@ -138,7 +138,7 @@ class Trace:
     @property
     def place(self) -> str:
         """See `place_of_bits`; "" if nothing was observed."""
-        return self.parts[0].place if self.parts else ""
+        return self.first.place if self.parts else ""
 
     @property
     def violation(self) -> tuple[str, int, str] | None:
@@ -154,12 +154,13 @@ class Trace:
     @property
     def stopped_at(self) -> dict[int, int]:
         """For each rank, its update when the run ended."""
-        found = {}
-        for part in self.parts:
-            done = max((reported.step for reported in part.reported), default=part.resumed_from)
-            for rank in part.ranks:
-                found[rank] = part.violation[1] if part.violation else done
-        return found
+        return {
+            rank: part.violation[1]
+            if part.violation
+            else max((r.step for r in part.reported), default=part.resumed_from)
+            for part in self.parts
+            for rank in part.ranks
+        }
 
     def gathered(self, name: str) -> dict[Any, Any]:
         """The field `name` of all processes, a mapping, merged."""
@@ -168,40 +169,19 @@ class Trace:
 
 def assemble_trace(case: Case, parts: Sequence[Observations], errors: Mapping[int, str], name: str) -> Trace:
     """One trace from the observations of each process, beginning with that of rank 0."""
-    seen = read_lines(witness.linked(_events(case, parts)), f"{name} world {case.world}")
+    seen = read_lines(witnessed(case, parts), f"{name} world {case.world}")
     raw = parts[0].ledger if parts else b""
     ledger = read_lines(raw.splitlines(keepends=True), f"ledger of {name} world {case.world}") if raw else None
     return Trace(case, tuple(parts), seen, ledger, dict(errors))
 
 
-def _events(case: Case, parts: Sequence[Observations]) -> Iterator[witness.Line]:
-    if not parts:
-        return
-    first = parts[0]
+def witnessed(case: Case, parts: Sequence[Observations]) -> list[bytes]:
+    """The lines of the witness, see `witness.lines`."""
     plan = {"batch_size": case.batch_size, "micro_batches": case.micro_batches, "steps": case.updates()}
-    yield witness.opening(case, plan, first.start.get(0, ""), first.resumed_from)
-    for told in first.reported:
-        yield witness.update(
-            case,
-            told.step,
-            told.ids,
-            rank_parts(parts, told.step),
-            reals={"lr": told.lr, "loss": told.loss, "grad_norm": told.norm},
-            kept=told.step in first.values,
-            epoch=told.epoch,
-            position=told.position,
-            count=told.count,
-            correct=told.correct,
-        )
-    broken = next((part.violation for part in parts if part.violation), None)
-    yield from witness.ending(case, broken, max((told.step for told in first.reported), default=first.resumed_from))
-
-
-def rank_parts(parts: Sequence[Observations], step: int) -> list[witness.Line]:
-    """What each rank did in update `step`, by rank, as lines of the witness."""
-    held = sorted(((rank, part.of(rank, step)) for part in parts for rank in part.ranks), key=lambda each: each[0])
-    names = ("weights", "optimizer", "gradient")
-    return [witness.rank_part(rank, own.leaves, {name: getattr(own, name) for name in names}) for rank, own in held]
+    names = ("step", "ids", "epoch", "position", "count", "correct", "lr", "loss")
+    reported = [each for part in parts[:1] for each in part.reported]
+    updates = [{name: getattr(each, name) for name in names} | {"grad_norm": each.norm} for each in reported]
+    return witness.lines(case, parts, updates, plan)
 
 
 class CutOff(BaseException):

@@ -14,7 +14,6 @@ from andon.model.adapter import trainable_parameters
 from andon.step.micro_batch import Batch, LeafLoss, Task
 from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.replica import Replica
-from andon.step.step import Pending, StepResult
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.meter import StorageMeter
@@ -32,7 +31,6 @@ class Proxy:
         return getattr(self.inner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The attribute `call` if there is one, else `inner`."""
         return self.__dict__.get("call", self.inner)(*args, **kwargs)
 
 
@@ -54,16 +52,15 @@ class Watcher:
         self._seen = seen
         self._meters = meters
         self._recorders: dict[int, MaskRecorder] = {}
-        self._poisoned: tuple[int, ...] = ()
-        if case.poison is not None:
-            self._poisoned = plan.batch(case.poison.step).micro_batches(case.micro_batches)[case.poison.leaf][:1]
+        poison, leaves = case.poison, case.micro_batches
+        self._poisoned = plan.batch(poison.step).micro_batches(leaves)[poison.leaf][:1] if poison else ()
 
     def record_masks(self, model: nn.Module) -> None:
         """Record the dropout masks of `model` from now on."""
         self._recorders[id(model)] = MaskRecorder(model)
 
     def backend(self, inner: Backend) -> Any:
-        """`inner`, whose work on a replica is known to be of its rank."""
+        """`inner`, so that `rank` is set while it works on a replica."""
 
         def run(work: Callable[[int], object]) -> list[object]:
             def watched(index: int) -> object:
@@ -116,19 +113,16 @@ def watched_step(seen: Observations, inner: Any, by_rank: Mapping[int, Replica])
     If updates are judged a step later, the next one has been launched by the time the result of this one is known.
     """
 
-    def call(batch: GlobalBatch, *args: Any, **named: Any) -> StepResult:
-        seen.at = batch.step
-        result: StepResult = inner(batch, *args, **named)
-        note_state(seen, batch.step, by_rank)
-        return result
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(batch: GlobalBatch, *args: Any, **named: Any) -> Any:
+            seen.at = batch.step
+            result = method(batch, *args, **named)
+            note_state(seen, batch.step, by_rank)
+            return result
 
-    def launch(batch: GlobalBatch, *args: Any, **named: Any) -> Pending:
-        seen.at = batch.step
-        pending: Pending = inner.launch(batch, *args, **named)
-        note_state(seen, batch.step, by_rank)
-        return pending
+        return call
 
-    return Proxy(inner, call=call, launch=launch)
+    return Proxy(inner, call=watched(inner), launch=watched(inner.launch))
 
 
 def watch_gradient(seen: Observations, rank: int, replica: Replica, *, values: bool) -> None:

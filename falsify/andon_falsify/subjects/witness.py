@@ -8,96 +8,83 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from andon_falsify.history import chain_digest
 from andon_falsify.subjects.case import Case
+
+if TYPE_CHECKING:
+    from andon_falsify.subjects.trace import Observations, RankUpdate
 
 WRITER = "witness"
 VERSION = 4
 _DIGESTS = dict.fromkeys(("weights", "gradient", "optimizer"), "sha256")
 """Over names, types, shapes and bytes; the trainer computes none of them."""
+_REALS = ("lr", "loss", "grad_norm")
 
-Line = dict[str, Any]
+Line = Mapping[str, Any]
 
 
-def opening(case: Case, plan: Mapping[str, int], weights: str, resumed_from: int) -> Line:
-    """The first line: of a new run, or of one resumed after `resumed_from` updates.
+def lines(case: Case, parts: Sequence[Observations], updates: Iterable[Line], plan: Mapping[str, int]) -> list[bytes]:
+    """The run of `case`, each line with the digest of the one before; nothing without `parts`.
 
-    weights: their digest before the first update, "" if unknown. plan: by the schema's names; each epoch visits every
-    item of `case`.
+    parts: of each process, beginning with that of rank 0. updates: what was reported of each, by the schema's names;
+    None if unknown. plan: by the schema's names; each epoch visits every item of `case`.
     """
-    common = {
-        "fingerprint": {},
-        "identity": "case",
-        "digests": _known({"weights": weights}),
-        "world": case.world,
-        "backend": case.backend,
-        "writer": WRITER,
-        "algorithms": _DIGESTS,
-    }
-    if resumed_from:
-        return {"kind": "resume", "step": resumed_from, **common}
-    rows = len(case.items)
+    found: list[bytes] = []
+    prev = "0" * 16
+    for seq, event in enumerate(_events(case, parts, updates, plan) if parts else ()):
+        found.append(json.dumps({"v": VERSION, "seq": seq, "prev": prev, **event}).encode() + b"\n")
+        prev = chain_digest(found[-1].removesuffix(b"\n"))
+    return found
+
+
+def _events(
+    case: Case, parts: Sequence[Observations], updates: Iterable[Line], plan: Mapping[str, int]
+) -> Iterator[Line]:
+    first, rows = parts[0], len(case.items)
+    where = {"world": case.world, "backend": case.backend}
+    digests = _known({"weights": first.start.get(0, "")})
+    common = {"fingerprint": {}, "identity": "case", "digests": digests, **where}
+    common |= {"writer": WRITER, "algorithms": _DIGESTS}
     planned = {"rows": rows, "ids": list(range(rows)), "seed": case.seed, "epochs": case.epochs, **plan}
-    return {"kind": "start", "run": "case", "plan": planned, **common}
+    reached = first.resumed_from
+    if reached:
+        yield {"kind": "resume", "step": reached, **common}
+    else:
+        yield {"kind": "start", "run": "case", "plan": planned, **common}
+    for told in updates:
+        step = told["step"]
+        reached = step
+        by_rank = {rank: part.of(rank, step) for part in parts for rank in part.ranks}
+        ranks = [_rank_part(by_rank[rank]) for rank in sorted(by_rank)]
+        known = {name: value for name, value in told.items() if value is not None}
+        event = {
+            "kind": "step",
+            **{name: _real(value) if name in _REALS else value for name, value in known.items()},
+            **where,
+            "digests": {name: ranks[0][name] for name in _DIGESTS if name in ranks[0]},
+            "ranks": ranks,
+        }
+        if step in first.values:  # rank 0's tensors were recorded; the line refers to them by the update's number
+            event["tensors"] = {name: f"{step}/{name}" for name in ("gradients", "weights")}
+        yield event
+    broken = next((part.violation for part in parts if part.violation), None)
+    if broken is not None:
+        clause, step, message = broken
+        yield {"kind": "violation", "clause": clause, "step": step, "ranks": [], "tensor": "", "seen": message}
+    elif case.stop_after is None:
+        yield {"kind": "end", "step": reached, "reason": "finished", "digests": {}}
 
 
-def rank_part(rank: int, leaves: Iterable[Sequence[int]], digests: Mapping[str, str]) -> Line:
-    """What one rank did in an update: the rows of its micro-batches, and the digests of its state after it."""
-    return {"rank": rank, "leaves": [], "ids": [row for leaf in leaves for row in leaf], **_known(digests)}
-
-
-def update(
-    case: Case,
-    step: int,
-    ids: Sequence[int],
-    ranks: Sequence[Line],
-    *,
-    reals: Mapping[str, float | None],
-    kept: bool,
-    **numbers: int,
-) -> Line:
-    """One update, with the digests of rank 0. reals: learning rate, loss and norm, None if unknown.
-
-    kept: whether rank 0's tensors were recorded; the line refers to them by the number of the update.
-    """
-    found = {
-        "kind": "step",
-        "step": step,
-        "ids": list(ids),
-        **numbers,
-        **{name: _real(value) for name, value in reals.items() if value is not None},
-        "world": case.world,
-        "backend": case.backend,
-        "digests": {name: ranks[0][name] for name in _DIGESTS if ranks and name in ranks[0]},
-        "ranks": list(ranks),
-    }
-    return found | ({"tensors": {name: f"{step}/{name}" for name in ("gradients", "weights")}} if kept else {})
+def _rank_part(own: RankUpdate) -> Line:
+    digests = {"weights": own.weights, "optimizer": own.optimizer, "gradient": own.gradient}
+    return {"rank": own.rank, "leaves": [], "ids": [row for leaf in own.leaves for row in leaf], **_known(digests)}
 
 
 def _real(value: float) -> Line:
     return {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}
-
-
-def ending(case: Case, broken: tuple[str, int, str] | None, reached: int) -> list[Line]:
-    """The last line: a violation (clause, step, message), an end after update `reached`, or none if it was cut off."""
-    if broken is not None:
-        clause, step, message = broken
-        return [{"kind": "violation", "clause": clause, "step": step, "ranks": [], "tensor": "", "seen": message}]
-    finished = {"kind": "end", "step": reached, "reason": "finished", "digests": {}}
-    return [finished] if case.stop_after is None else []
-
-
-def linked(events: Iterable[Line]) -> list[bytes]:
-    """The lines of `events`, each with the digest of the one before."""
-    lines: list[bytes] = []
-    prev = "0" * 16
-    for seq, event in enumerate(events):
-        lines.append(json.dumps({"v": VERSION, "seq": seq, "prev": prev, **event}).encode() + b"\n")
-        prev = chain_digest(lines[-1].removesuffix(b"\n"))
-    return lines
 
 
 def _known(digests: Mapping[str, str]) -> dict[str, str]:
