@@ -101,13 +101,13 @@ def witnessed(case: Case, parts: Sequence[LoopSightings]) -> list[bytes]:
 
 def _in_order(sights: Sequence[RankUpdate]) -> list[int]:
     """The different rows of an update: by micro-batch, by place in it, by rank, as a strided sampler deals them."""
-    places = {
-        (leaf, place, rank): row
+    visits = sorted(
+        (leaf, place, rank, row)
         for rank, sight in enumerate(sights)
         for leaf, rows in enumerate(sight.leaves)
         for place, row in enumerate(rows)
-    }
-    return list(dict.fromkeys(places[key] for key in sorted(places)))
+    )
+    return list(dict.fromkeys(row for *_, row in visits))
 
 
 class LoopError(RuntimeError):

@@ -71,14 +71,14 @@ class RankPool:
         if not answers:
             answers = self._ask(pickle.dumps((work, argument)))
         pids = self.pids
-        if SERVER.strays(pids, _LEFTOVERS_END_S) or not all(each.usable for each in answers.values()):
+        if SERVER.strays(pids, _LEFTOVERS_END_S) or any(each.error for each in answers.values()):
             left = self._end()
             for number, pid in enumerate(pids):
-                own = [stray for stray in left if stray.rank == pid or (number == 0 and stray.rank not in pids)]
+                own = [str(stray) for stray in left if stray.rank == pid or (number == 0 and stray.rank not in pids)]
                 if own:
-                    text = f"it left processes behind, now ended: {', '.join(map(str, own))}"
+                    text = f"it left processes behind, now ended: {', '.join(own)}"
                     lines = filter(None, (answers[number].error, text))
-                    answers[number] = replace(answers[number], error="\n".join(lines), usable=False)
+                    answers[number] = replace(answers[number], error="\n".join(lines))
         return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class RankPool:
             theirs.close()
             self._ranks.append(_Rank(process, ours, spec.printed))
         answers = self._collect({}, _START_S)
-        return {} if all(answer.usable for answer in answers.values()) else answers
+        return answers if any(answer.error for answer in answers.values()) else {}
 
     def _ask(self, request: bytes) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
@@ -105,7 +105,7 @@ class RankPool:
             try:
                 rank.pipe.send_bytes(request)
             except OSError as error:
-                answers[number] = Answer(error=f"the rank cannot be reached: {error}", usable=False)
+                answers[number] = Answer(error=f"the rank cannot be reached: {error}")
         return self._collect(answers, self.deadline_s)
 
     def _collect(self, answers: dict[int, Answer], deadline_s: float) -> dict[int, Answer]:
@@ -118,11 +118,11 @@ class RankPool:
                 waited = time.monotonic() - began
                 for number in open_.values():
                     text = f"no answer in time ({waited:.0f} s); killed{_place(self._ranks[number].printed)}"
-                    answers[number] = Answer(error=text, usable=False)
+                    answers[number] = Answer(error=text)
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 answer = answers[open_[pipe]] = self._read(self._ranks[open_[pipe]])
-                if not answer.usable:
+                if answer.error:
                     deadline = min(deadline, time.monotonic() + self._grace_s)
         return answers
 
@@ -133,9 +133,9 @@ class RankPool:
             rank.process.join(self._grace_s)
             lines = _end_of(rank.printed).strip().splitlines()
             last = f"; its last output: {lines[-1].strip()[-200:]}" if lines else ""
-            return Answer(error=f"the rank {_ending(rank.process.exitcode)} without an answer{last}", usable=False)
+            return Answer(error=f"the rank {_ending(rank.process.exitcode)} without an answer{last}")
         except Exception as error:  # noqa: BLE001 -- an answer may need modules that only the subject can import
-            return Answer(error=f"an answer that cannot be read: {type(error).__name__}: {error}", usable=False)
+            return Answer(error=f"an answer that cannot be read: {type(error).__name__}: {error}")
         return answer
 
     def _end(self) -> list[Stray]:
@@ -162,19 +162,19 @@ class RankPools:
 
     def __init__(self, deadline_s: float = _DEADLINE_S, grace_s: float = _GRACE_S) -> None:
         self._pools: dict[tuple[str, int], RankPool] = {}
-        self._deadline_s = self._limit_s = deadline_s
+        self._deadline_s = deadline_s
         self._grace_s = grace_s
 
     def of(self, world: int, backend: str = "gloo") -> RankPool:
         """The pool of `world` ranks in a group of `backend`."""
         new = RankPool(world, self._deadline_s, self._grace_s, backend)
         pool = self._pools.setdefault((backend, world), new)
-        pool.deadline_s = self._limit_s
+        pool.deadline_s = self._deadline_s
         return pool
 
     def limit(self, deadline_s: float) -> None:
         """Set the deadline of the requests that follow."""
-        self._limit_s = deadline_s
+        self._deadline_s = deadline_s
 
     def close(self) -> None:
         """End all ranks."""

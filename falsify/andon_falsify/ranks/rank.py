@@ -21,11 +21,10 @@ from andon_contracts.policy import enforced
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank returned, or the text of its error. usable: whether the rank can take another request."""
+    """What a rank returned, or the text of its error. After an error the rank takes no further request."""
 
     value: Any = None
     error: str = ""
-    usable: bool = True
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _answer(spec: RankSpec, work: str, argument: Any, served: int) -> bytes:
         text = f"it left by sys.exit({error.code!r})"
     except Exception as error:  # noqa: BLE001 -- whatever it is, the suite receives it
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-    return pickle.dumps(Answer(error=text, usable=False))
+    return pickle.dumps(Answer(error=text))
 
 
 def _require_order(spec: RankSpec, served: int) -> None:

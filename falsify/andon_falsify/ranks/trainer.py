@@ -139,7 +139,18 @@ def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
     # All ranks have read the ledger before rank 0 goes on writing it.
     parts.backend.gather([torch.zeros(1, device=device) for device in parts.backend.devices])
     parts.step = watched_step(parts.seen, parts.step, parts.by_rank)
-    files = _files(parts, folder, progress) if parts.writes else None
+    files = None
+    if parts.writes:  # it keeps all checkpoints and shows nothing
+        files = FolderJournal(
+            folder=folder,
+            ledger=LedgerWriter(folder.ledger),
+            metrics=MetricsWriter(folder.metrics, progress.step),
+            view=ProgressView(0, sys.maxsize, "quiet"),
+            tensors=lambda: state_tensors(parts.primary),
+            fixed_state={},
+            keep=sys.maxsize,
+            saved_at=progress.step,
+        )
     journal = _watched_journal(parts, files)
     trainer = Trainer(parts, journal, progress, Repeats(history.steps))
     append = files.ledger.append if files is not None else lambda record: None
@@ -176,20 +187,6 @@ def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> An
             inner.checkpoint(progress, best=best)
 
     return Proxy(inner, step=step, checkpoint=checkpoint)
-
-
-def _files(parts: TrainerUnderTest, folder: RunFolder, progress: Progress) -> FolderJournal:
-    """The trainer's own journal, which keeps all checkpoints and shows nothing."""
-    return FolderJournal(
-        folder=folder,
-        ledger=LedgerWriter(folder.ledger),
-        metrics=MetricsWriter(folder.metrics, progress.step),
-        view=ProgressView(0, sys.maxsize, "quiet"),
-        tensors=lambda: state_tensors(parts.primary),
-        fixed_state={},
-        keep=sys.maxsize,
-        saved_at=progress.step,
-    )
 
 
 def _opening(parts: TrainerUnderTest, progress: Progress, fingerprint: dict[str, str]) -> Start | Resume:

@@ -154,11 +154,10 @@ class Trace:
     @property
     def stopped_at(self) -> dict[int, int]:
         """For each rank, its update when the run ended."""
+        ends = [max([part.resumed_from, *(told.step for told in part.reported)]) for part in self.parts]
         return {
-            rank: part.violation[1]
-            if part.violation
-            else max((r.step for r in part.reported), default=part.resumed_from)
-            for part in self.parts
+            rank: part.violation[1] if part.violation else end
+            for part, end in zip(self.parts, ends, strict=True)
             for rank in part.ranks
         }
 
