@@ -34,7 +34,6 @@ from andon_falsify.loops.sightings import Group, LoopSightings, Made
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects import trace as of_trainers
-from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Observations, Remembering, Reported, Values, assemble_trace
@@ -186,7 +185,7 @@ def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], 
     assert not history.unread
     assert [record.kind for record in records] == [event.kind for event in history.events]
     starts = [record for record in records if isinstance(record, Start | Resume)]
-    assert {record.writer for record in starts} == {witness.WRITER}
+    assert {record.writer for record in starts} == {of_trainers.WRITER}
     assert {value for record in starts for value in (record.algorithms or {}).values()} == {"sha256"}
     assert {record.reason for record in records if isinstance(record, End)} <= {"finished"}
     steps = [record for record in records if isinstance(record, Step)]

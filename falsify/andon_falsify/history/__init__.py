@@ -23,8 +23,6 @@ from andon_falsify.history.events import Unread as Unread
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_LINES = 1_000_000
-_EXCERPT = 80
-_MOST_PIECES = 16
 _EARLY = "early-stopping"
 
 
@@ -167,14 +165,13 @@ def _bounded(pieces: Iterator[bytes]) -> Iterator[bytes]:
         if not within:
             yield piece
         within = 0 if piece.endswith(b"\n") else within + 1
-        if within > _MOST_PIECES:
+        if within > 16:
             return
 
 
 def _read(raw: bytes, number: int, before: str) -> Event | Unread:
     text = raw.removesuffix(b"\n")
-    digest = chain_digest(text)
-    excerpt = text[:_EXCERPT].decode("utf-8", "backslashreplace")
+    digest, excerpt = chain_digest(text), text[:80].decode("utf-8", "backslashreplace")
     if text == raw:
         return Unread(number, "no newline: cut short in writing, or longer than is read", excerpt, digest, torn=True)
     try:

@@ -36,8 +36,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether this rank holds only a part of some parameter."""
-    placements = (place for parameter in model.parameters() for place in getattr(parameter, "placements", ()))
-    return any(not place.is_replicate() for place in placements)
+    return any(not place.is_replicate() for each in model.parameters() for place in getattr(each, "placements", ()))
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

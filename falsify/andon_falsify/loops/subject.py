@@ -30,9 +30,8 @@ from andon_falsify.loops.task import distinct
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.server import environment
 from andon_falsify.reference.training import RowGradients
-from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import CutOff, RankUpdate, Reported, Trace, digest
+from andon_falsify.subjects.trace import CutOff, RankUpdate, Reported, Trace, digest, lines_of
 
 _OFFERS = {
     "evaluates": ("evaluate",),
@@ -84,7 +83,7 @@ def trace_of(case: Case, parts: Sequence[LoopSightings], errors: Mapping[int, st
 
 
 def witnessed(case: Case, parts: Sequence[LoopSightings]) -> list[bytes]:
-    """The lines of the witness, see `witness.lines`."""
+    """The lines of the witness, see `trace.lines_of`."""
     size, updates = case.global_batch, []
     plan = {"batch_size": size, "micro_batches": case.accumulation * case.world, "steps": case.updates(size)}
     of_epoch = case.updates_of_epoch(size)
@@ -96,7 +95,7 @@ def witnessed(case: Case, parts: Sequence[LoopSightings]) -> list[bytes]:
             numbers = {"step": step, "ids": rows, "epoch": (step - 1) // of_epoch, "count": len(rows)}
             reals = {"lr": made.rate, "loss": first.told_losses.get(step), "grad_norm": made.norm}
             updates.append({**numbers, **reals})
-    return witness.lines(case, parts, updates, plan)
+    return lines_of(case, parts, updates, plan)
 
 
 def _in_order(sights: Sequence[RankUpdate]) -> list[int]:

@@ -12,11 +12,12 @@ import signal
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from andon_falsify.ranks.rank import Answer, RankSpec, serve
 from andon_falsify.ranks.server import SERVER, RankProcess, Stray, kill
@@ -32,8 +33,7 @@ _SYMPTOMS = ("gloo", "connection closed", "connection reset", "timed out waiting
 """What the other ranks of a group report when one of them is gone."""
 
 
-@dataclass(frozen=True)
-class _Rank:
+class _Rank(NamedTuple):
     process: BaseProcess
     pipe: Connection
     printed: Path
@@ -69,7 +69,13 @@ class RankPool:
         """
         answers: dict[int, Answer] = {} if self._ranks else self._start()
         if not answers:
-            answers = self._ask(pickle.dumps((work, argument)))
+            request = pickle.dumps((work, argument))
+            for number, rank in enumerate(self._ranks):
+                try:
+                    rank.pipe.send_bytes(request)
+                except OSError as error:
+                    answers[number] = Answer(error=f"the rank cannot be reached: {error}")
+            self._collect(answers, self.deadline_s)
         pids = self.pids
         if SERVER.strays(pids, _LEFTOVERS_END_S) or any(each.error for each in answers.values()):
             left = self._end()
@@ -96,19 +102,12 @@ class RankPool:
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, spec.printed))
-        answers = self._collect({}, _START_S)
+        answers: dict[int, Answer] = {}
+        self._collect(answers, _START_S)
         return answers if any(answer.error for answer in answers.values()) else {}
 
-    def _ask(self, request: bytes) -> dict[int, Answer]:
-        answers: dict[int, Answer] = {}
-        for number, rank in enumerate(self._ranks):
-            try:
-                rank.pipe.send_bytes(request)
-            except OSError as error:
-                answers[number] = Answer(error=f"the rank cannot be reached: {error}")
-        return self._collect(answers, self.deadline_s)
-
-    def _collect(self, answers: dict[int, Answer], deadline_s: float) -> dict[int, Answer]:
+    def _collect(self, answers: dict[int, Answer], deadline_s: float) -> None:
+        """Add the answers that are missing, of ranks that do not answer in time an error."""
         began = time.monotonic()
         deadline = began + deadline_s
         while len(answers) < self.world:
@@ -124,7 +123,6 @@ class RankPool:
                 answer = answers[open_[pipe]] = self._read(self._ranks[open_[pipe]])
                 if answer.error:
                     deadline = min(deadline, time.monotonic() + self._grace_s)
-        return answers
 
     def _read(self, rank: _Rank) -> Answer:
         try:
@@ -157,8 +155,8 @@ class RankPool:
         return left
 
 
-class RankPools:
-    """A pool for each backend and world size, started at its first request. Use it as a context manager."""
+class RankPools(AbstractContextManager["RankPools"]):
+    """A pool for each backend and world size, started at its first request."""
 
     def __init__(self, deadline_s: float = _DEADLINE_S, grace_s: float = _GRACE_S) -> None:
         self._pools: dict[tuple[str, int], RankPool] = {}
@@ -180,9 +178,6 @@ class RankPools:
         """End all ranks."""
         for pool in self._pools.values():
             pool.close()
-
-    def __enter__(self) -> RankPools:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

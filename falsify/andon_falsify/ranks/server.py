@@ -59,7 +59,7 @@ class Server:
 
     @property
     def folder(self) -> Path:
-        """The folder for files of the ranks. It goes with this process, even if this process is killed."""
+        """The folder for files of the ranks. It goes with this process, even if that is killed."""
         return Path(util.get_temp_dir())
 
     def fork(self, descriptors: Sequence[int]) -> tuple[int, int]:

@@ -154,11 +154,18 @@ def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
     journal = _watched_journal(parts, files)
     trainer = Trainer(parts, journal, progress, Repeats(history.steps))
     append = files.ledger.append if files is not None else lambda record: None
+    plan, replica = parts.plan, parts.primary
+    described = Plan(len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps)
     try:
-        append(_opening(parts, progress, fingerprint))
+        digests = {"weights": hex64(replica.weights_digest()), "base": hex64(replica.base_digest())}
+        where = (digests, parts.backend.world_size, parts.backend.name)
+        if progress.step:
+            append(Resume(progress.step, "case", fingerprint, *where))
+        else:
+            append(Start("case", fingerprint, "case", described, *where))
         parts.step.attest_start({"progress": progress.step})
         trainer.run()
-        append(End(parts.plan.total_steps, "finished", {}))
+        append(End(plan.total_steps, "finished", {}))
     except Violation as violation:
         parts.seen.violation = (violation.clause or "unnamed", violation.finding.step, str(violation))
         saved_at = files.saved_at if files is not None else 0
@@ -187,13 +194,3 @@ def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> An
             inner.checkpoint(progress, best=best)
 
     return Proxy(inner, step=step, checkpoint=checkpoint)
-
-
-def _opening(parts: TrainerUnderTest, progress: Progress, fingerprint: dict[str, str]) -> Start | Resume:
-    plan, replica = parts.plan, parts.primary
-    digests = {"weights": hex64(replica.weights_digest()), "base": hex64(replica.base_digest())}
-    where = (digests, parts.backend.world_size, parts.backend.name)
-    if progress.step:
-        return Resume(progress.step, "case", fingerprint, *where)
-    described = Plan(len(plan.ids), plan.batch_size, plan.micro_batches, plan.seed, plan.epochs, plan.total_steps)
-    return Start("case", fingerprint, "case", described, *where)

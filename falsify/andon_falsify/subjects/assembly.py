@@ -31,10 +31,10 @@ from andon_falsify.subjects.watching import Watcher
 
 @dataclass
 class TrainerUnderTest(Run):
-    """A run that is ready to begin, and what a fault can be planted in.
+    """A run that is ready to begin. Everything belongs to it alone, so a fault need not be taken out again.
 
-    Everything belongs to this run alone, so a fault need not be taken out again. seen: what its watchers note. meters:
-    count the bytes of each local rank; empty unless the case asks for it and all ranks are on the CPU.
+    seen: what its watchers note. meters: count the bytes of each local rank; empty unless the case asks for it and all
+    ranks are on the CPU.
     """
 
     task: Any

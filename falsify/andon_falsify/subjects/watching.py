@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -85,26 +86,23 @@ class Watcher:
             none: dict[str, torch.Tensor] = {}
             with recorder.recording() if recorder else nullcontext(none) as masks:
                 loss = inner.loss_sum(model, batch)
-            hidden = recorder.hidden if recorder else ""
+            step, poison = self._seen.at, self._case.poison
+            if not step:  # the builder's trial of the model
+                return loss
             ids = batch.ids if isinstance(batch, Loaded) else ()
-            return self._noted(model, loss, ids, LeafMasks(batch["input_ids"].shape[1], masks, hidden))
+            self._seen.of(self.rank, step).leaves.append(ids)
+            if self._case.values:
+                hidden = recorder.hidden if recorder else ""
+                self._seen.masks[step, ids] = LeafMasks(batch["input_ids"].shape[1], masks, hidden)
+            if poison is None or step != poison.step or not {*self._poisoned} & {*ids}:
+                return loss
+            if poison.kind == "gradient":
+                # The root of 0 is 0 and its slope infinite: a finite loss with a gradient of 0 * inf = NaN.
+                weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+                return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct, loss.terms)
+            return LeafLoss(loss.loss_sum * float(poison.kind), loss.correct, loss.terms)
 
         return Proxy(inner, load=load, loss_sum=loss_sum)
-
-    def _noted(self, model: nn.Module, loss: LeafLoss, ids: tuple[int, ...], masks: LeafMasks) -> LeafLoss:
-        step, poison = self._seen.at, self._case.poison
-        if not step:  # the builder's trial of the model
-            return loss
-        self._seen.of(self.rank, step).leaves.append(ids)
-        if self._case.values:
-            self._seen.masks[step, ids] = masks
-        if poison is None or step != poison.step or not {*self._poisoned} & {*ids}:
-            return loss
-        if poison.kind == "gradient":
-            # The root of 0 is 0 and its slope infinite: a finite loss with a gradient of 0 * inf = NaN.
-            weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-            return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct, loss.terms)
-        return LeafLoss(loss.loss_sum * float(poison.kind), loss.correct, loss.terms)
 
 
 def watched_step(seen: Observations, inner: Any, by_rank: Mapping[int, Replica]) -> Any:
@@ -155,8 +153,7 @@ def note_state(seen: Observations, step: int, by_rank: Mapping[int, Replica]) ->
         update = seen.of(rank, step)
         update.weights, update.optimizer = _state_digests(replica)
     if step in seen.values:
-        weights = copied(by_rank[0].parameters.weight_views())
-        seen.values[step] = Values(seen.values[step].gradients, weights)
+        seen.values[step] = replace(seen.values[step], weights=copied(by_rank[0].parameters.weight_views()))
 
 
 def note_result(seen: Observations, batch: GlobalBatch, count: int, correct: int, *reals: float) -> None:
@@ -174,7 +171,7 @@ def note_end(seen: Observations, by_rank: Mapping[int, Replica]) -> None:
         if step not in done:
             update.weights = update.optimizer = ""
     for step in seen.values.keys() - done:
-        seen.values[step] = Values(seen.values[step].gradients, {})
+        seen.values[step] = replace(seen.values[step], weights={})
 
 
 def _state_digests(replica: Replica) -> tuple[str, str]:
