@@ -6,7 +6,6 @@ generator gives others.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -107,16 +106,16 @@ _FACTORS: Mapping[Any, Callable[[Any, Sequence[Any]], Tensor | None]] = {
 
 def _chance_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """The chance with which a call drops activations by itself, as attention kernels do; 0 for other operations."""
-    index, default = _chance_argument(func)
+    index = _index_of_chance(func)
+    if index is None:
+        return 0.0
+    default = func._schema.arguments[index].default_value
     return float(args[index] if index < len(args) else kwargs.get(_CHANCE, default))
 
 
 @cache
-def _chance_argument(func: Any) -> tuple[int, float]:
-    """The place and default of `func`'s chance to drop; no place and 0 without one, or if it returns no tensor."""
-    schema = func._schema
-    if any(isinstance(each.type, torch.TensorType) for each in schema.returns):
-        for index, argument in enumerate(schema.arguments):
-            if argument.name == _CHANCE:
-                return index, argument.default_value
-    return sys.maxsize, 0.0
+def _index_of_chance(func: Any) -> int | None:
+    """Which argument of `func` is a chance to drop, if any; None also for an operation that returns no tensor."""
+    if not any(isinstance(each.type, torch.TensorType) for each in func._schema.returns):
+        return None
+    return next((index for index, each in enumerate(func._schema.arguments) if each.name == _CHANCE), None)

@@ -216,9 +216,14 @@ def _events(
 ) -> Iterator[Line]:
     first, rows = parts[0], len(case.items)
     where = {"world": case.world, "backend": case.backend}
-    digests = _known({"weights": first.start.get(0, "")})
-    common = {"fingerprint": {}, "identity": "case", "digests": digests, **where}
-    common |= {"writer": WRITER, "algorithms": _DIGESTS}
+    common = {
+        "fingerprint": {},
+        "identity": "case",
+        "digests": _known({"weights": first.start.get(0, "")}),
+        **where,
+        "writer": WRITER,
+        "algorithms": _DIGESTS,
+    }
     planned = {"rows": rows, "ids": list(range(rows)), "seed": case.seed, "epochs": case.epochs, **plan}
     reached = first.resumed_from
     if reached:
@@ -226,8 +231,7 @@ def _events(
     else:
         yield {"kind": "start", "run": "case", "plan": planned, **common}
     for told in updates:
-        step = told["step"]
-        reached = step
+        reached = step = told["step"]
         by_rank = {rank: part.of(rank, step) for part in parts for rank in part.ranks}
         ranks = [_rank_part(by_rank[rank]) for rank in sorted(by_rank)]
         known = {name: value for name, value in told.items() if value is not None}
