@@ -17,8 +17,8 @@ from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
 from andon_falsify.claims.laws import LoopLaw
 from andon_falsify.claims.same_everywhere import check_loop
-from andon_falsify.loops.clipping import only_shrunk
-from andon_falsify.loops.forward_passes import ForwardPasses, recognised
+from andon_falsify.loops.observer import ForwardPasses, recognised
+from andon_falsify.loops.parameters import only_shrunk
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
 from andon_falsify.loops.task import distinct

@@ -20,7 +20,7 @@ from andon_falsify.claims import CHECKS, CLAIMS, judged_by
 from andon_falsify.claims.clauses import ALIASES, NO_CLAIM, table
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.cli.campaign import ReportFiles, show
-from andon_falsify.ranks.errors import root_cause
+from andon_falsify.ranks.pool import root_cause
 from andon_falsify.report.document import json_bytes, parse
 from andon_falsify.report.findings import Expected, Finding, Report, reasons, verdict_lines
 from andon_falsify.subjects.case import Case, make_rows

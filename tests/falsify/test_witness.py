@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from andon_falsify.loops.sightings import Group, LoopSightings, Made
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects import trace as of_trainers
-from andon_falsify.subjects import witness
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.trace import Observations, Remembering, Reported, Values, assemble_trace
@@ -178,14 +178,14 @@ def decoded(lines: list[bytes]) -> list[Record]:
 
 @given(runs(), st.sampled_from([of_trainers, of_loops]))
 @settings(deadline=None)
-def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], writer: object) -> None:
+def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], writer: Any) -> None:
     case, parts = run
-    lines = witness.linked(writer._events(case, parts))  # type: ignore[attr-defined]
+    lines = writer.witnessed(case, parts)
     records, history = decoded(lines), read_lines(lines, "seen")
     assert not history.unread
     assert [record.kind for record in records] == [event.kind for event in history.events]
     starts = [record for record in records if isinstance(record, Start | Resume)]
-    assert {record.writer for record in starts} == {witness.WRITER}
+    assert {record.writer for record in starts} == {of_trainers.WRITER}
     assert {value for record in starts for value in (record.algorithms or {}).values()} == {"sha256"}
     assert {record.reason for record in records if isinstance(record, End)} <= {"finished"}
     steps = [record for record in records if isinstance(record, Step)]
@@ -203,7 +203,7 @@ def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
     part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
     part.values[1] = Values({"w": torch.full((1000,), 7.0)}, {"w": torch.full((1000,), 7.0)})
     case = Case(rows=make_rows(2), batch_size=2, micro_batches=1)
-    lines = witness.linked(of_trainers._events(case, [part]))
+    lines = of_trainers.witnessed(case, [part])
     line, record = lines[1], decoded(lines)[1]
     assert isinstance(record, Step)
     assert record.tensors == {"gradients": "1/gradients", "weights": "1/weights"}

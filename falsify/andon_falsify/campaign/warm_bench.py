@@ -13,7 +13,7 @@ from andon_falsify.claims import unmet
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.loops.sightings import LoopSightings, first_of
 from andon_falsify.peers.registry import installed
-from andon_falsify.ranks.errors import root_cause
+from andon_falsify.ranks.pool import root_cause
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Subject, Trace

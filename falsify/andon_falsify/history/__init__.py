@@ -13,31 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from andon_falsify.history.events import Event, Plan, RankStep, StartEvent, StepEvent, Unread, parse_line
-from andon_falsify.history.fields import LineError, Number, RowId
-from andon_falsify.history.row_set import RowSet
-
-__all__ = [
-    "Event",
-    "History",
-    "Number",
-    "Plan",
-    "RankStep",
-    "RowId",
-    "RowSet",
-    "Run",
-    "StartEvent",
-    "StepEvent",
-    "Unread",
-    "chain_digest",
-    "read_history",
-    "read_lines",
-]
+from andon_falsify.history.events import Event as Event
+from andon_falsify.history.events import LineError, Plan, StartEvent, parse_line
+from andon_falsify.history.events import Number as Number
+from andon_falsify.history.events import RowId as RowId
+from andon_falsify.history.events import RowSet as RowSet
+from andon_falsify.history.events import StepEvent as StepEvent
+from andon_falsify.history.events import Unread as Unread
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_LINES = 1_000_000
-_EXCERPT = 80
-_MOST_PIECES = 16
 _EARLY = "early-stopping"
 
 
@@ -116,7 +101,7 @@ class History:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """The history cut before every start and every resume; events before the first of them are a run as well."""
+        """The history, cut before every start and every resume."""
         parts: list[list[Event]] = []
         for event in self.events:
             if event.kind in ("start", "resume") or not parts:
@@ -180,14 +165,13 @@ def _bounded(pieces: Iterator[bytes]) -> Iterator[bytes]:
         if not within:
             yield piece
         within = 0 if piece.endswith(b"\n") else within + 1
-        if within > _MOST_PIECES:
+        if within > 16:
             return
 
 
 def _read(raw: bytes, number: int, before: str) -> Event | Unread:
     text = raw.removesuffix(b"\n")
-    digest = chain_digest(text)
-    excerpt = text[:_EXCERPT].decode("utf-8", "backslashreplace")
+    digest, excerpt = chain_digest(text), text[:80].decode("utf-8", "backslashreplace")
     if text == raw:
         return Unread(number, "no newline: cut short in writing, or longer than is read", excerpt, digest, torn=True)
     try:

@@ -1,21 +1,128 @@
-"""The events of a history: the lines of a ledger as plain values, and `parse_line`, which makes an event of a line."""
+"""The events of a history: the lines of a ledger as plain values, `parse_line`, and `RowSet`.
+
+This reader follows the published form of the ledger and shares no code with the writer, so a mistake of the writer is
+not read back by the same mistake. An absent field is empty, and a wrong one is a `LineError` with the reason.
+"""
 
 from __future__ import annotations
 
+import json
 import marshal
-from collections.abc import Callable, Mapping
+import math
+import reprlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
-
-from andon_falsify.history import fields as read
-from andon_falsify.history.fields import Fields, LineError, Number, RowId, whole
 
 VERSION = 4
 """The only version of a line that is read."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 _WITNESS = "witness"
 """The writer of the histories that this package records itself."""
+RowId = int | str
+"""The id of a row of the dataset: its index, or the key that its owner gave it."""
+Fields = Mapping[str, object]
+_Kind = TypeVar("_Kind")
+_WORDS: Mapping[type, str] = {str: "text", list: "a list", dict: "an object"}
+_quote = reprlib.repr  # of bounded length: a line may be megabytes long
+
+
+class LineError(ValueError):
+    """Why a line is not an event of the schema."""
+
+
+class Number(NamedTuple):
+    """A measured float. `value` is None if it was not finite (JSON has no NaN); `hex` is its exact form."""
+
+    value: float | None
+    hex: str
+
+    @property
+    def finite(self) -> bool:
+        return self.value is not None and math.isfinite(self.value)
+
+    def __str__(self) -> str:
+        return self.hex if self.value is None else f"{self.value:.9g}"
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuses a name that is given twice, since readers of JSON disagree on which of the two values counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{_quote(twice)} stands twice in one object")
+    return found
+
+
+def _whole(value: object) -> int | None:
+    """`value` if it is a JSON integer of 64 bits, else None (true and false are not numbers here)."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63 else None
+
+
+def _integer(fields: Fields, name: str) -> int | None:
+    value = fields.get(name)
+    number = _whole(value)
+    if number is None and value is not None:
+        raise LineError(f"{name} is {_quote(value)}, not an integer")
+    return number
+
+
+def _held(fields: Fields, name: str, kind: type[_Kind]) -> _Kind:
+    value = fields.get(name)
+    if value is None or isinstance(value, kind):
+        return kind() if value is None else value
+    raise LineError(f"{name} is {_quote(value)}, not {_WORDS[kind]}")
+
+
+def _text(fields: Fields, name: str) -> str | None:
+    """Empty text is None, as an absent field is."""
+    return _held(fields, name, str) or None
+
+
+def _texts(fields: Fields, name: str) -> Mapping[str, str]:
+    """An object of texts, without the empty ones."""
+    held = _held(fields, name, dict)
+    return {key: found for key in held if (found := _text(held, key)) is not None}
+
+
+def _row_ids(fields: Fields, name: str) -> tuple[RowId, ...]:
+    entries = _held(fields, name, list)
+    # Row ids are most of a ledger: if all are integers, the least and the greatest decide for all of them.
+    if {*map(type, entries)} == {int} and None not in (_whole(min(entries)), _whole(max(entries))):
+        return tuple(entries)
+    for entry in entries:
+        if not isinstance(entry, str) and _whole(entry) is None:
+            raise LineError(f"{name} holds {_quote(entry)}, not a row id")
+    return tuple(entries)
+
+
+def _real(fields: Fields, name: str) -> Number | None:
+    """A float as {"value", "hex"}, or as a bare JSON number from a writer that keeps no exact form."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    bare = _float(value)
+    if bare is not None:
+        return Number(bare if math.isfinite(bare) else None, bare.hex())
+    if not isinstance(value, dict):
+        raise LineError(f"{name} is {_quote(value)}, not a number")
+    inner, exact = _float(value.get("value")), value.get("hex")
+    if not isinstance(exact, str) or (inner is None and value.get("value") is not None):
+        raise LineError(f"{name} is {_quote(value)}, not value and hex")
+    return Number(inner if inner is not None and math.isfinite(inner) else None, exact)
+
+
+def _float(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +139,7 @@ class Event:
     @property
     def step(self) -> int | None:
         """The number of the update that the line is about, if it gives one."""
-        return whole(self.fields.get("step"))
+        return _whole(self.fields.get("step"))
 
 
 class Plan(NamedTuple):
@@ -47,14 +154,11 @@ class Plan(NamedTuple):
     steps: int | None = None
 
 
-_NO_PLAN = Plan()
-
-
 @dataclass(frozen=True, slots=True)
 class StartEvent(Event):
     """The first line of a run that began anew."""
 
-    plan: Plan = _NO_PLAN
+    plan: Plan = Plan()  # noqa: RUF009 -- it is immutable
     initial_weights: str | None = None
 
     @property
@@ -84,20 +188,19 @@ class RankStep(NamedTuple):
 
 
 def _ranks(fields: Fields, name: str) -> tuple[RankStep, ...]:
-    return tuple(map(_rank, read.array(fields, name)))
-
-
-def _rank(entry: object) -> RankStep:
-    if not isinstance(entry, dict):
-        raise LineError(f"ranks holds {read.quote(entry)}, not an object")
-    rank = whole(entry.get("rank"))
-    if rank is None:
-        raise LineError(f"an entry of ranks has rank {read.quote(entry.get('rank'))}")
-    leaves = read.array(entry, "leaves")
-    if None in map(whole, leaves):
-        raise LineError(f"leaves holds {read.quote(next(leaf for leaf in leaves if whole(leaf) is None))}")
-    weights, optimizer, gradient = (read.text(entry, name) for name in ("weights", "optimizer", "gradient"))
-    return RankStep(rank, tuple(leaves), read.row_ids(entry, "ids"), weights, optimizer, gradient)
+    found = []
+    for entry in _held(fields, name, list):
+        if not isinstance(entry, dict):
+            raise LineError(f"ranks holds {_quote(entry)}, not an object")
+        rank = _whole(entry.get("rank"))
+        if rank is None:
+            raise LineError(f"an entry of ranks has rank {_quote(entry.get('rank'))}")
+        leaves = _held(entry, "leaves", list)
+        if None in map(_whole, leaves):
+            raise LineError(f"leaves holds {_quote(next(leaf for leaf in leaves if _whole(leaf) is None))}")
+        weights, optimizer, gradient = (_text(entry, name) for name in ("weights", "optimizer", "gradient"))
+        found.append(RankStep(rank, tuple(leaves), _row_ids(entry, "ids"), weights, optimizer, gradient))
+    return tuple(found)
 
 
 Value = TypeVar("Value")
@@ -137,21 +240,21 @@ class StepEvent(Event):
     epoch: int | None = None
     packed: bytes = b""
 
-    position = _Packed(read.integer)
-    ids = _Packed(read.row_ids)
-    count = _Packed(read.integer)
-    correct = _Packed(read.integer)
-    terms = _Packed(read.integer)
-    lr = _Packed(read.real)
-    loss = _Packed(read.real)
-    grad_norm = _Packed(read.real)
-    weights_norm = _Packed(read.real)
-    gradient_at = _Packed(read.text)
-    skipped = _Packed(read.flag)
-    draws = _Packed(read.text)
-    world = _Packed(read.integer)
-    backend = _Packed(read.text)
-    digests = _Packed(read.texts)
+    position = _Packed(_integer)
+    ids = _Packed(_row_ids)
+    count = _Packed(_integer)
+    correct = _Packed(_integer)
+    terms = _Packed(_integer)
+    lr = _Packed(_real)
+    loss = _Packed(_real)
+    grad_norm = _Packed(_real)
+    weights_norm = _Packed(_real)
+    gradient_at = _Packed(_text)
+    skipped = _Packed(lambda fields, name: fields.get(name) is True)
+    draws = _Packed(_text)
+    world = _Packed(_integer)
+    backend = _Packed(_text)
+    digests = _Packed(_texts)
     ranks = _Packed(_ranks)
 
     @property
@@ -180,7 +283,7 @@ def _unpacked(packed: bytes) -> Mapping[str, Any]:
     values, parts = marshal.loads(packed)
     fields = dict(zip(_READERS, values, strict=False))
     for name, reader in _READERS.items():
-        if reader is read.real and fields[name] is not None:
+        if reader is _real and fields[name] is not None:
             fields[name] = Number(*fields[name])
     ranks, at = [], 0
     for rank, leaves, ids, *digests in parts:
@@ -209,28 +312,80 @@ def parse_line(line_text: str, line: int, digest: str, before: str = "") -> Even
 
     Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
     """
-    fields = read.json_object(line_text)
-    if whole(fields.get("v")) != VERSION:
-        raise LineError(f"version {read.quote(fields.get('v'))} is not {VERSION}")
+    try:
+        fields: object = json.loads(line_text, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise LineError(f"not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise LineError(f"a {type(fields).__name__} where an object belongs")
+    if _whole(fields.get("v")) != VERSION:
+        raise LineError(f"version {_quote(fields.get('v'))} is not {VERSION}")
     kind = fields.get("kind")
     if not isinstance(kind, str) or kind not in KINDS:
-        raise LineError(f"kind {read.quote(kind)} is none of {', '.join(sorted(KINDS))}")
-    prev = read.text(fields, "prev")
+        raise LineError(f"kind {_quote(kind)} is none of {', '.join(sorted(KINDS))}")
+    prev = _text(fields, "prev")
     # One object for both digests, since a history has hundreds of thousands of lines.
-    head = (line, kind, whole(fields.get("seq")), before if prev == before else prev, digest)
+    head = (line, kind, _whole(fields.get("seq")), before if prev == before else prev, digest)
     if kind == "step":
-        update = whole(fields.get("step"))
+        update = _whole(fields.get("step"))
         if update is None or update < 1:
-            raise LineError(f"a step line whose step is {read.quote(fields.get('step'))}, not a number from 1")
-        return StepEvent(*head, _NO_FIELDS, number=update, epoch=read.integer(fields, "epoch"), packed=_pack(fields))
+            raise LineError(f"a step line whose step is {_quote(fields.get('step'))}, not a number from 1")
+        return StepEvent(*head, _NO_FIELDS, number=update, epoch=_integer(fields, "epoch"), packed=_pack(fields))
     if kind == "retraction":
-        kept, last = whole(fields.get("step")), whole(fields.get("last"))
+        kept, last = _whole(fields.get("step")), _whole(fields.get("last"))
         if kept is None or last is None or not 0 <= kept < last:
-            raise LineError(f"a retraction from {read.quote(kept)} to {read.quote(last)}")
+            raise LineError(f"a retraction from {_quote(kept)} to {_quote(last)}")
     if kind == "start":
-        planned = read.mapping(fields, "plan")
-        ids = read.row_ids(planned, "ids") if planned.get("ids") is not None else None
-        numbers = {name: read.integer(planned, name) for name in Plan._fields if name != "ids"}
-        initial = read.text(read.mapping(fields, "initial") or read.mapping(fields, "digests"), "weights")
+        planned = _held(fields, "plan", dict)
+        ids = _row_ids(planned, "ids") if planned.get("ids") is not None else None
+        numbers = {name: _integer(planned, name) for name in Plan._fields if name != "ids"}
+        initial = _text(_held(fields, "initial", dict) or _held(fields, "digests", dict), "weights")
         return StartEvent(*head, fields, plan=Plan(ids=ids, **numbers), initial_weights=initial)
     return Event(*head, fields)
+
+
+_MOST_FLAGS = 1 << 26
+
+
+class RowSet:
+    """A set that holds an integer below 2**26 in one byte; a set of Python takes 70 bytes for each.
+
+    Other ids (text, larger integers, negative ones) are in a set of Python.
+    """
+
+    def __init__(self, rows: Iterable[RowId] = ()) -> None:
+        self._flags = bytearray()
+        self._others: set[RowId] = set()
+        self._size = 0
+        self.add(rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RowSet):
+            return NotImplemented
+        return self._others == other._others and self._flags.rstrip(b"\0") == other._flags.rstrip(b"\0")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, rows: Iterable[RowId]) -> bool:
+        """Add `rows`, and return whether all of them were new."""
+        flags, others, new = self._flags, self._others, True
+        for row in rows:
+            if isinstance(row, int) and 0 <= row < _MOST_FLAGS:
+                if row >= len(flags):
+                    flags.extend(bytes(2 * row - len(flags) + 1024))
+                known, flags[row] = flags[row], 1
+            else:
+                known = row in others
+                others.add(row)
+            self._size += not known
+            new = new and not known
+        return new
+
+    def integers(self) -> array[int]:
+        """Its integers in rising order, 8 bytes each."""
+        others = sorted(row for row in self._others if isinstance(row, int))
+        found = array("q", (row for row in others if row < 0))
+        found.extend(compress(range(len(self._flags)), self._flags))
+        found.extend(row for row in others if row > 0)
+        return found

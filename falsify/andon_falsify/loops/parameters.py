@@ -1,12 +1,15 @@
-"""The model inside its wrappers, and copies of its tensors by name."""
+"""The model inside its wrappers, copies of its tensors by name, and torch's clipping before it changes gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 
 from andon_falsify.loops.sightings import Group
 from andon_falsify.subjects.trace import digest
@@ -33,8 +36,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether this rank holds only a part of some parameter."""
-    placements = (place for parameter in model.parameters() for place in getattr(parameter, "placements", ()))
-    return any(not place.is_replicate() for place in placements)
+    return any(not place.is_replicate() for each in model.parameters() for place in getattr(each, "placements", ()))
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -90,12 +92,60 @@ def optimizer_digest(optimizer: torch.optim.Optimizer, parameters: Mapping[str, 
 
 def plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of an optimizer as numbers, texts, tuples of these, or else their `repr`."""
-    return {name: _plain(value) for name, value in settings.items()}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.item() if value.numel() == 1 else value.tolist()
+        if isinstance(value, list | tuple):
+            return tuple(map(plain, value))
+        return value if isinstance(value, bool | int | float | str | None) else repr(value)
+
+    return {name: plain(value) for name, value in settings.items()}
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else value.tolist()
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+@contextmanager
+def clipping_seen(seen: Callable[[float | None], None]) -> Iterator[None]:
+    """Inside, `seen` is called before gradients are clipped: with their norm, or None if they are clipped by value.
+
+    It replaces the part of `clip_grad_norm_` that scales, so that calls of a name that was imported earlier count too.
+    """
+
+    def by_norm(parameters: Any, max_norm: float, total_norm: Tensor, *_: Any, **__: Any) -> None:
+        seen(float(total_norm.full_tensor() if hasattr(total_norm, "full_tensor") else total_norm))
+
+    def by_value(*_: Any, **__: Any) -> None:
+        seen(None)
+
+    homes: list[tuple[Any, str, Callable[..., None]]] = [
+        (clip_grad, "_clip_grads_with_norm_", by_norm),
+        (torch.nn.utils, "clip_grads_with_norm_", by_norm),
+        (clip_grad, "clip_grad_value_", by_value),
+        (torch.nn.utils, "clip_grad_value_", by_value),
+    ]
+    with ExitStack() as stack:
+        for home, name, first in homes:
+            stack.callback(setattr, home, name, getattr(home, name))
+            setattr(home, name, _preceded(getattr(home, name), first))
+        yield
+
+
+def _preceded(original: Callable[..., Any], first: Callable[..., None]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def clip(*args: Any, **kwargs: Any) -> Any:
+        first(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    return clip
+
+
+def only_shrunk(given: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> bool:
+    """Whether `given` may be the result of clipping `before`: no element grew or changed its sign.
+
+    True also if something in `before` is not finite, because clipping can make anything of that.
+    """
+    if given.keys() != before.keys():
+        return False
+    pairs = [(given[name], held) for name, held in before.items()]
+    if not all(bool(held.isfinite().all()) for _, held in pairs):
+        return True
+    return all(bool(((new * old >= 0) & (new.abs() <= old.abs() * (1 + 1e-5))).all()) for new, old in pairs)

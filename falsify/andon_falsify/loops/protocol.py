@@ -26,11 +26,9 @@ class Told(Protocol):
 
         Rows of the case are recognised by their content when the model is called.
         """
-        ...
 
     def loss(self, value: float | Tensor) -> None:
         """The loss of an update: of the update whose forward passes have begun, or else of the last one."""
-        ...
 
 
 class Loop(Protocol):
@@ -44,7 +42,6 @@ class Loop(Protocol):
 
     def train(self, told: Told) -> None:
         """Train to the end of the case: its epochs, or its `max_steps`. Collective."""
-        ...
 
 
 class FurtherMethods(Protocol):
@@ -56,40 +53,33 @@ class FurtherMethods(Protocol):
         Called on every rank after the training. A rank that reports nothing returns `{}`; the reports of all other
         ranks are judged.
         """
-        ...
 
     def save(self, folder: Path) -> None:
         """Write into `folder`, which exists, all that a resume needs. Called on every rank, between two updates.
 
         The exact place: the first call of the model after the update, or the end of `train`.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Called before `train`, which then continues with the next update."""
-        ...
 
     def rate(self, update: int) -> float:
         """The learning rate that `update` (from 1) must have, in closed form; without this method `Case.lr`."""
-        ...
 
     def decay(self, name: str) -> float:
         """The weight decay that the model's parameter `name` must have: a rule, not a look at the optimizer.
 
         Without this method every group decays by `Case.weight_decay`, or not at all.
         """
-        ...
 
     def tuned(self, update: int) -> Mapping[str, object]:
         """Other settings of the optimizer than torch's defaults, by torch's names, in every group at `update`.
 
         For example `{"betas": (0.9, 0.95), "eps": 1e-6}`.
         """
-        ...
 
     def loss_sum(self, model: nn.Module, ids: Sequence[int]) -> tuple[Tensor, int]:
         """The sum of the losses of the rows `ids` under `model`, a float64 copy of the loop's own; and their number.
 
         For a loop that does not train the case's model. The law then comes from this forward pass; the verdict says so.
         """
-        ...

@@ -53,49 +53,43 @@ class Stranger:
 
 @dataclass
 class LoopSightings(Observations):
-    """What was observed on one rank. claims: what the loop offers, as "evaluates", and says of itself, as "halts"."""
+    """What was observed on one rank.
+
+    rowless: updates with a forward pass of unknown rows, neither recognised nor reported. leftover: rows of forward
+    passes after the last update. weightless: rows that counted for nothing, see `ForwardPasses.settle`. moved: rank 0's
+    weights at the first forward pass of an update, if the update before (or the start) left others; the end of the run
+    counts as one more update. By rank and update: running, the digest of the running statistics at its first forward
+    pass; draws, the state of torch's generator before the first forward pass that drew from it; undrawn, whether the
+    model was in training mode in the first one that drew nothing. evaluation: what this rank's evaluation reported;
+    around_evaluation: digests of parameters and buffers by name, before and after it. rates, decays, tuned: what the
+    loop declares, by update or parameter. claims: what the loop offers, as "evaluates", and says of itself, as "halts".
+    poisoned: whether the value that is not finite was planted on this rank.
+    """
 
     made: dict[int, Made] = field(default_factory=dict)
     told_losses: dict[int, float] = field(default_factory=dict)
     strangers: list[Stranger] = field(default_factory=list)
     rowless: list[int] = field(default_factory=list)
-    """Updates with a forward pass of unknown rows: neither recognised nor reported."""
     leftover: list[int] = field(default_factory=list)
-    """Rows of forward passes after the last update."""
     weightless: list[int] = field(default_factory=list)
-    """Rows that counted for nothing, so that their forward passes are no visits; see `ForwardPasses.settle`."""
     moved: dict[int, Tensors] = field(default_factory=dict)
-    """Rank 0's weights at the first forward pass of an update, if the update before left others.
-
-    For the first update: if they differ from those at the start. The end of the run counts as one more update.
-    """
     running: dict[tuple[int, int], str] = field(default_factory=dict)
-    """Digest of the running statistics, by rank and update, at its first forward pass."""
     draws: dict[tuple[int, int], str] = field(default_factory=dict)
-    """By rank and update: the state of torch's generator before the first forward pass that drew from it."""
     undrawn: dict[tuple[int, int], bool] = field(default_factory=dict)
-    """By rank and update: whether the model was in training mode in the first forward pass that drew nothing."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """What this rank's evaluation reported, if anything."""
     around_evaluation: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
-    """Digests of the model's parameters and buffers by name, before and after the evaluation."""
     rates: dict[int, float] = field(default_factory=dict)
-    """The declared learning rate of each update."""
     decays: dict[str, float] = field(default_factory=dict)
-    """The declared weight decay of each trained parameter."""
     tuned: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """The declared settings of the optimizer at each update, by torch's names."""
     claims: frozenset[str] = frozenset()
     sharded: bool = False
     recomputed: dict[int, RowGradients] = field(default_factory=dict)
     poisoned: bool = False
-    """Whether the value that is not finite was planted on this rank."""
     updates: int = 0
 
 
 def first_of(trace: Trace) -> LoopSightings:
     """What rank 0 shows. Raises `TypeError` for the trace of another kind of subject."""
     if not isinstance(trace.first, LoopSightings):
-        msg = f"{trace.seen.name} is not the trace of a loop"
-        raise TypeError(msg)
+        raise TypeError(f"{trace.seen.name} is not the trace of a loop")
     return trace.first

@@ -38,15 +38,12 @@ def distinct(rows: Rows, longest: int) -> Rows:
         candidates = (row, *((*start, token) for token in range(33, VOCABULARY)))
         free = next((each for each in candidates if each not in used), None)
         if free is None:
-            msg = f"{len(rows)} rows of at most {longest} tokens cannot all be told apart"
-            raise ValueError(msg)
+            raise ValueError(f"{len(rows)} rows of at most {longest} tokens cannot all be told apart")
         used[free] = None
     return Rows(tuple(used), rows.labels, rows.classes)
 
 
-class RowsDataset(Dataset[dict[str, list[int] | int]]):
-    """The rows of a case: `{"input_ids": [...], "attention_mask": [1, ...], "labels": 2}`, unpadded."""
-
+class _Rows(Dataset[dict[str, list[int] | int]]):
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
@@ -58,9 +55,9 @@ class RowsDataset(Dataset[dict[str, list[int] | int]]):
         return {"input_ids": tokens, "attention_mask": [1] * len(tokens), "labels": self._rows.labels[index]}
 
 
-def dataset(case: Case) -> RowsDataset:
-    """The rows of `case` as a map-style dataset. The index of a row is its id."""
-    return RowsDataset(case.rows)
+def dataset(case: Case) -> _Rows:
+    """The rows of `case` by id, unpadded: `{"input_ids": [...], "attention_mask": [1, ...], "labels": 2}`."""
+    return _Rows(case.rows)
 
 
 def collate(items: Sequence[Any]) -> dict[str, Tensor]:

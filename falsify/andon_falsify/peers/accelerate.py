@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from andon_falsify.loops.forward_passes import IGNORED_LABEL
+from andon_falsify.loops.observer import IGNORED_LABEL
 from andon_falsify.loops.protocol import Told
 from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
 from andon_falsify.peers.plain import PlainLoop

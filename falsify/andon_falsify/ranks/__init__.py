@@ -1,3 +1,1 @@
 """Real ranks: processes that a fork server starts once, kept alive and given one case after the other."""
-
-from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pools of ranks, by backend and world size. Ranks meet in a file, so that no port is needed.
+"""Pools of ranks, by backend and world size, and which rank's error is the cause of the others'.
 
-A rank that misses its deadline is killed.
+Ranks meet in a file, so that no port is needed. A rank that misses its deadline is killed.
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ import re
 import signal
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from andon_falsify.ranks.rank import Answer, RankSpec, serve
 from andon_falsify.ranks.server import SERVER, RankProcess, Stray, kill
 
-DEADLINE_S = 90.0
-START_S = 60.0
-GRACE_S = 5.0
+_DEADLINE_S = 90.0
+_START_S = 60.0
+_GRACE_S = 5.0
 _LEFTOVERS_END_S = 0.5
 """How long the processes that a rank has started may take to end by themselves after the case."""
+_READ = 20_000
+_NOT_THEIRS = ("-packages/", "/lib/python3", "<frozen", "andon_falsify/ranks/", "andon_falsify/loops/", "andon/launch/")
+_SYMPTOMS = ("gloo", "connection closed", "connection reset", "timed out waiting", "socket", "broken pipe")
+"""What the other ranks of a group report when one of them is gone."""
 
 
-@dataclass(frozen=True)
-class _Rank:
+class _Rank(NamedTuple):
     process: BaseProcess
     pipe: Connection
     printed: Path
@@ -37,13 +42,13 @@ class _Rank:
 class RankPool:
     """`world` processes in one group of `backend`. After a failure the next request starts new ones.
 
-    deadline_s: for one request; ranks have `START_S` to start. grace_s: the time that the others have after one rank
+    deadline_s: for one request; ranks have a minute to start. grace_s: the time that the others have after one rank
     failed, and that a rank has to leave. What ranks print goes to a file, and an error quotes its end. Their folder for
     temporary files is their own, and is removed with them.
     """
 
     def __init__(
-        self, world: int, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S, backend: str = "gloo"
+        self, world: int, deadline_s: float = _DEADLINE_S, grace_s: float = _GRACE_S, backend: str = "gloo"
     ) -> None:
         self.world = world
         self.backend = backend
@@ -54,7 +59,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes of the ranks, by rank; none before the first request and after a failure."""
+        """By rank; none before the first request and after a failure."""
         return [rank.process.pid for rank in self._ranks if rank.process.pid is not None]
 
     def run(self, work: str, argument: Any) -> list[Answer]:
@@ -64,16 +69,22 @@ class RankPool:
         """
         answers: dict[int, Answer] = {} if self._ranks else self._start()
         if not answers:
-            answers = self._ask(pickle.dumps((work, argument)))
+            request = pickle.dumps((work, argument))
+            for number, rank in enumerate(self._ranks):
+                try:
+                    rank.pipe.send_bytes(request)
+                except OSError as error:
+                    answers[number] = Answer(error=f"the rank cannot be reached: {error}")
+            self._collect(answers, self.deadline_s)
         pids = self.pids
-        if SERVER.strays(pids, _LEFTOVERS_END_S) or not all(each.usable for each in answers.values()):
+        if SERVER.strays(pids, _LEFTOVERS_END_S) or any(each.error for each in answers.values()):
             left = self._end()
             for number, pid in enumerate(pids):
-                own = [stray for stray in left if stray.rank == pid or (number == 0 and stray.rank not in pids)]
+                own = [str(stray) for stray in left if stray.rank == pid or (number == 0 and stray.rank not in pids)]
                 if own:
-                    text = f"it left processes behind, now ended: {', '.join(map(str, own))}"
+                    text = f"it left processes behind, now ended: {', '.join(own)}"
                     lines = filter(None, (answers[number].error, text))
-                    answers[number] = replace(answers[number], error="\n".join(lines), usable=False)
+                    answers[number] = replace(answers[number], error="\n".join(lines))
         return [answers[rank] for rank in range(self.world)]
 
     def close(self) -> None:
@@ -82,7 +93,7 @@ class RankPool:
             self._end()
 
     def _start(self) -> dict[int, Answer]:
-        """Start the ranks. Returns their answers if one failed, else nothing."""
+        """Returns the ranks' answers if one failed to start, else nothing."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
             spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self.deadline_s, self.backend)
@@ -91,20 +102,12 @@ class RankPool:
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, spec.printed))
-        answers = self._collect({}, START_S)
-        return {} if all(answer.usable for answer in answers.values()) else answers
-
-    def _ask(self, request: bytes) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
-        for number, rank in enumerate(self._ranks):
-            try:
-                rank.pipe.send_bytes(request)
-            except OSError as error:
-                answers[number] = Answer(error=f"the rank cannot be reached: {error}", usable=False)
-        return self._collect(answers, self.deadline_s)
+        self._collect(answers, _START_S)
+        return answers if any(answer.error for answer in answers.values()) else {}
 
-    def _collect(self, answers: dict[int, Answer], deadline_s: float) -> dict[int, Answer]:
-        """Read until every rank has answered or the time is over. A failure shortens the time of the others."""
+    def _collect(self, answers: dict[int, Answer], deadline_s: float) -> None:
+        """Add the answers that are missing, of ranks that do not answer in time an error."""
         began = time.monotonic()
         deadline = began + deadline_s
         while len(answers) < self.world:
@@ -114,29 +117,27 @@ class RankPool:
                 waited = time.monotonic() - began
                 for number in open_.values():
                     text = f"no answer in time ({waited:.0f} s); killed{_place(self._ranks[number].printed)}"
-                    answers[number] = Answer(error=text, usable=False)
+                    answers[number] = Answer(error=text)
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 answer = answers[open_[pipe]] = self._read(self._ranks[open_[pipe]])
-                if not answer.usable:
+                if answer.error:
                     deadline = min(deadline, time.monotonic() + self._grace_s)
-        return answers
 
     def _read(self, rank: _Rank) -> Answer:
         try:
             answer: Answer = pickle.loads(rank.pipe.recv_bytes())  # our own rank wrote it
         except (EOFError, ConnectionResetError):
             rank.process.join(self._grace_s)
-            lines = [line.strip() for line in _end_of(rank.printed).splitlines() if line.strip()]
-            last = f"; its last output: {lines[-1][-_SHOWN:]}" if lines else ""
-            error = f"the rank {_ending(rank.process.exitcode)} without an answer{last}"
-            return Answer(error=error, usable=False)
+            lines = _end_of(rank.printed).strip().splitlines()
+            last = f"; its last output: {lines[-1].strip()[-200:]}" if lines else ""
+            return Answer(error=f"the rank {_ending(rank.process.exitcode)} without an answer{last}")
         except Exception as error:  # noqa: BLE001 -- an answer may need modules that only the subject can import
-            return Answer(error=f"an answer that cannot be read: {type(error).__name__}: {error}", usable=False)
+            return Answer(error=f"an answer that cannot be read: {type(error).__name__}: {error}")
         return answer
 
     def _end(self) -> list[Stray]:
-        """End the ranks, and return what they have left behind, which is killed."""
+        """End the ranks. Kill and return what they have left behind."""
         pids = self.pids
         for rank in self._ranks:
             rank.pipe.close()  # the sign to leave
@@ -154,41 +155,79 @@ class RankPool:
         return left
 
 
-class RankPools:
-    """A pool for each backend and world size, started at its first request. Use it as a context manager."""
+class RankPools(AbstractContextManager["RankPools"]):
+    """A pool for each backend and world size, started at its first request."""
 
-    def __init__(self, deadline_s: float = DEADLINE_S, grace_s: float = GRACE_S) -> None:
+    def __init__(self, deadline_s: float = _DEADLINE_S, grace_s: float = _GRACE_S) -> None:
         self._pools: dict[tuple[str, int], RankPool] = {}
-        self._deadline_s = self._limit_s = deadline_s
+        self._deadline_s = deadline_s
         self._grace_s = grace_s
 
     def of(self, world: int, backend: str = "gloo") -> RankPool:
         """The pool of `world` ranks in a group of `backend`."""
         new = RankPool(world, self._deadline_s, self._grace_s, backend)
         pool = self._pools.setdefault((backend, world), new)
-        pool.deadline_s = self._limit_s
+        pool.deadline_s = self._deadline_s
         return pool
 
     def limit(self, deadline_s: float) -> None:
         """Set the deadline of the requests that follow."""
-        self._limit_s = deadline_s
+        self._deadline_s = deadline_s
 
     def close(self) -> None:
         """End all ranks."""
         for pool in self._pools.values():
             pool.close()
 
-    def __enter__(self) -> RankPools:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-_READ = 20_000
-_SHOWN = 200
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
-_NOT_THEIRS = ("-packages/", "/lib/python3", "<frozen", "andon_falsify/ranks/", "andon_falsify/loops/", "andon/launch/")
+def root_cause(errors: Mapping[int, str]) -> str:
+    """`rank 1 was killed by SIGKILL without an answer`: the gravest error, and the processes that any rank left behind.
+
+    A rank that died or raised comes before one that lost its connection or waited. Raises `ValueError` without errors.
+    """
+    firsts = {rank: _first_line(text) for rank, text in sorted(errors.items())}
+    rank = min(firsts, key=lambda each: _order(firsts[each]))
+    own = _own_frames(errors[rank], ", in")
+    at = f" at {own[-1]['file']}:{own[-1]['line']} in {own[-1]['name']}" if own else ""
+    left = [
+        _named(other, line)
+        for other in firsts
+        for line in errors[other].splitlines()
+        if "left processes behind" in line and line != firsts[rank]
+    ]
+    return "; ".join([_named(rank, firsts[rank] + at), *left])
+
+
+def _order(first: str) -> int:
+    if "no answer in time" in first:
+        return 2
+    return 3 if any(word in first.lower() for word in _SYMPTOMS) else 1
+
+
+def _first_line(text: str) -> str:
+    line = next((line for line in text.splitlines() if line.strip()), "an error without a text")
+    line = line.removeprefix("LoopError: ")
+    return line if len(line) <= 300 else f"{line[:300]}..."
+
+
+def _named(rank: int, line: str) -> str:
+    return f"rank {rank}{line.removeprefix('the rank')}" if line.startswith("the rank ") else f"rank {rank}: {line}"
+
+
+def _own_frames(text: str, before_name: str) -> list[re.Match[str]]:
+    """The frames in the subject's own code. before_name: ", in" in a traceback, " in" as faulthandler writes it."""
+    frame = rf'^  File "(?P<file>[^"]+)", line (?P<line>\d+){before_name} (?P<name>.+)$'
+    found = re.finditer(frame, text, re.MULTILINE)
+    return [each for each in found if not any(part in each["file"] for part in _NOT_THEIRS)]
+
+
+def _place(printed: Path) -> str:
+    """`; it stood at train in FILE:LINE`: the innermost frame of the subject's own code, or "" if none was written."""
+    own = _own_frames(_end_of(printed), " in")
+    return f"; it stood at {own[0]['name']} in {own[0]['file']}:{own[0]['line']}" if own else ""
 
 
 def _ending(code: int | None) -> str:
@@ -198,14 +237,6 @@ def _ending(code: int | None) -> str:
         return f"ended with exit code {code}"
     named = -code in {each.value for each in signal.Signals}
     return f"was killed by {signal.Signals(-code).name}" if named else f"was killed by signal {-code}"
-
-
-def _place(printed: Path) -> str:
-    """`; it stood at train in FILE:LINE`: the innermost frame of the subject's own code, or "" if none was written."""
-    for frame in _FRAME.finditer(_end_of(printed)):
-        if not any(part in frame["file"] for part in _NOT_THEIRS):
-            return f"; it stood at {frame['name']} in {frame['file']}:{frame['line']}"
-    return ""
 
 
 def _end_of(printed: Path) -> str:

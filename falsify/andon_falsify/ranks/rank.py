@@ -18,19 +18,13 @@ from typing import Any, TextIO
 from andon.launch.context import die_with_parent
 from andon_contracts.policy import enforced
 
-GROUP_TIMEOUT_S = 20.0
-"""The least time that a collective may wait. On a loaded machine it may wait half of the deadline, if that is more."""
-_STACK_AT = 0.9
-"""After this share of the deadline a rank writes its stack, in case it never answers."""
-
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank returned, or the text of its error. usable: whether the rank can take another request."""
+    """What a rank returned, or the text of its error. After an error the rank takes no further request."""
 
     value: Any = None
     error: str = ""
-    usable: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,10 +65,10 @@ def serve(spec: RankSpec, pipe: Connection) -> None:
                 os._exit(0)
             served += 1
             _redirect(printed)
-            faulthandler.dump_traceback_later(spec.deadline_s * _STACK_AT, file=printed)
+            faulthandler.dump_traceback_later(spec.deadline_s * 0.9, file=printed)  # in case it never answers
             answer = _answer(spec, work, argument, served)
             faulthandler.cancel_dump_traceback_later()
-            pipe.send_bytes(_pickled(answer))
+            pipe.send_bytes(answer)
 
 
 def _redirect(printed: TextIO) -> None:
@@ -96,7 +90,7 @@ def _join(spec: RankSpec) -> None:
     device, on_gpus = devices[spec.rank], any(each.type == "cuda" for each in devices)
     if on_gpus:
         demand_determinism(devices)  # before CUDA starts, and on every rank of a group with GPUs
-    timeout = datetime.timedelta(seconds=max(GROUP_TIMEOUT_S, spec.deadline_s / 2))
+    timeout = datetime.timedelta(seconds=max(20.0, spec.deadline_s / 2))  # of a collective on a loaded machine
     shared = dist.FileStore(str(Path(spec.folder) / "store"), spec.world)  # type: ignore[attr-defined]
     dist.init_process_group(
         groups_of(spec.backend), store=shared, rank=spec.rank, world_size=spec.world, timeout=timeout
@@ -107,23 +101,20 @@ def _join(spec: RankSpec) -> None:
         torch.cuda.set_device(device)
 
 
-def _answer(spec: RankSpec, work: str, argument: Any, served: int) -> Answer:
+def _answer(spec: RankSpec, work: str, argument: Any, served: int) -> bytes:
     module, _, name = work.partition(":")
     try:
         value = getattr(importlib.import_module(module), name)(argument)
         _require_order(spec, served)
+        try:
+            return pickle.dumps(Answer(value))
+        except Exception as error:  # noqa: BLE001 -- pickle raises whatever the value's own code does
+            text = f"its answer cannot be sent: {type(error).__name__}: {error}"
     except SystemExit as error:
-        return Answer(error=f"it left by sys.exit({error.code!r})", usable=False)
+        text = f"it left by sys.exit({error.code!r})"
     except Exception as error:  # noqa: BLE001 -- whatever it is, the suite receives it
-        return Answer(error=f"{type(error).__name__}: {error}\n{traceback.format_exc()}", usable=False)
-    return Answer(value)
-
-
-def _pickled(answer: Answer) -> bytes:
-    try:
-        return pickle.dumps(answer)
-    except Exception as error:  # noqa: BLE001 -- pickle raises whatever the value's own code does
-        return pickle.dumps(Answer(error=f"its answer cannot be sent: {type(error).__name__}: {error}", usable=False))
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+    return pickle.dumps(Answer(error=text))
 
 
 def _require_order(spec: RankSpec, served: int) -> None:

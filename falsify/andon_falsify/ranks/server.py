@@ -34,11 +34,7 @@ PRELOADED = (
 """Imported once, by a server that starts no thread, so that a rank starts in milliseconds."""
 FOLDER = "ANDON_FALSIFY_FOLDER"
 """A variable of the server's environment: the folder that the server removes if the suite was killed."""
-_FIRST, _LAST = 10, -200
-"""Exit priorities: before multiprocessing waits for its processes; and after it has removed its folder."""
-_GRACE_S = 5.0
 _POLL_S = 0.01
-_SHOWN = 60
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class Server:
 
     @property
     def folder(self) -> Path:
-        """The folder for files of the ranks. It goes with this process, even if this process is killed."""
+        """The folder for files of the ranks. It goes with this process, even if that is killed."""
         return Path(util.get_temp_dir())
 
     def fork(self, descriptors: Sequence[int]) -> tuple[int, int]:
@@ -72,8 +68,8 @@ class Server:
         Only this process receives a Ctrl-C. Otherwise it would end the server in the middle of an import.
         """
         if not self._stops_at_exit:
-            util.Finalize(None, self.stop, exitpriority=_FIRST)
-            util.Finalize(None, _stop_tracker, exitpriority=_LAST)
+            util.Finalize(None, self.stop, exitpriority=10)  # before multiprocessing waits for its processes
+            util.Finalize(None, _stop_tracker, exitpriority=-200)  # after it has removed its folder
             self._stops_at_exit = True
         # The server and multiprocessing's tracker must not look for modules in the folder that they are started in.
         with environment(**{FOLDER: str(self.folder), "PYTHONSAFEPATH": "1"}), _interrupts_blocked():
@@ -105,7 +101,7 @@ class Server:
                 rank = next((pid for pid in above if pid in ranks), 0)
                 if rank or living.isdisjoint(above):
                     words = " ".join(process.cmdline())
-                    found.append(Stray(process, words if len(words) <= _SHOWN else f"{words[:_SHOWN]}...", rank))
+                    found.append(Stray(process, words if len(words) <= 60 else f"{words[:60]}...", rank))
         return found
 
     def _descendants(self) -> list[psutil.Process]:
@@ -116,7 +112,7 @@ class Server:
 
     def stop(self) -> None:
         """Kill every process that came of the server, then the server: while it lives, it adopts what they leave."""
-        pid, deadline = self._server._forkserver_pid, time.monotonic() + _GRACE_S
+        pid, deadline = self._server._forkserver_pid, time.monotonic() + 5.0
         if pid is not None:
             with _interrupts_blocked(), suppress(OSError):  # its socket's folder may be gone
                 while (found := self._descendants()) and time.monotonic() < deadline:

@@ -31,10 +31,10 @@ from andon_falsify.subjects.watching import Watcher
 
 @dataclass
 class TrainerUnderTest(Run):
-    """A run that is ready to begin, and what a fault can be planted in.
+    """A run that is ready to begin. Everything belongs to it alone, so a fault need not be taken out again.
 
-    Everything belongs to this run alone, so a fault need not be taken out again. seen: what its watchers note. meters:
-    count the bytes of each local rank; empty unless the case asks for it and all ranks are on the CPU.
+    seen: what its watchers note. meters: count the bytes of each local rank; empty unless the case asks for it and all
+    ranks are on the CPU.
     """
 
     task: Any
@@ -48,8 +48,7 @@ class TrainerUnderTest(Run):
         return dict(zip(self.backend.ranks, self.replicas, strict=True))
 
 
-def config_of(case: Case) -> Config:
-    """The configuration of the run of `case`."""
+def _config(case: Case) -> Config:
     model = Model(
         architecture=case.architecture,
         hidden_size=case.hidden,
@@ -73,23 +72,20 @@ def config_of(case: Case) -> Config:
     )
 
 
-def interface_of(case: Case) -> ModelInterface:
-    """What the rows of `case` require of its model."""
+def _interface(case: Case) -> ModelInterface:
     if case.task != "classification":
         return ModelInterface("causal", (), VOCABULARY + 1, PAD)
     return ModelInterface("classification", tuple(map(str, range(case.rows.classes))), VOCABULARY + 1, PAD)
 
 
-@lru_cache(maxsize=8)
-def _untrained(config: Config, interface: ModelInterface) -> nn.Module:
-    return build_model(config, interface)
+_untrained = lru_cache(maxsize=8)(build_model)
 
 
 def model_of(case: Case) -> nn.Module:
     """The model of `case` before training: the same bits on every call."""
-    config = config_of(case)
+    config = _config(case)
     plain = Config(seed=config.seed, model=config.model, adapter=config.adapter)
-    return copy.deepcopy(_untrained(plain, interface_of(case)))
+    return copy.deepcopy(_untrained(plain, _interface(case)))
 
 
 def task_of(case: Case) -> Task:
@@ -125,19 +121,14 @@ def put_together(case: Case, backend: Backend, *, late: bool | None = None) -> T
     seen, plan, task = Observations(backend.ranks, place), plan_of(case), task_of(case)
     watcher = Watcher(case, seen, plan, meters)
     watched = watcher.backend(backend), watcher.task(task)
-    run = build_run(config_of(case), interface_of(case), *watched, plan, late=late, model=model_of(case))
+    run = build_run(_config(case), _interface(case), *watched, plan, late=late, model=model_of(case))
     if case.values:
         for replica in run.replicas:
             watcher.record_masks(replica.model)
     if meters:
-        seen.planned_bytes = _planned_bytes(case, run.primary, task, plan)
+        steps, model, device = range(1, plan.total_steps + 1), run.primary.model, run.primary.device
+        leaves = [leaf for step in steps for leaf in plan.batch(step).micro_batches(case.micro_batches) if leaf]
+        most = max(activation_bytes(model, task, task.load(leaf, device)) for leaf in leaves)
+        sizes = (trainable_parameters(model), case.optimizer, case.micro_batches, most)
+        seen.planned_bytes = plan_bytes(model, *sizes, world_size=case.world, momentum=case.momentum).total
     return TrainerUnderTest(**vars(run), case=case, seen=seen, meters=meters)
-
-
-def _planned_bytes(case: Case, replica: Replica, task: Task, plan: BatchPlan) -> int:
-    steps = range(1, plan.total_steps + 1)
-    leaves = [leaf for step in steps for leaf in plan.batch(step).micro_batches(case.micro_batches) if leaf]
-    most = max(activation_bytes(replica.model, task, task.load(leaf, replica.device)) for leaf in leaves)
-    trained = trainable_parameters(replica.model)
-    sizes = (case.optimizer, case.micro_batches, most)
-    return plan_bytes(replica.model, trained, *sizes, world_size=case.world, momentum=case.momentum).total

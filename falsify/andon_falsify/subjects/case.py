@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -34,16 +35,15 @@ def make_rows(count: int, seed: int = 0, *, classes: int = 3, longest: int = 7, 
     """
     drawn = random.Random(f"rows {count} {seed} {classes}")
     width = (VOCABULARY - 33) // classes
-    tokens, labels = [], []
-    for place in range(count):
-        label = place * classes // count
-        own = [
+    labels = tuple(place * classes // count for place in range(count))
+    tokens = [
+        tuple(
             33 + width * (label if drawn.random() > noise else drawn.randrange(classes)) + drawn.randrange(width)
             for _ in range(drawn.randint(1, longest))
-        ]
-        tokens.append(tuple(own))
-        labels.append(label)
-    return Rows(tuple(tokens), tuple(labels), classes)
+        )
+        for label in labels
+    ]
+    return Rows(tuple(tokens), labels, classes)
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,9 @@ class Case:
         for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
             left = [self.longest - sum(sizes[each] for each in pack) for pack in packs]
             fitting = [(free, place) for place, free in enumerate(left) if free >= sizes[row]]
-            if fitting:
-                packs[min(fitting)[1]].append(row)
-            else:
-                packs.append([row])
+            if not fitting:
+                packs.append([])
+            packs[min(fitting)[1] if fitting else -1].append(row)
         return tuple(map(tuple, packs))
 
     def token_weights(self, row: int) -> tuple[float, ...]:
@@ -150,8 +149,7 @@ class Case:
 
     def updates(self, batch: int = 0) -> int:
         """Updates of the whole case, as far as `max_steps` lets it go."""
-        in_epochs = self.updates_of_epoch(batch) * self.epochs
-        return in_epochs if self.max_steps is None else min(in_epochs, self.max_steps)
+        return min(self.updates_of_epoch(batch) * self.epochs, self.max_steps or sys.maxsize)
 
     def but(self, **changes: Any) -> Case:
         """This case with `changes`."""

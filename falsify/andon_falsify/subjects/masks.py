@@ -32,7 +32,10 @@ class MaskRecorder:
         self.hidden = ""
         self._running: list[str] = []
         for name, module in model.named_modules():
-            if short := _dropout_name(name, module):
+            short = (canonical_name(name) or "").removesuffix(".default")
+            if not isinstance(module, nn.Dropout):
+                short = f"{short}.attention_dropout" if short.endswith(_ATTENTIONS) else ""
+            if short:
                 module.register_forward_pre_hook(partial(_start, self._running, short))
                 module.register_forward_hook(partial(_end, self._running))
 
@@ -53,13 +56,6 @@ def _end(running: list[str], *_: object) -> None:
     running.pop()
 
 
-def _dropout_name(name: str, module: nn.Module) -> str:
-    short = (canonical_name(name) or "").removesuffix(".default")
-    if isinstance(module, nn.Dropout):
-        return short
-    return f"{short}.attention_dropout" if short.endswith(_ATTENTIONS) else ""
-
-
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, running: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,27 +63,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.hidden = ""
         self._running = running
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _FACTORS:
             factors = _FACTORS[func](result, args)
             if factors is not None:
                 name = self._running[-1] if self._running else ""
                 if not name or name in self.masks:
-                    msg = f"a mask was drawn at {name or 'an unknown place'}, where none was expected"
-                    raise RuntimeError(msg)
+                    raise RuntimeError(f"a mask was drawn at {name or 'an unknown place'}, where none was expected")
                 self.masks[name] = factors.cpu()
         elif _chance_inside(func, args, kwargs or {}):
             self.hidden = str(func)
         return result
-
-
-def _of_bernoulli(result: Tensor, args: Sequence[Any]) -> Tensor | None:
-    """0 or 1 with the chance to keep, its argument."""
-    factors: Tensor = result / args[1]
-    return factors
 
 
 def _of_fused_dropout(result: tuple[Tensor, Tensor], args: Sequence[Any]) -> Tensor | None:
@@ -111,7 +98,7 @@ def _of_fused_attention(result: Sequence[Tensor], args: Sequence[Any]) -> Tensor
 
 
 _FACTORS: Mapping[Any, Callable[[Any, Sequence[Any]], Tensor | None]] = {
-    torch.ops.aten.bernoulli_.float: _of_bernoulli,
+    torch.ops.aten.bernoulli_.float: lambda result, args: result / args[1],  # 0 or 1, by the chance to keep
     torch.ops.aten.native_dropout.default: _of_fused_dropout,
     _EFFICIENT: _of_fused_attention,
 }
@@ -129,7 +116,6 @@ def _chance_inside(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 @cache
 def _index_of_chance(func: Any) -> int | None:
     """Which argument of `func` is a chance to drop, if any; None also for an operation that returns no tensor."""
-    schema = func._schema
-    if not any(isinstance(each.type, torch.TensorType) for each in schema.returns):
+    if not any(isinstance(each.type, torch.TensorType) for each in func._schema.returns):
         return None
-    return next((index for index, argument in enumerate(schema.arguments) if argument.name == _CHANCE), None)
+    return next((index for index, each in enumerate(func._schema.arguments) if each.name == _CHANCE), None)

@@ -33,28 +33,23 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what exists before the first operation."""
         for tensor in tensors:
-            self._enter(tensor)
+            if tensor.layout != torch.strided or tensor.device.type == "meta":
+                continue
+            storage = tensor.untyped_storage()
+            address, size = storage._cdata, storage.nbytes()
+            with self._lock:
+                if address in self._held:
+                    continue
+                self._held[address] = size
+                self.live += size
+                self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._leave, address).atexit = False
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.adopt(value for value in tree_iter((args, kwargs, result)) if isinstance(value, torch.Tensor))
         return result
-
-    def _enter(self, tensor: torch.Tensor) -> None:
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
-            return
-        storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes()
-        with self._lock:
-            if address in self._held:
-                return
-            self._held[address] = size
-            self.live += size
-            self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._leave, address).atexit = False
 
     def _leave(self, address: int) -> None:
         with self._lock:

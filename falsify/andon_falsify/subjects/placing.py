@@ -53,9 +53,8 @@ def why_not(backend: str, world: int = 1, gpus: int | None = None, nccl: bool | 
 
 def room_for(backend: str, world: int, gpus: int | None = None) -> int:
     """The largest number of ranks up to `world` that `backend` can have here, at least one. gpus: see `devices_of`."""
-    if backend != "nccl":
-        return world
-    return max(1, min(world, torch.cuda.device_count() if gpus is None else gpus))
+    count = torch.cuda.device_count() if gpus is None else gpus
+    return world if backend != "nccl" else max(1, min(world, count))
 
 
 def place_of_bits(devices: Sequence[torch.device]) -> str:

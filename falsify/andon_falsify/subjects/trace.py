@@ -2,25 +2,37 @@
 
 The trainer computes nothing of the first: digests are SHA-256 over the bytes of the tensors, and rows are those that a
 rank requested from its task. The events go through the same reader as a ledger.
+
+The witness writes them as lines of the ledger's schema, without what was not observed. It shares no code with the
+writer of a trainer's ledger, so that one fault cannot make both report the same. A test has their reader accept every
+line of this one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from andon_falsify.history import History, read_lines
-from andon_falsify.subjects import witness
+from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.subjects.case import Case
 
 Tensors = Mapping[str, Tensor]
 Placed = tuple[str, tuple[int, ...], str]
 """Name, shape and element type of a tensor."""
+WRITER = "witness"
+VERSION = 4
+_DIGESTS = dict.fromkeys(("weights", "gradient", "optimizer"), "sha256")
+"""Over names, types, shapes and bytes; the trainer computes none of them."""
+_REALS = ("lr", "loss", "grad_norm")
+
+Line = Mapping[str, Any]
 
 
 def digest(tensors: Tensors) -> str:
@@ -67,7 +79,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Values:
-    """Rank 0's tensors of one update, by parameter: reduced gradient before clipping, weights after the update."""
+    """Rank 0's tensors of one update: reduced gradient before clipping, and weights after it, by parameter."""
 
     gradients: Tensors
     weights: Tensors
@@ -138,7 +150,7 @@ class Trace:
     @property
     def place(self) -> str:
         """See `place_of_bits`; "" if nothing was observed."""
-        return self.parts[0].place if self.parts else ""
+        return self.first.place if self.parts else ""
 
     @property
     def violation(self) -> tuple[str, int, str] | None:
@@ -154,12 +166,12 @@ class Trace:
     @property
     def stopped_at(self) -> dict[int, int]:
         """For each rank, its update when the run ended."""
-        found = {}
-        for part in self.parts:
-            done = max((reported.step for reported in part.reported), default=part.resumed_from)
-            for rank in part.ranks:
-                found[rank] = part.violation[1] if part.violation else done
-        return found
+        ends = [max([part.resumed_from, *(told.step for told in part.reported)]) for part in self.parts]
+        return {
+            rank: part.violation[1] if part.violation else end
+            for part, end in zip(self.parts, ends, strict=True)
+            for rank in part.ranks
+        }
 
     def gathered(self, name: str) -> dict[Any, Any]:
         """The field `name` of all processes, a mapping, merged."""
@@ -168,40 +180,90 @@ class Trace:
 
 def assemble_trace(case: Case, parts: Sequence[Observations], errors: Mapping[int, str], name: str) -> Trace:
     """One trace from the observations of each process, beginning with that of rank 0."""
-    seen = read_lines(witness.linked(_events(case, parts)), f"{name} world {case.world}")
+    seen = read_lines(witnessed(case, parts), f"{name} world {case.world}")
     raw = parts[0].ledger if parts else b""
     ledger = read_lines(raw.splitlines(keepends=True), f"ledger of {name} world {case.world}") if raw else None
     return Trace(case, tuple(parts), seen, ledger, dict(errors))
 
 
-def _events(case: Case, parts: Sequence[Observations]) -> Iterator[witness.Line]:
-    if not parts:
-        return
-    first = parts[0]
+def witnessed(case: Case, parts: Sequence[Observations]) -> list[bytes]:
+    """The lines of the witness, see `lines_of`."""
     plan = {"batch_size": case.batch_size, "micro_batches": case.micro_batches, "steps": case.updates()}
-    yield witness.opening(case, plan, first.start.get(0, ""), first.resumed_from)
-    for told in first.reported:
-        yield witness.update(
-            case,
-            told.step,
-            told.ids,
-            rank_parts(parts, told.step),
-            reals={"lr": told.lr, "loss": told.loss, "grad_norm": told.norm},
-            kept=told.step in first.values,
-            epoch=told.epoch,
-            position=told.position,
-            count=told.count,
-            correct=told.correct,
-        )
+    names = ("step", "ids", "epoch", "position", "count", "correct", "lr", "loss")
+    reported = [each for part in parts[:1] for each in part.reported]
+    updates = [{name: getattr(each, name) for name in names} | {"grad_norm": each.norm} for each in reported]
+    return lines_of(case, parts, updates, plan)
+
+
+def lines_of(
+    case: Case, parts: Sequence[Observations], updates: Iterable[Line], plan: Mapping[str, int]
+) -> list[bytes]:
+    """The run of `case`, each line with the digest of the one before; nothing without `parts`.
+
+    parts: of each process, beginning with that of rank 0. updates: what was reported of each, by the schema's names;
+    None if unknown. plan: by the schema's names; each epoch visits every item of `case`.
+    """
+    found: list[bytes] = []
+    prev = "0" * 16
+    for seq, event in enumerate(_events(case, parts, updates, plan) if parts else ()):
+        found.append(json.dumps({"v": VERSION, "seq": seq, "prev": prev, **event}).encode() + b"\n")
+        prev = chain_digest(found[-1].removesuffix(b"\n"))
+    return found
+
+
+def _events(
+    case: Case, parts: Sequence[Observations], updates: Iterable[Line], plan: Mapping[str, int]
+) -> Iterator[Line]:
+    first, rows = parts[0], len(case.items)
+    where = {"world": case.world, "backend": case.backend}
+    common = {
+        "fingerprint": {},
+        "identity": "case",
+        "digests": _known({"weights": first.start.get(0, "")}),
+        **where,
+        "writer": WRITER,
+        "algorithms": _DIGESTS,
+    }
+    planned = {"rows": rows, "ids": list(range(rows)), "seed": case.seed, "epochs": case.epochs, **plan}
+    reached = first.resumed_from
+    if reached:
+        yield {"kind": "resume", "step": reached, **common}
+    else:
+        yield {"kind": "start", "run": "case", "plan": planned, **common}
+    for told in updates:
+        reached = step = told["step"]
+        by_rank = {rank: part.of(rank, step) for part in parts for rank in part.ranks}
+        ranks = [_rank_part(by_rank[rank]) for rank in sorted(by_rank)]
+        known = {name: value for name, value in told.items() if value is not None}
+        event = {
+            "kind": "step",
+            **{name: _real(value) if name in _REALS else value for name, value in known.items()},
+            **where,
+            "digests": {name: ranks[0][name] for name in _DIGESTS if name in ranks[0]},
+            "ranks": ranks,
+        }
+        if step in first.values:  # rank 0's tensors were recorded; the line refers to them by the update's number
+            event["tensors"] = {name: f"{step}/{name}" for name in ("gradients", "weights")}
+        yield event
     broken = next((part.violation for part in parts if part.violation), None)
-    yield from witness.ending(case, broken, max((told.step for told in first.reported), default=first.resumed_from))
+    if broken is not None:
+        clause, step, message = broken
+        yield {"kind": "violation", "clause": clause, "step": step, "ranks": [], "tensor": "", "seen": message}
+    elif case.stop_after is None:
+        yield {"kind": "end", "step": reached, "reason": "finished", "digests": {}}
 
 
-def rank_parts(parts: Sequence[Observations], step: int) -> list[witness.Line]:
-    """What each rank did in update `step`, by rank, as lines of the witness."""
-    held = sorted(((rank, part.of(rank, step)) for part in parts for rank in part.ranks), key=lambda each: each[0])
-    names = ("weights", "optimizer", "gradient")
-    return [witness.rank_part(rank, own.leaves, {name: getattr(own, name) for name in names}) for rank, own in held]
+def _rank_part(own: RankUpdate) -> Line:
+    digests = {"weights": own.weights, "optimizer": own.optimizer, "gradient": own.gradient}
+    return {"rank": own.rank, "leaves": [], "ids": [row for leaf in own.leaves for row in leaf], **_known(digests)}
+
+
+def _real(value: float) -> Line:
+    return {"value": value if math.isfinite(value) else None, "hex": float(value).hex()}
+
+
+def _known(digests: Mapping[str, str]) -> dict[str, str]:
+    return {name: digest for name, digest in digests.items() if digest}
 
 
 class CutOff(BaseException):
@@ -215,7 +277,6 @@ class Subject(Protocol):
 
     def run(self, case: Case) -> Trace:
         """Run `case` to its end, a violation, or its cut. Errors are in the trace, not raised."""
-        ...
 
 
 class Remembering:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from andon.model.adapter import trainable_parameters
 from andon.step.micro_batch import Batch, LeafLoss, Task
 from andon.step.plan import BatchPlan, GlobalBatch
 from andon.step.replica import Replica
-from andon.step.step import Pending, StepResult
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.masks import MaskRecorder
 from andon_falsify.subjects.meter import StorageMeter
@@ -32,7 +32,6 @@ class Proxy:
         return getattr(self.inner, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The attribute `call` if there is one, else `inner`."""
         return self.__dict__.get("call", self.inner)(*args, **kwargs)
 
 
@@ -54,16 +53,15 @@ class Watcher:
         self._seen = seen
         self._meters = meters
         self._recorders: dict[int, MaskRecorder] = {}
-        self._poisoned: tuple[int, ...] = ()
-        if case.poison is not None:
-            self._poisoned = plan.batch(case.poison.step).micro_batches(case.micro_batches)[case.poison.leaf][:1]
+        poison, leaves = case.poison, case.micro_batches
+        self._poisoned = plan.batch(poison.step).micro_batches(leaves)[poison.leaf][:1] if poison else ()
 
     def record_masks(self, model: nn.Module) -> None:
         """Record the dropout masks of `model` from now on."""
         self._recorders[id(model)] = MaskRecorder(model)
 
     def backend(self, inner: Backend) -> Any:
-        """`inner`, whose work on a replica is known to be of its rank."""
+        """`inner`, so that `rank` is set while it works on a replica."""
 
         def run(work: Callable[[int], object]) -> list[object]:
             def watched(index: int) -> object:
@@ -88,26 +86,23 @@ class Watcher:
             none: dict[str, torch.Tensor] = {}
             with recorder.recording() if recorder else nullcontext(none) as masks:
                 loss = inner.loss_sum(model, batch)
-            hidden = recorder.hidden if recorder else ""
+            step, poison = self._seen.at, self._case.poison
+            if not step:  # the builder's trial of the model
+                return loss
             ids = batch.ids if isinstance(batch, Loaded) else ()
-            return self._noted(model, loss, ids, LeafMasks(batch["input_ids"].shape[1], masks, hidden))
+            self._seen.of(self.rank, step).leaves.append(ids)
+            if self._case.values:
+                hidden = recorder.hidden if recorder else ""
+                self._seen.masks[step, ids] = LeafMasks(batch["input_ids"].shape[1], masks, hidden)
+            if poison is None or step != poison.step or not {*self._poisoned} & {*ids}:
+                return loss
+            if poison.kind == "gradient":
+                # The root of 0 is 0 and its slope infinite: a finite loss with a gradient of 0 * inf = NaN.
+                weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+                return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct, loss.terms)
+            return LeafLoss(loss.loss_sum * float(poison.kind), loss.correct, loss.terms)
 
         return Proxy(inner, load=load, loss_sum=loss_sum)
-
-    def _noted(self, model: nn.Module, loss: LeafLoss, ids: tuple[int, ...], masks: LeafMasks) -> LeafLoss:
-        step, poison = self._seen.at, self._case.poison
-        if not step:  # the builder's trial of the model
-            return loss
-        self._seen.of(self.rank, step).leaves.append(ids)
-        if self._case.values:
-            self._seen.masks[step, ids] = masks
-        if poison is None or step != poison.step or not {*self._poisoned} & {*ids}:
-            return loss
-        if poison.kind == "gradient":
-            # The root of 0 is 0 and its slope infinite: a finite loss with a gradient of 0 * inf = NaN.
-            weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
-            return LeafLoss(loss.loss_sum + (0 * weight.sum()).sqrt(), loss.correct, loss.terms)
-        return LeafLoss(loss.loss_sum * float(poison.kind), loss.correct, loss.terms)
 
 
 def watched_step(seen: Observations, inner: Any, by_rank: Mapping[int, Replica]) -> Any:
@@ -116,19 +111,16 @@ def watched_step(seen: Observations, inner: Any, by_rank: Mapping[int, Replica])
     If updates are judged a step later, the next one has been launched by the time the result of this one is known.
     """
 
-    def call(batch: GlobalBatch, *args: Any, **named: Any) -> StepResult:
-        seen.at = batch.step
-        result: StepResult = inner(batch, *args, **named)
-        note_state(seen, batch.step, by_rank)
-        return result
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(batch: GlobalBatch, *args: Any, **named: Any) -> Any:
+            seen.at = batch.step
+            result = method(batch, *args, **named)
+            note_state(seen, batch.step, by_rank)
+            return result
 
-    def launch(batch: GlobalBatch, *args: Any, **named: Any) -> Pending:
-        seen.at = batch.step
-        pending: Pending = inner.launch(batch, *args, **named)
-        note_state(seen, batch.step, by_rank)
-        return pending
+        return call
 
-    return Proxy(inner, call=call, launch=launch)
+    return Proxy(inner, call=watched(inner), launch=watched(inner.launch))
 
 
 def watch_gradient(seen: Observations, rank: int, replica: Replica, *, values: bool) -> None:
@@ -161,8 +153,7 @@ def note_state(seen: Observations, step: int, by_rank: Mapping[int, Replica]) ->
         update = seen.of(rank, step)
         update.weights, update.optimizer = _state_digests(replica)
     if step in seen.values:
-        weights = copied(by_rank[0].parameters.weight_views())
-        seen.values[step] = Values(seen.values[step].gradients, weights)
+        seen.values[step] = replace(seen.values[step], weights=copied(by_rank[0].parameters.weight_views()))
 
 
 def note_result(seen: Observations, batch: GlobalBatch, count: int, correct: int, *reals: float) -> None:
@@ -180,7 +171,7 @@ def note_end(seen: Observations, by_rank: Mapping[int, Replica]) -> None:
         if step not in done:
             update.weights = update.optimizer = ""
     for step in seen.values.keys() - done:
-        seen.values[step] = Values(seen.values[step].gradients, {})
+        seen.values[step] = replace(seen.values[step], weights={})
 
 
 def _state_digests(replica: Replica) -> tuple[str, str]:
