@@ -55,7 +55,7 @@ CLAIM = Claim(
     ),
     statements={
         "loop": "A NaN in one rank's gradient stops all ranks at that step, before the update, by whatever error: no "
-        "later step, and no changed weights.",
+        "later step, and no changed weights."
     },
 )
 

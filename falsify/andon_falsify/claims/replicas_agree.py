@@ -136,10 +136,7 @@ def _absent(event: StepEvent, digests: Mapping[int, str]) -> str:
 
 
 def _differing(
-    what: str,
-    when: str,
-    digests: Mapping[int, str],
-    quantity: Literal["gradient", "optimizer", "weights"] = "weights",
+    what: str, when: str, digests: Mapping[int, str], quantity: Literal["gradient", "optimizer", "weights"] = "weights"
 ) -> list[Counterexample]:
     """`what` of the ranks whose digest is not the most frequent one (that of rank 0, if two are as frequent)."""
     if len(set(digests.values())) <= 1:

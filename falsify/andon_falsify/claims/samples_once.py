@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, RowId, RowSet, StepEvent
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Verdict,
-    conclude,
-    first_of_many,
-    merge,
-    not_applicable,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, first_of_many, merge, not_applicable
 
 if TYPE_CHECKING:
     from andon_falsify.claims.laws import LoopLaw
