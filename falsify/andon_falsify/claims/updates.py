@@ -107,6 +107,7 @@ def first_difference(first: History, again: History, *, exact: bool = False) -> 
     return ""
 
 
-def not_seeded(runs: str, difference: str) -> str:
-    """Why two `runs` of one layout, which differ in `difference`, prove nothing, and what to do about it."""
-    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}"
+def unseeded(runs: str, first: History, again: History, *, exact: bool = False) -> str:
+    """Why `runs` of one layout that differ prove nothing, and what to do about it; "" if they do not differ."""
+    difference = first_difference(first, again, exact=exact)
+    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}" if difference else ""
