@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
-from andon_falsify.reference.decoder import Decoder
-from andon_falsify.reference.encoder import Encoder
-from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.models import Decoder, Encoder, Lora, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
 from andon_falsify.reference.training import Piece, RowGradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
