@@ -118,7 +118,7 @@ class Layers:
 
 def _heads(values: Tensor, heads: int) -> Tensor:
     """[rows, length, heads * head_dim] -> [rows, heads, length, head_dim]."""
-    return values.unflatten(-1, (heads, -1)).transpose(1, 2)
+    return values.view(*values.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _rms(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -159,7 +159,8 @@ class Decoder:
         theta, epsilon = rope.get("rope_theta"), config.get("rms_norm_eps")
         if not all(isinstance(number, int) for number in numbers) or not isinstance(epsilon, float) or not theta:
             raise ValueError(f"{', '.join(names)} are {numbers}, rope_theta {theta} and rms_norm_eps {epsilon}")
-        return cls(*cast(list[int], numbers), theta=float(theta), epsilon=epsilon, lora=lora)
+        layers, heads, key_value_heads, head_dim, pad = cast(list[int], numbers)
+        return cls(layers, heads, key_value_heads, head_dim, pad, float(theta), epsilon, lora)
 
     def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
         """The class scores of each row.
