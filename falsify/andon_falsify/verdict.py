@@ -1,8 +1,4 @@
-"""Verdicts with counterexamples, how they merge, and the closing line that counts what was checked.
-
-The rules are Jepsen's and Elle's: verdicts merge in the order holds < unknown < falsified, a checker that throws says
-unknown, and holds needs at least one comparison.
-"""
+"""Claims and verdicts. Verdicts merge in the order holds < unknown < falsified; holds needs at least one comparison."""
 
 from __future__ import annotations
 
@@ -27,8 +23,6 @@ Quantity = Literal[
 
 
 class Outcome(StrEnum):
-    """What can be said of a claim."""
-
     HOLDS = "holds"
     UNKNOWN = "unknown"
     FALSIFIED = "falsified"
@@ -40,7 +34,7 @@ _GRAVITY = {Outcome.NOT_APPLICABLE: 0, Outcome.HOLDS: 1, Outcome.UNKNOWN: 2, Out
 
 @dataclass(frozen=True)
 class Clause:
-    """A clause of the contracts, and how it is related to a claim. note: what is not obvious about it."""
+    """A clause of the contracts, and how a claim is related to it. note: what is not obvious about that."""
 
     name: str
     relation: Relation = "part"
@@ -71,7 +65,6 @@ class Claim:
     statements: Mapping[Kind, str] = field(default_factory=dict, hash=False)
 
     def statement_for(self, kind: Kind) -> str:
-        """What is promised of a subject of this kind."""
         return self.statements.get(kind, self.statement)
 
 
@@ -111,10 +104,7 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one claim.
-
-    reasons: explain every outcome but a plain holds. checked: comparisons made. worst: the largest relative error.
-    """
+    """reasons: of every outcome but a plain holds. checked: comparisons made. worst: the largest relative error."""
 
     claim: str
     outcome: Outcome
@@ -131,11 +121,9 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if (self.outcome is Outcome.FALSIFIED) != bool(self.counterexamples):
-            msg = f"{self.claim}: falsified and its counterexamples go together"
-            raise ValueError(msg)
+            raise ValueError(f"{self.claim}: falsified and its counterexamples go together")
         if self.outcome is Outcome.HOLDS and self.checked < 1:
-            msg = f"{self.claim}: nothing was compared, so nothing holds"
-            raise ValueError(msg)
+            raise ValueError(f"{self.claim}: nothing was compared, so nothing holds")
 
     def __str__(self) -> str:
         lines = [f"{self.claim}: {self.outcome.value}" + (f" ({self.why})" if self.why else "")]
@@ -156,10 +144,9 @@ def conclude(
     note: str = "",
     worst: float | None = None,
 ) -> Verdict:
-    """The verdict of a check that made `checked` comparisons and found `found`.
+    """The verdict of a check that made `checked` comparisons and found `found`, which falsifies whatever is missing.
 
-    A counterexample falsifies, whatever else is missing. Without one, `missing` (what could not be observed) or no
-    comparison at all is unknown. `note` is a reason of holds and falsified. worst: the largest relative error.
+    Else `missing` (what could not be observed) or no comparison is unknown. note: a reason of holds and falsified.
     """
     noted = (note,) if note else ()
     if found:
@@ -171,24 +158,18 @@ def conclude(
 
 
 def not_applicable(claim: Claim, why: str) -> Verdict:
-    """The claim does not apply to this subject, for the reason `why`."""
     return Verdict(claim.name, Outcome.NOT_APPLICABLE, (why,))
 
 
 def unknown(claim: Claim, why: str, checked: int = 0) -> Verdict:
-    """Nothing could be inferred, for the reason `why`, after `checked` comparisons."""
     return Verdict(claim.name, Outcome.UNKNOWN, (why,), checked)
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
-    """One verdict for one claim over several cases: the gravest outcome, all counterexamples, all comparisons.
-
-    Not applicable yields to any other. Raises `ValueError` for no verdicts or for those of different claims.
-    """
+    """One verdict for one claim over several cases: the gravest outcome, all counterexamples, all comparisons."""
     held = tuple(verdicts)
     if len({verdict.claim for verdict in held}) != 1:
-        msg = "merge needs at least one verdict, all of one claim"
-        raise ValueError(msg)
+        raise ValueError("merge needs at least one verdict, all of one claim")
     gravest = max(held, key=lambda verdict: _GRAVITY[verdict.outcome])
     alike = [verdict for verdict in held if verdict.outcome is gravest.outcome]
     return Verdict(
@@ -202,10 +183,7 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def closing_line(verdicts: Sequence[Verdict], runs: int, not_selected: int = 0) -> str:
-    """`checked K of N claims, R runs, S not applicable, U unknown`: K hold or are falsified, N is every claim there is.
-
-    `not_selected` claims (left out by a budget) are counted in N and are not unknown.
-    """
+    """`checked K of N claims, R runs, S not applicable, U unknown`. N includes claims that a budget left out."""
     checked, inapplicable, open_ = (
         sum(verdict.outcome in outcomes for verdict in verdicts)
         for outcomes in ((Outcome.HOLDS, Outcome.FALSIFIED), (Outcome.NOT_APPLICABLE,), (Outcome.UNKNOWN,))

@@ -17,9 +17,17 @@ from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.campaign.warm_bench import AndonBench
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
-from andon_falsify.reference.decoder import Decoder
-from andon_falsify.reference.encoder import Encoder
-from andon_falsify.reference.params import Layers, Lora, Masks, Params, canonical, canonical_name, no_dropout
+from andon_falsify.reference.models import (
+    Decoder,
+    Encoder,
+    Layers,
+    Lora,
+    Masks,
+    Params,
+    canonical,
+    canonical_name,
+    no_dropout,
+)
 from andon_falsify.reference.training import (
     Model,
     Piece,

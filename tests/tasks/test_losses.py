@@ -21,8 +21,7 @@ from andon.step.micro_batch import Task
 from andon.step.plan import BatchPlan
 from andon.tasks.text import NO_TAG, MultiLabelTask, RegressionTask, TaggingTask
 from andon.training.build import Run, build_run
-from andon_falsify.reference.decoder import Decoder
-from andon_falsify.reference.params import Lora, canonical, canonical_name
+from andon_falsify.reference.models import Decoder, Lora, canonical, canonical_name
 from tests.model.tiny import CPU, LORA, PAD, TINY, Shape, changed
 
 WORLD = 3

@@ -17,17 +17,11 @@ from andon_falsify.verdict import Claim, Kind, Verdict, not_applicable, unknown
 
 _SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "updates"}
 """Modules that several claims use, or that use the claims; two of them import torch."""
-_MODULES = [
-    import_module(f"{__name__}.{module.name}")
-    for module in pkgutil.iter_modules(__path__)
-    if module.name not in _SHARED
-]
-CLAIMS: tuple[Claim, ...] = tuple(
-    sorted((module.CLAIM for module in _MODULES), key=lambda claim: (claim.order, claim.name))
-)
+_NAMES = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED]
+_MODULES = [import_module(f"{__name__}.{name}") for name in _NAMES]
+CLAIMS: tuple[Claim, ...] = tuple(sorted((each.CLAIM for each in _MODULES), key=lambda each: (each.order, each.name)))
 """Every claim, in the order of reports."""
 CHECKS: dict[str, Callable[[Evidence], Verdict]] = {module.CLAIM.name: module.check for module in _MODULES}
-"""The check of each claim, by its name."""
 
 
 def claims_of(kind: Kind) -> tuple[Claim, ...]:
@@ -42,7 +36,6 @@ def unmet(claim: Claim, evidence: Evidence) -> str:
 
 def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
     """The verdict of the check of `claim`: not applicable if a need is unmet, unknown if the check raises."""
-
     try:
         why = unmet(claim, evidence)
         return not_applicable(claim, why) if why else CHECKS[claim.name](evidence)
@@ -54,5 +47,6 @@ def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
 
 def judged(evidence: Evidence, claims: Iterable[Claim] | None = None) -> dict[str, Verdict]:
     """The verdicts on `evidence` by claim: of `claims`, by default all that there are of its kind of subject."""
-    asked = claims_of(evidence.kind) if claims is None else claims
-    return {claim.name: judged_by(claim, evidence) for claim in asked}
+    return {
+        claim.name: judged_by(claim, evidence) for claim in (claims_of(evidence.kind) if claims is None else claims)
+    }

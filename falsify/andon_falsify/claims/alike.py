@@ -35,17 +35,15 @@ def noise(trace: Trace) -> dict[int, float]:
     Both are trained on the rows of `trace`, at its learning rates. Empty if it cannot be measured: if the loop trains
     another model than the case's, or if some rows are unknown, or if no update has rows.
     """
-    law = LoopLaw(trace)
-    if law.why_not or law.unknown_updates or law.recomputes:
+    law, case = LoopLaw(trace), trace.case
+    if law.why_not or law.unknown_updates or law.recomputes or not any(map(law.rows, law.updates)):
         return {}
     batches = [law.rows(step) for step in law.updates]
-    if not any(batches):
-        return {}
     rates = [law.first.made[step].rate for step in law.updates]
     exact = _exact(law, batches, rates)
     start = {name: tensor for name, tensor in law.before(1).items() if name in exact[0]}
     largest, found = 0.0, {}
-    runs = [_rounded(trace.case, batches, rates, size) for size in (trace.case.batch_size, trace.case.local_batch)]
+    runs = [_rounded(case, batches, rates, size) for size in (case.batch_size, case.local_batch)]
     for place, step in enumerate(law.updates):
         moved = _distance(exact[place], start)
         largest = max([largest, *(_distance(run[place], exact[place]) / moved for run in runs if moved)])
@@ -54,8 +52,7 @@ def noise(trace: Trace) -> dict[int, float]:
 
 
 def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[float]) -> list[dict[str, Tensor]]:
-    case = law.case
-    longest = max(map(len, case.rows.tokens))
+    case, longest = law.case, max(map(len, law.case.rows.tokens))
     pieces = [piece_of(case.rows, rows, longest) for rows in batches]
     rule = update_rule(case, matrices_only=False)
     return list(train(law.model, law.initial, law.trainable, pieces, rule, rates, case.clip_norm))
@@ -85,55 +82,56 @@ def _rounded(
 
 def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
     """Each of `others` against `first`: rows of every update, then the weights after it."""
-    apart = [(other, list(_different_rows(first, other)), list(_distances(first, other))) for other in others]
-    measured = noise(first) if any(distance for _, _, distances in apart for _, distance in distances) else {}
     found: list[Counterexample] = []
+    measured: dict[int, float] | None = None
     checked, nearest = 0, 0.0
-    for other, rows, distances in apart:
-        found += [*rows, *_different_optimizers(first, other)]
-        for step, distance in [] if rows else distances:
-            allowed = max(FLOOR, MARGIN * measured[step]) if step in measured else UNMEASURED
+    for other in others:
+        mine, theirs = (f"world {each.case.world} accumulation {each.case.accumulation}" for each in (first, other))
+        pair = f"{theirs} against {mine}"
+        rows = list(_different_rows(first, other, pair))
+        found += [*rows, *_different_optimizers(first, other, pair)]
+        for step, distance in () if rows else _distances(first, other):
             checked += 1
+            if not distance:
+                continue
+            measured = noise(first) if measured is None else measured
+            allowed = max(FLOOR, MARGIN * measured[step]) if step in measured else UNMEASURED
             nearest = max(nearest, distance / allowed)
             if not distance <= allowed:
                 what = "the weights part by more than rounding explains"
                 limit = f"at most {allowed:.2e} of their movement ({MARGIN:g} x the noise of fp32)"
-                where = f"step {step}, {_pair(first, other)}"
-                found.append(Counterexample(what, where, limit, f"{distance:.2e}", quantity="weights"))
+                found.append(Counterexample(what, f"step {step}, {pair}", limit, f"{distance:.2e}", quantity="weights"))
                 break
     basis = f"noise of fp32 {max(measured.values()):.1e} of the movement" if measured else "noise not measured"
     note = f"largest difference {nearest:.2g} of what is allowed; {basis}, margin {MARGIN:g}"
-    note = note if nearest else "the same bits"
     missing = "" if checked else "no update is in both runs with its weights"
-    return conclude(claim, checked, found, missing, "" if found else note)
+    return conclude(claim, checked, found, missing, "" if found else note if nearest else "the same bits")
 
 
-def _different_rows(first: Trace, other: Trace) -> Iterator[Counterexample]:
+def _different_rows(first: Trace, other: Trace, pair: str) -> Iterator[Counterexample]:
     """The first update with other rows, and another number of updates."""
-    for number, event in first.seen.trajectory.items():
-        twin = other.seen.trajectory.get(number)
-        if twin is not None and set(twin.ids) != set(event.ids):
-            mine, theirs = (" ".join(map(str, sorted(ids, key=str))) for ids in (event.ids, twin.ids))
-            where = f"step {number}, {_pair(first, other)}"
-            yield Counterexample("the rows differ first", where, mine, theirs, quantity="rows")
+    ours, theirs = first.seen.trajectory, other.seen.trajectory
+    for number, event in ours.items():
+        if number in theirs and set(theirs[number].ids) != set(event.ids):
+            rows, seen = (" ".join(map(str, sorted(ids, key=str))) for ids in (event.ids, theirs[number].ids))
+            yield Counterexample("the rows differ first", f"step {number}, {pair}", rows, seen, quantity="rows")
             break
-    if len(first.seen.trajectory) != len(other.seen.trajectory) and first.seen.runs[-1].finished:
-        wanted, made = (str(max(trace.seen.trajectory, default=0)) for trace in (first, other))
-        if wanted != made:
-            yield Counterexample("another number of updates", _pair(first, other), wanted, made)
+    wanted, made = (max(each, default=0) for each in (ours, theirs))
+    if len(ours) != len(theirs) and wanted != made and first.seen.runs[-1].finished:
+        yield Counterexample("another number of updates", pair, str(wanted), str(made))
 
 
-def _different_optimizers(first: Trace, other: Trace) -> Iterator[Counterexample]:
+def _different_optimizers(first: Trace, other: Trace, pair: str) -> Iterator[Counterexample]:
     """Other tensors that train, and the first update at another rate: either makes weights differ."""
     names = [{name for name, _, _ in trace.first.layouts[0]} for trace in (first, other)]
     if odd := ", ".join(sorted(names[0] ^ names[1])[:3]):
         seen = f"{len(names[1])} (without or with {odd})"
-        yield Counterexample("other tensors train", _pair(first, other), f"{len(names[0])}", seen, quantity="weights")
+        yield Counterexample("other tensors train", pair, f"{len(names[0])}", seen, quantity="weights")
     mine, theirs = (first_of(trace).made for trace in (first, other))
     for step in sorted(mine.keys() & theirs.keys()):
         if mine[step].rates != theirs[step].rates:
             wanted, seen = (", ".join(f"{rate:.9g}" for rate in made[step].rates) for made in (mine, theirs))
-            where = f"step {step}, {_pair(first, other)}"
+            where = f"step {step}, {pair}"
             yield Counterexample("another learning rate", where, wanted, seen, quantity="learning rate")
             return
 
@@ -146,15 +144,10 @@ def _distances(first: Trace, other: Trace) -> Iterator[tuple[int, float]]:
         if twin is None or not values.weights or not twin.weights:
             continue
         mine, theirs = ({n: t.double() for n, t in held.weights.items()} for held in (values, twin))
-        moved = _distance(mine, {name: start[name].double() for name in mine})
         if mine.keys() == theirs.keys():
-            yield step, _distance(theirs, mine) / moved if moved else float(_distance(theirs, mine) > 0)
+            moved, apart = _distance(mine, {name: start[name].double() for name in mine}), _distance(theirs, mine)
+            yield step, apart / moved if moved else float(apart > 0)
 
 
 def _distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return global_norm({name: one[name] - other[name] for name in other})
-
-
-def _pair(first: Trace, other: Trace) -> str:
-    mine, theirs = (f"world {each.case.world} accumulation {each.case.accumulation}" for each in (first, other))
-    return f"{theirs} against {mine}"

@@ -5,13 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from andon_falsify.claims.evidence import Evidence
-from andon_falsify.history import Event, History, Unread
+from andon_falsify.history import History, Unread
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
-
-
-def _has_ledger(evidence: Evidence) -> str:
-    return "" if evidence.ledger is not None else "the subject keeps no ledger"
-
 
 CLAIM = Claim(
     "chain-intact",
@@ -19,7 +14,7 @@ CLAIM = Claim(
     "Every line of the ledger is readable, counts one up, and names the digest of the line before it.",
     order=70,
     subjects=("trainer", "script", "ledger"),
-    needs=(_has_ledger,),
+    needs=(lambda evidence: "" if evidence.ledger is not None else "the subject keeps no ledger",),
     unwatched="is about the record, which a run cannot judge itself",
 )
 NO_LINE = "0" * 16
@@ -42,22 +37,22 @@ def check_history(history: History) -> Verdict:
     other unreadable line falsifies.
     """
     found: list[Counterexample] = []
-    checked = 0
-    digest, seq = NO_LINE, -1
+    checked, digest, seq = 0, NO_LINE, -1
+
+    def broken(what: str, expected: str, seen: str) -> None:
+        found.append(Counterexample(what, f"line {line.line}", expected, seen, quantity="record"))
+
     for line in history.lines():
+        seq += 1
         if isinstance(line, Unread):
             if not history.torn or line != history.unread[-1]:
-                found.append(_broken(line, f"unreadable: {line.why}", "an event", repr(line.excerpt)))
+                broken(f"unreadable: {line.why}", "an event", repr(line.excerpt))
         else:
             checked += 1
             if line.prev != digest:
-                found.append(_broken(line, "it does not follow the line before it", digest, str(line.prev)))
-            if line.seq != seq + 1:
-                found.append(_broken(line, "lines are missing or repeated", f"seq {seq + 1}", f"seq {line.seq}"))
-        digest, seq = line.digest, seq + 1 if isinstance(line, Unread) or line.seq is None else line.seq
-    note = f"line {history.unread[-1].line} was cut short" if history.torn else ""
-    return conclude(CLAIM, checked, found, note=note)
-
-
-def _broken(line: Event | Unread, what: str, expected: str, seen: str) -> Counterexample:
-    return Counterexample(what, f"line {line.line}", expected, seen, quantity="record")
+                broken("it does not follow the line before it", digest, str(line.prev))
+            if line.seq != seq:
+                broken("lines are missing or repeated", f"seq {seq}", f"seq {line.seq}")
+            seq = seq if line.seq is None else line.seq
+        digest = line.digest
+    return conclude(CLAIM, checked, found, note=f"line {history.unread[-1].line} was cut short" if history.torn else "")

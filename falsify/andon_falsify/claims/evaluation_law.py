@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, tensors
 from andon_falsify.claims.explain import explain_ratio
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Outcome,
-    Verdict,
-    conclude,
-    first_of_many,
-    merge,
-    not_applicable,
-    unknown,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, first_of_many, merge
 
 if TYPE_CHECKING:
     from andon_falsify.claims.laws import LoopLaw
@@ -43,7 +32,6 @@ CLAIM = Claim(
     needs=(tensors("evaluation"), _evaluates),
     clauses=(Clause("evaluation-once", "same"),),
 )
-_SHOWN = 3
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -54,7 +42,7 @@ def check(evidence: Evidence) -> Verdict:
     try:
         random = evidence.find("random")
     except RunUnavailable as error:
-        return merge([plain, unknown(CLAIM, str(error))])
+        return merge([plain, conclude(CLAIM, 0, [], str(error))])
     if random is None:
         return plain
     verdict = _evaluation(random)
@@ -68,49 +56,33 @@ def _evaluation(evidence: Evidence) -> Verdict:
     The accuracy is a count and must be exact, but for rows whose two best classes differ by rounding only. A rank that
     reports nothing, and a model that the reference does not know, are judged only by what the evaluation changed.
     """
-    law = cast("LoopLaw", evidence.law)
+    law = evidence.loop_law
     found = list(_changed(law))
     if law.why_no_model:
-        return conclude(CLAIM, 1, found) if found else not_applicable(CLAIM, law.why_no_model)
-    wanted, checked = _every_row(law), 0
-    for part in law.parts:
-        checked += len(part.evaluation.keys() & {"loss", "accuracy"})
-        if part is law.first or part.evaluation != law.first.evaluation:
-            found += _wrong(law, part, wanted, evidence.noise.loss)
-    return conclude(CLAIM, checked, found, "" if checked else "`evaluate` reports neither loss nor accuracy")
-
-
-@dataclass(frozen=True)
-class _EveryRow:
-    """The mean loss over every row once, and the fewest and the most rows that can be right within rounding."""
-
-    loss: float
-    fewest: int
-    most: int
-
-
-def _every_row(law: LoopLaw) -> _EveryRow:
+        return conclude(CLAIM, 1, found) if found else Verdict(CLAIM.name, Outcome.NOT_APPLICABLE, (law.why_no_model,))
+    from andon_falsify.claims.laws import piece_of
     from andon_falsify.reference.training import row_losses
 
-    logits, labels = law.logits(law.before(1 + max(law.recorded)), tuple(range(len(law.case.rows))))
-    own = logits.gather(1, labels[:, None])[:, 0]
-    others = logits.scatter(1, labels[:, None], -math.inf).amax(1)
-    near = 1e-5 * logits.abs().amax(1)
-    loss = float(row_losses(logits, labels, law.class_weights).mean())
-    return _EveryRow(loss, int((own - others > near).sum()), int((own - others > -near).sum()))
-
-
-def _wrong(law: LoopLaw, part: LoopSightings, wanted: _EveryRow, noise: float) -> Iterator[Counterexample]:
-    reported: Mapping[str, float] = part.evaluation
-    rows = len(law.case.rows)
-    if "loss" in reported and not math.isclose(reported["loss"], wanted.loss, rel_tol=noise):
-        what, ratio = "the evaluation loss is not that of every row once", reported["loss"] / wanted.loss
-        shown = (_after(part), f"{wanted.loss:.7g}", f"{reported['loss']:.7g}")
-        yield Counterexample(what, *shown, ratio, explain_ratio(ratio, law.factors), quantity="loss")
-    if "accuracy" in reported and not wanted.fewest - 1e-4 <= reported["accuracy"] * rows <= wanted.most + 1e-4:
-        exact = f"{wanted.most / rows:.6g} ({wanted.most} of {rows})"
-        what, seen = "the accuracy is not that of every row once", f"{reported['accuracy']:.6g}"
-        yield Counterexample(what, _after(part), exact, seen)
+    rows, checked = len(law.case.rows), 0
+    piece = piece_of(law.case.rows, tuple(range(rows)))
+    logits = law.model.logits(law.before(1 + max(law.recorded)), piece.tokens, piece.attention)
+    loss = float(row_losses(logits, piece.labels, law.class_weights).mean())
+    own = logits.gather(1, piece.labels[:, None])[:, 0]
+    lead, near = own - logits.scatter(1, piece.labels[:, None], -math.inf).amax(1), 1e-5 * logits.abs().amax(1)
+    fewest, most = int((lead > near).sum()), int((lead > -near).sum())
+    for part in law.parts:
+        reported: Mapping[str, float] = part.evaluation
+        checked += len(reported.keys() & {"loss", "accuracy"})
+        if part is not law.first and reported == law.first.evaluation:
+            continue
+        if "loss" in reported and not math.isclose(reported["loss"], loss, rel_tol=evidence.noise.loss):
+            what, ratio = "the evaluation loss is not that of every row once", reported["loss"] / loss
+            shown = (_after(part), f"{loss:.7g}", f"{reported['loss']:.7g}", ratio, explain_ratio(ratio, law.factors))
+            found.append(Counterexample(what, *shown, quantity="loss"))
+        if "accuracy" in reported and not fewest - 1e-4 <= reported["accuracy"] * rows <= most + 1e-4:
+            exact, seen = f"{most / rows:.6g} ({most} of {rows})", f"{reported['accuracy']:.6g}"
+            found.append(Counterexample("the accuracy is not that of every row once", _after(part), exact, seen))
+    return conclude(CLAIM, checked, found, "" if checked else "`evaluate` reports neither loss nor accuracy")
 
 
 def _changed(law: LoopLaw) -> Iterator[Counterexample]:
@@ -120,7 +92,7 @@ def _changed(law: LoopLaw) -> Iterator[Counterexample]:
         before, after = part.around_evaluation
         names = [name for name in before if after.get(name) not in (None, before[name], held.get(name))]
         if names:
-            what, seen = f"the evaluation changed {len(names)} tensors of the model", first_of_many(names, _SHOWN)
+            what, seen = f"the evaluation changed {len(names)} tensors of the model", first_of_many(names, 3)
             yield Counterexample(what, _after(part), "the model as the training left it", seen, quantity="weights")
             return
 

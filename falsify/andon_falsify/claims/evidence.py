@@ -16,7 +16,7 @@ from andon_falsify.history import History
 from andon_falsify.verdict import ExtraRun, Kind
 
 if TYPE_CHECKING:
-    from andon_falsify.claims.laws import RunLaw
+    from andon_falsify.claims.laws import LoopLaw, RunLaw
     from andon_falsify.subjects.trace import Trace
 
 
@@ -76,17 +76,14 @@ class Evidence:
 
     @property
     def of_loop(self) -> bool:
-        """Whether the subject is a loop, of which only its declarations are known."""
         return self.kind == "loop"
 
     @property
     def of_script(self) -> bool:
-        """Whether the subject is a user's command, with an unknown plan and unknown promises."""
         return self.kind == "script"
 
     @property
     def noise(self) -> Noise:
-        """What rounding may cause in a run of this kind of subject."""
         return NOISE[self.kind]
 
     @cached_property
@@ -96,19 +93,16 @@ class Evidence:
 
     @property
     def history(self) -> History:
-        """The witness's account, else the subject's own. Raises `LookupError` if there is neither."""
-        found = self.seen if self.seen is not None else self.ledger
-        if found is None:
-            msg = "the run left no account"
-            raise LookupError(msg)
+        """The witness's account, else the subject's own."""
+        if (found := self.seen or self.ledger) is None:
+            raise LookupError("the run left no account")
         return found
 
     @property
     def observed(self) -> Trace:
         """Tensors and facts of the witness. Raises `LookupError` if there was no witness."""
         if self.trace is None:
-            msg = "no witness observed the run"
-            raise LookupError(msg)
+            raise LookupError("no witness observed the run")
         return self.trace
 
     def find(self, name: ExtraRun) -> Evidence | None:
@@ -119,8 +113,7 @@ class Evidence:
 
     def other(self, name: ExtraRun) -> Evidence:
         """The further run `name`. Raises `RunUnavailable` if it failed or does not exist."""
-        found = self.find(name)
-        if found is None:
+        if (found := self.find(name)) is None:
             raise RunUnavailable(f"the run {name!r} to compare with is missing")
         return found
 
@@ -131,9 +124,16 @@ class Evidence:
     @cached_property
     def law(self) -> RunLaw:
         """The float64 reference of the updates, computed on first use."""
-        from andon_falsify.claims.laws import LoopLaw, TrainerLaw
+        from andon_falsify.claims.laws import TrainerLaw
 
-        return LoopLaw(self.observed) if self.of_loop else TrainerLaw(self.observed)
+        return self.loop_law if self.of_loop else TrainerLaw(self.observed)
+
+    @cached_property
+    def loop_law(self) -> LoopLaw:
+        """The law of a loop."""
+        from andon_falsify.claims.laws import LoopLaw
+
+        return LoopLaw(self.observed)
 
 
 def of_trace(trace: Trace, **others: Trace | None) -> Evidence:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import inf, isclose, isfinite, prod
+from math import isclose, isfinite, prod
 from typing import TYPE_CHECKING
 
 from andon_falsify.verdict import Counterexample, Outcome, Verdict
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from andon_falsify.claims.laws import LoopLaw
     from andon_falsify.subjects.case import Case
 
@@ -26,45 +24,6 @@ SHORT_WINDOW = "a short window is divided as a full one"
 By itself such a ratio looks like chance."""
 
 
-@dataclass(frozen=True)
-class Gap:
-    """How far a tensor is from the expected one.
-
-    relative: |seen - expected| / scale. factor: the c for which c * expected is nearest to seen, None if expected is 0.
-    residual: |seen - c * expected| / |seen|, which is about 0 if seen is expected times c.
-    """
-
-    relative: float
-    factor: float | None
-    residual: float
-
-
-def gap(seen: Tensor, expected: Tensor, floor: float = 0.0) -> Gap:
-    """The distance of `seen` from `expected` (float64, of one shape), relative to max(|expected|, floor).
-
-    A scale of 0 gives 0 for equal tensors and infinity for others. NaN or infinity in `seen` gives infinity.
-    """
-    size, off = float(expected.norm()), float((seen - expected).norm())
-    if not isfinite(off):
-        return Gap(inf, None, inf)
-    scale = max(size, floor)
-    relative = off / scale if scale else (0.0 if off == 0.0 else inf)
-    if not size:
-        return Gap(relative, None, inf)
-    factor = float(((seen / size) * (expected / size)).sum())
-    held = float(seen.norm())
-    return Gap(relative, factor, float((seen - factor * expected).norm()) / held if held else 0.0)
-
-
-def common_factor(gaps: Mapping[str, Gap]) -> float | None:
-    """The factor that all `gaps` share, None if they share none. Expected values of 0 have no say."""
-    factors = [held.factor for held in gaps.values() if held.factor is not None]
-    if not factors or any(held.factor is not None and held.residual > _FITS for held in gaps.values()):
-        return None
-    middle = sorted(factors)[len(factors) // 2]
-    return middle if all(isclose(factor, middle, rel_tol=_FITS) for factor in factors) else None
-
-
 def explain_ratio(ratio: float, factors: Mapping[str, int]) -> str:
     """`4.000 = accumulation 2 x world 2`, or the number alone if no product of `factors` is equal to it."""
     named = ratio_product(ratio, factors)
@@ -72,10 +31,9 @@ def explain_ratio(ratio: float, factors: Mapping[str, int]) -> str:
 
 
 def ratio_product(ratio: float, factors: Mapping[str, int]) -> str:
-    """`accumulation 2 x world 2`: `ratio` as a product of powers (-2 to 2) of `factors`, or "" without such a product.
+    """`accumulation 2 x world 2`: `ratio` as the simplest product of powers (-2 to 2) of `factors`, "" without one.
 
-    Names the simplest product. Equally simple ones are joined by "or": one case cannot tell them apart (repeat it with
-    other sizes).
+    Equally simple ones are joined by "or": one case cannot tell them apart.
     """
     if not isfinite(ratio) or ratio == 0 or isclose(ratio, 1.0, rel_tol=_FITS):
         return ""
@@ -103,11 +61,10 @@ def fitting_powers(
         return []
     (ratio, first), *others = measured
     values, tried = _products(tuple(first.get(name, 1) for name in names))
-    near = slice(
-        bisect_left(values, abs(ratio) * (1 - 2 * tolerance)), bisect_right(values, abs(ratio) / (1 - tolerance))
-    )
+    first_near = bisect_left(values, abs(ratio) * (1 - 2 * tolerance))
     fits: dict[int, list[tuple[int, ...]]] = {}
-    for value, powers in zip(values[near], tried[near], strict=True):
+    for place in range(first_near, bisect_right(values, abs(ratio) / (1 - tolerance))):
+        value, powers = values[place], tried[place]
         if isclose(value, abs(ratio), rel_tol=tolerance) and all(
             isclose(_product([factors.get(name, 1) for name in names], powers), abs(other), rel_tol=tolerance)
             for other, factors in others
@@ -119,7 +76,7 @@ def fitting_powers(
 
 @lru_cache(maxsize=64)
 def _products(factors: tuple[int, ...]) -> tuple[list[float], list[tuple[int, ...]]]:
-    """The values of all products of powers of `factors`, ascending, and the powers of each. A campaign repeats them."""
+    """The values of all products of powers of `factors`, ascending, and the powers of each."""
     powers = [each for each in product(_POWERS, repeat=len(factors)) if any(each)]
     found = sorted((_product(factors, each), each) for each in powers)
     return [value for value, _ in found], [each for _, each in found]
@@ -131,20 +88,15 @@ def _product(factors: Sequence[int], powers: Sequence[int]) -> float:
 
 def name_product(factors: Mapping[str, int], powers: Mapping[str, int]) -> str:
     """`accumulation 2 x world 2`, `1 / world 2`, `world 2 squared / accumulation 3`."""
-    above = [_power(name, factors[name], power) for name, power in sorted(powers.items()) if power > 0]
-    below = [_power(name, factors[name], -power) for name, power in sorted(powers.items()) if power < 0]
+    named = [
+        (power, f"{name} {factors[name]}{' squared' * (abs(power) == 2)}") for name, power in sorted(powers.items())
+    ]
+    above, below = ([text for power, text in named if power * sign > 0] for sign in (1, -1))
     return " / ".join([" x ".join(above) or "1", *below])
 
 
-def _power(name: str, value: int, power: int) -> str:
-    return f"{name} {value}{' squared' if power == 2 else ''}"
-
-
 def short_window(ratio: float, visits: Sequence[Sequence[tuple[int, ...]]], case: Case) -> str:
-    """`2 of 3 micro-batches`, if that is `ratio` for an update of these `visits`; else "".
-
-    visits: the rows of each micro-batch of each rank.
-    """
+    """`2 of 3 micro-batches`, if that is `ratio` for an update of these `visits` (as `LoopLaw.visits`); else ""."""
     windows = [sum(map(bool, leaves)) for leaves in visits]
     rows = sum(len(leaf) for leaves in visits for leaf in leaves)
     alike = len(set(windows)) == 1

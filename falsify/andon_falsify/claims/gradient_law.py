@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import hypot, isfinite
-from typing import TYPE_CHECKING, cast
+from math import hypot, inf, isclose, isfinite
+from typing import TYPE_CHECKING, NamedTuple
 
 from andon_falsify.claims.evidence import Evidence, has_law, tensors
-from andon_falsify.claims.explain import common_factor, explain_ratio, explain_window, gap, name_short_windows
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Outcome,
-    Verdict,
-    conclude,
-    first_of_many,
-    merge,
-    unknown,
-)
+from andon_falsify.claims.explain import explain_ratio, explain_window, name_short_windows
+from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, first_of_many, merge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,8 +42,6 @@ errors are left."""
 _FITS = 1e-3
 _WHOLE = 0.02
 _SHOWN = 3
-_GROUPS = 6
-_RELABELLED = 4
 Explanation = tuple[str, str]
 """The cause of a wrong gradient, which a smaller counterexample must keep, and the same in words with its numbers."""
 _NONE = ("", "")
@@ -75,8 +63,32 @@ def check(evidence: Evidence) -> Verdict:
         for expected in law.expected
     }
     if evidence.of_loop:
-        return _of_loop(cast("LoopLaw", law), verdicts)
-    return merge(verdicts.values()) if verdicts else unknown(CLAIM, "no update was made")
+        return _of_loop(evidence.loop_law, verdicts)
+    return merge(verdicts.values()) if verdicts else conclude(CLAIM, 0, [], "no update was made")
+
+
+class _Gap(NamedTuple):
+    """relative: |seen - expected| / scale. factor: the c for which c * expected is nearest to seen, None without one.
+
+    residual: |seen - c * expected| / |seen|, which is about 0 if seen is expected times c.
+    """
+
+    relative: float
+    factor: float | None
+    residual: float
+
+
+def _gap(seen: Tensor, expected: Tensor, floor: float) -> _Gap:
+    """The distance of `seen` from `expected` (float64, of one shape), relative to max(|expected|, floor)."""
+    size, off = float(expected.norm()), float((seen - expected).norm())
+    if not isfinite(off):
+        return _Gap(inf, None, inf)
+    scale = max(size, floor)
+    relative = off / scale if scale else (0.0 if off == 0.0 else inf)
+    if not size:
+        return _Gap(relative, None, inf)
+    factor, held = float(((seen / size) * (expected / size)).sum()), float(seen.norm())
+    return _Gap(relative, factor, float((seen - factor * expected).norm()) / held if held else 0.0)
 
 
 def compare(
@@ -93,30 +105,24 @@ def compare(
     A tensor's scale is its expected norm, or `floor` times the norm of the whole expected gradient if that is more.
     With a floor of 0, a tensor whose law is exactly 0 must be 0. Unknown if the law is not finite, or 0 everywhere.
     """
-    law = {name: tensor.double().flatten() for name, tensor in expected.items()}
+    law, held = ({name: each.double().flatten() for name, each in side.items()} for side in (expected, seen))
     total = hypot(*(float(tensor.norm()) for tensor in law.values()))
     if not isfinite(total):
-        return unknown(CLAIM, "the expected gradient is not finite")
+        return conclude(CLAIM, 0, [], "the expected gradient is not finite")
     if total == 0:
-        return unknown(CLAIM, "the expected gradient is 0 everywhere: nothing can be told from it")
-    held = {name: tensor.double().flatten() for name, tensor in seen.items()}
+        return conclude(CLAIM, 0, [], "the expected gradient is 0 everywhere: nothing can be told from it")
     found = []
     for name in sorted(held.keys() | law.keys()):
-        sizes = [f"{len(side[name])} elements" if name in side else "no gradient" for side in (law, held)]
-        if sizes[0] != sizes[1]:
-            what = f"{name} has another layout"
-            found.append(Counterexample(what, where, sizes[0], sizes[1], quantity="gradient"))
-    gaps = {
-        name: gap(held[name], tensor, floor * total)
-        for name, tensor in law.items()
-        if name in held and len(held[name]) == len(tensor)
-    }
+        wanted, size = (f"{len(side[name])} elements" if name in side else "no gradient" for side in (law, held))
+        if wanted != size:
+            found.append(Counterexample(f"{name} has another layout", where, wanted, size, quantity="gradient"))
+    alike = [name for name in law if name in held and len(held[name]) == len(law[name])]
+    gaps = {name: _gap(held[name], law[name], floor * total) for name in alike}
     wrong = sorted((name for name in gaps if gaps[name].relative > tolerance), key=lambda name: -gaps[name].relative)
     if wrong:
         named = first_of_many([f"{name} {gaps[name].relative:.3g}" for name in wrong], _SHOWN)
         what, limit = f"{len(wrong)} of {len(gaps)} tensors are off the law", f"relative error <= {tolerance:.3g}"
-        ratio = common_factor(gaps)
-        ratio = None if ratio is None or abs(ratio - 1.0) <= _FITS else ratio
+        ratio = _common_factor([gap for gap in gaps.values() if gap.factor is not None])
         equals = "" if ratio is None else explain_ratio(ratio, factors or {})
         found.append(Counterexample(what, where, limit, named, ratio, equals, quantity="gradient"))
     worst = max((each.relative for each in gaps.values()), default=0.0)
@@ -124,25 +130,27 @@ def compare(
     return conclude(CLAIM, sum(bool(law[name].any()) for name in gaps), found, note=note, worst=worst)
 
 
+def _common_factor(gaps: Sequence[_Gap]) -> float | None:
+    """The factor other than 1 that all `gaps` share, None if they share none."""
+    factors = sorted(gap.factor for gap in gaps if gap.factor is not None and gap.residual <= _FITS)
+    middle = factors[len(factors) // 2] if len(factors) == len(gaps) > 0 else 1.0
+    shared = all(isclose(factor, middle, rel_tol=_FITS) for factor in factors)
+    return middle if shared and abs(middle - 1.0) > _FITS else None
+
+
 def _of_loop(law: LoopLaw, found: Mapping[int, Verdict]) -> Verdict:
     """The verdicts on the updates as one, each wrong gradient with what it is instead."""
     verdicts = name_short_windows(law, {step: _explained(law, step, verdict) for step, verdict in found.items()})
-    verdicts += [conclude(CLAIM, 1, [each]) for each in _frozen(law)]
+    if lost := law.to_train - law.made_trainable:
+        what, held = f"{len(lost)} tensors that are to train have no gradient", first_of_many(sorted(lost), 3)
+        shown = (what, "from the start", "requires_grad", f"frozen: {held}")
+        verdicts.append(conclude(CLAIM, 1, [Counterexample(*shown, quantity="gradient")]))
     if law.unknown_updates:
-        verdicts.append(unknown(CLAIM, f"the rows of update {min(law.unknown_updates)} are not all known"))
+        verdicts.append(conclude(CLAIM, 0, [], f"the rows of update {min(law.unknown_updates)} are not all known"))
     if not verdicts:
-        return unknown(CLAIM, "no update with known rows was made")
+        return conclude(CLAIM, 0, [], "no update with known rows was made")
     merged = merge(verdicts)
     return replace(merged, reasons=tuple(filter(None, (*merged.reasons, law.note))))
-
-
-def _frozen(law: LoopLaw) -> Iterator[Counterexample]:
-    from andon_falsify.loops.parameters import trained
-
-    lost = set() if law.why_no_model else set(trained(law.plain)) - law.made_trainable
-    if lost:
-        what, held = f"{len(lost)} tensors that are to train have no gradient", first_of_many(sorted(lost), 3)
-        yield Counterexample(what, "from the start", "requires_grad", f"frozen: {held}", quantity="gradient")
 
 
 def _explained(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:
@@ -151,13 +159,11 @@ def _explained(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:
     rows = _matrix(law.of(step))
     seen, planned = _vector(law, step), rows.mean(0)
     size, off = float(planned.norm()), float((seen - planned).norm())
-    relative = off / size if size else float("inf")
+    relative = off / size if size else inf
     cause = words = ""
     if relative > _FITS and _fit(seen, planned)[1] > _FITS:
-        for explain in (_other_mean, _of_before, _relabelled, _counted):
-            cause, words = explain(law, step, rows, seen)
-            if words:
-                break
+        explained = (explain(law, step, rows, seen) for explain in (_other_mean, _of_before, _relabelled, _counted))
+        cause, words = next((each for each in explained if each[1]), _NONE)
     early = _EARLY if law.first.made[step].early else ""
     overall = "; ".join(filter(None, (f"relative error {relative:.3g} over all tensors", early, words)))
     named = tuple(replace(each, what=f"{each.what}; {overall}", cause=cause) for each in verdict.counterexamples)
@@ -192,13 +198,11 @@ def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanat
     leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
     ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]
 
-    def sizes(parts: Sequence[Sequence[int]]) -> str:
-        return ", ".join(str(len(part)) for part in parts)
-
+    of_leaves, of_ranks = (", ".join(str(len(part)) for part in parts) for parts in (leaves, ranks))
     means: list[tuple[str, str, Sequence[Sequence[int]]]] = [
         ("visits", "the mean over all visits, repeated rows counted again", [[row for leaf in leaves for row in leaf]]),
-        ("micro-batches", f"the mean of the means of {len(leaves)} micro-batches (of {sizes(leaves)} rows)", leaves),
-        ("ranks", f"the mean of the means of {len(ranks)} ranks (with {sizes(ranks)} rows)", list(filter(None, ranks))),
+        ("micro-batches", f"the mean of the means of {len(leaves)} micro-batches (of {of_leaves} rows)", leaves),
+        ("ranks", f"the mean of the means of {len(ranks)} ranks (with {of_ranks} rows)", list(filter(None, ranks))),
     ]
     for name, words, parts in means:
         weights = rows.new_zeros(len(rows))
@@ -262,7 +266,7 @@ def _relabelled(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanat
         for row, label in zip(law.rows(step), shares.argmax(1).tolist(), strict=True)
         if label != labels[row]
     ]
-    return ("other labels", f"it is the mean with {first_of_many(said, _RELABELLED)}") if said else _NONE
+    return ("other labels", f"it is the mean with {first_of_many(said, 4)}") if said else _NONE
 
 
 def _counted(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
@@ -283,6 +287,6 @@ def _counted(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation
         for times, held in sorted(by_times.items())
         if abs(times - 1) > 0.005
     ]
-    if not parts or len(by_times) > _GROUPS:
+    if not parts or len(by_times) > 6:
         return _NONE
     return "rows do not count once", f"by the law every row counts once, here {'; '.join(parts)}"

@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import Event, History, StepEvent
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Quantity,
-    Verdict,
-    conclude,
-    merge,
-    not_applicable,
-    unknown,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Quantity, Verdict, conclude, merge, not_applicable
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
@@ -55,7 +45,7 @@ CLAIM = Claim(
     ),
     statements={
         "loop": "A NaN in one rank's gradient stops all ranks at that step, before the update, by whatever error: no "
-        "later step, and no changed weights.",
+        "later step, and no changed weights."
     },
 )
 
@@ -72,8 +62,7 @@ def check(evidence: Evidence) -> Verdict:
         apart = Counterexample("the ranks did not stop together", where, f"all stop at {where}", trace.failures)
         return conclude(CLAIM, 1, [apart])
     if evidence.of_loop and not any(getattr(part, "poisoned", False) for part in trace.parts):
-        why = f"the NaN was never planted: the last rank had no row in update {poison.step}"
-        return unknown(CLAIM, why)
+        return conclude(CLAIM, 0, [], f"the NaN was never planted: the last rank had no row in update {poison.step}")
     seen = check_history(trace.seen, poison.step, clause="finite", stopped_at=trace.stopped_at)
     return merge([seen, _check_unapplied(trace, poison.step)])
 
@@ -84,13 +73,12 @@ def _check_unapplied(trace: Trace, step: int) -> Verdict:
     final: Mapping[int, tuple[str, str]] = trace.gathered("final")
     for part in trace.parts:
         for rank in part.ranks:
-            before = part.of(rank, step - 1).weights if step > 1 else part.start[rank]
-            moments = part.of(rank, step - 1).optimizer if step > 1 else ""
-            checked += 1
+            earlier, checked = part.of(rank, step - 1) if step > 1 else None, checked + 1
+            before, moments = (earlier.weights, earlier.optimizer) if earlier else (part.start[rank], "")
             if final[rank][0] != before or (moments and final[rank][1] != moments):
                 what = "weights or optimizer state changed in the update that was to be stopped"
-                digests = (before, final[rank][0])
-                found.append(Counterexample(what, f"step {step}, rank {rank}", *digests, quantity="weights"))
+                shown = (f"step {step}, rank {rank}", before, final[rank][0])
+                found.append(Counterexample(what, *shown, quantity="weights"))
     return conclude(CLAIM, checked, found)
 
 
@@ -101,7 +89,7 @@ def _check_ledger(history: History) -> Verdict:
     if last is None or last.kind != "end":
         after = f"step {max(history.trajectory, default=0)}"
         why = f"no end is recorded after {after}: it was killed, or goes on still, and why it stopped is not known"
-        return unknown(CLAIM, why)
+        return conclude(CLAIM, 0, [], why)
     if history.of_kind("violation"):
         return not_applicable(CLAIM, "what is recorded was only to be told of, so that nothing had to stop")
     why = "no violation and nothing that is not finite is recorded, so that nothing had to stop"
@@ -116,8 +104,7 @@ def check_history(
 
     planted: the update at which a fault was planted; a run that reached it must stop there, with a violation (of
     `clause`, if given). stopped_at: the step at which each rank ended, as the witness saw it. A warning of a watch
-    stops nothing, and a violation that was found after an update does not deny the update. Unknown if nothing ever went
-    wrong.
+    stops nothing, and a violation that was found after an update does not deny the update.
     """
     found: list[Counterexample] = []
     checked, missing = 0, ""
@@ -127,8 +114,7 @@ def check_history(
 
     for run in history.runs:
         recorded = [event for event in run.events if event.kind == "violation"]
-        poison = next((event for event in run.steps if not event.finite), None)
-        if poison is not None:
+        if poison := next((event for event in run.steps if not event.finite), None):
             checked += 1
             seen = f"loss {poison.loss}, gradient norm {poison.grad_norm}"
             if later := [event.number for event in run.steps if event.line > poison.line]:

@@ -13,11 +13,6 @@ from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import Event, Unread
 from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_applicable
 
-
-def _has_folder(evidence: Evidence) -> str:
-    return "" if evidence.folder is not None else "a ledger without a run folder has no files that quote it"
-
-
 CLAIM = Claim(
     "heads-quoted",
     1,
@@ -26,12 +21,11 @@ CLAIM = Claim(
     "the rows and the accuracy of its evaluation.",
     order=190,
     subjects=("ledger",),
-    needs=(_has_folder,),
+    needs=(lambda run: "" if run.folder is not None else "a ledger without a run folder has no files that quote it",),
     unwatched="is about the record and its run folder",
 )
 _MOST_BYTES = 1 << 26
 _DIGITS = 16
-_DIGEST = re.compile(f"[0-9a-f]{{{_DIGITS}}}")
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -64,25 +58,22 @@ def _quotes(folder: Path) -> Iterator[tuple[str, int, str]]:
                 head = json.loads(_read(path))["ledger"]
                 quote = int(head["count"]), str(head["digest"])
             except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-                msg = f"{path} says nothing of the ledger: {error}"
-                raise ValueError(msg) from error
+                raise ValueError(f"{path} says nothing of the ledger: {error}") from error
             yield str(path.relative_to(folder)), *quote
 
 
 def _wrong_matrix(folder: Path, event: Event) -> Iterator[Counterexample]:
     """How the file of the confusion matrix that an evaluation quotes differs from what the evaluation says."""
     quote, where = str(event.fields["confusion"]), f"line {event.line}, after step {event.step}"
-    if not _DIGEST.fullmatch(quote):
-        msg = f"line {event.line} quotes a confusion matrix by {quote[:_DIGITS]!r}, which is not a digest"
-        raise ValueError(msg)
+    if not re.fullmatch(f"[0-9a-f]{{{_DIGITS}}}", quote):
+        raise ValueError(f"line {event.line} quotes a confusion matrix by {quote[:_DIGITS]!r}, which is not a digest")
     path = folder / "confusion" / f"{quote}.json"
     name = str(path.relative_to(folder))
     if not path.exists():
         yield _wrong(f"{name}, the confusion matrix, is not there", where, quote, "no such file")
         return
     data = _read(path)
-    seen = hashlib.sha256(data).hexdigest()[:_DIGITS]
-    if seen != quote:
+    if (seen := hashlib.sha256(data).hexdigest()[:_DIGITS]) != quote:
         yield _wrong(f"{name} is not the confusion matrix that was quoted", where, quote, seen)
         return
     cells = json.loads(data)["cells"]
@@ -90,17 +81,15 @@ def _wrong_matrix(folder: Path, event: Event) -> Iterator[Counterexample]:
     if rows != event.fields.get("rows"):
         yield _wrong(f"{name} has other rows than the evaluation", where, str(event.fields.get("rows")), str(rows))
     right = sum(count for actual, predicted, count in cells if actual == predicted)
-    scores = event.fields.get("scores")
+    scores, share = event.fields.get("scores"), right / rows if rows else 0.0
     told = scores.get("accuracy") if isinstance(scores, Mapping) else None
-    share = right / rows if rows else 0.0
     if isinstance(told, Mapping) and told.get("hex") != share.hex():
-        what = f"{name} gives another accuracy than the evaluation"
-        yield _wrong(what, where, str(told.get("value")), f"{share:.9g} ({right} of {rows})")
+        what, held = f"{name} gives another accuracy than the evaluation", f"{share:.9g} ({right} of {rows})"
+        yield _wrong(what, where, str(told.get("value")), held)
 
 
 def _read(path: Path) -> bytes:
     """The file's bytes. A pipe has no end, and a link leads out of the run folder, so both are refused."""
     if path.is_symlink() or not path.is_file() or path.stat().st_size > _MOST_BYTES:
-        msg = f"{path} is a link, not a regular file, or longer than {_MOST_BYTES} bytes"
-        raise ValueError(msg)
+        raise ValueError(f"{path} is a link, not a regular file, or longer than {_MOST_BYTES} bytes")
     return path.read_bytes()

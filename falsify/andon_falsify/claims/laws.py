@@ -17,11 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
-from andon_falsify.reference.decoder import Decoder
-from andon_falsify.reference.encoder import Encoder
-from andon_falsify.reference.params import Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.models import Decoder, Encoder, Lora, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
 from andon_falsify.reference.training import Piece, RowGradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
@@ -92,12 +91,10 @@ class RunLaw(ABC):
 
     @cached_property
     def recorded(self) -> tuple[int, ...]:
-        """The updates whose gradients and weights were recorded."""
         return tuple(step for step, values in sorted(self.trace.first.values.items()) if values.weights)
 
     @cached_property
     def updates(self) -> tuple[int, ...]:
-        """The updates whose law can be computed."""
         return self.recorded
 
     @cached_property
@@ -113,19 +110,16 @@ class RunLaw(ABC):
 
     @cached_property
     def model(self) -> Decoder | Encoder:
-        """The architecture of the case."""
         lora = Lora(2.0 * self.case.rank) if self.case.rank else None
         kind = Decoder if self.case.architecture == "decoder" else Encoder
         return kind.from_config(self.trace.first.config, lora)
 
     @cached_property
     def initial(self) -> dict[str, Tensor]:
-        """Rank 0's weights before the first update."""
         return canonical(self.trace.first.state)
 
     @cached_property
     def trainable(self) -> tuple[str, ...]:
-        """The names of the tensors that train."""
         return tuple(short_name(name) for name, _, _ in self.trace.first.layouts[0])
 
     def before(self, step: int) -> dict[str, Tensor]:
@@ -192,16 +186,15 @@ class TrainerLaw(RunLaw):
             return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
         leaves = shares(self.rows(step), case.micro_batches)
         observed = [self._masks.get((step, ids)) for ids in leaves]
-        pieces = [
-            piece_of(case.rows, ids, leaf.length if leaf else 0) for ids, leaf in zip(leaves, observed, strict=True)
-        ]
+        lengths = [leaf.length if leaf else 0 for leaf in observed]
+        pieces = [piece_of(case.rows, *each) for each in zip(leaves, lengths, strict=True)]
 
         def masks(index: int) -> Masks:
             leaf = observed[index]
             if leaf is None:
                 if case.dropout:
-                    msg = f"micro-batch {index} of step {step} was never computed, so its masks are unknown"
-                    raise LookupError(msg)
+                    where = f"micro-batch {index} of step {step}"
+                    raise LookupError(f"{where} was never computed, so its masks are unknown")
                 return no_dropout
             held = leaf.masks
             return lambda name, shape: held[name].view(shape).double() if name in held else None
@@ -279,12 +272,16 @@ class LoopLaw(RunLaw):
         return model(self.case)
 
     @cached_property
+    def to_train(self) -> set[str]:
+        """The tensors of the case's model that train; those that do train, if the loop has another model."""
+        return self.made_trainable if self.why_no_model else set(trained(self.plain))
+
+    @cached_property
     def updates(self) -> tuple[int, ...]:
         return tuple(step for step in self.recorded if step not in self.unknown_updates)
 
     @cached_property
     def unknown_updates(self) -> frozenset[int]:
-        """The updates for which the rows of some rank are unknown."""
         strange = {stranger.step for part in self.parts for stranger in part.strangers}
         return frozenset(strange.union(*(part.rowless for part in self.parts)) & self.first.made.keys())
 
@@ -312,13 +309,15 @@ class LoopLaw(RunLaw):
         return replace(law, gradients=clip(law.gradients, limit)[0])
 
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
-        made = self.first.made[step]
-        return tuple(
-            ParameterGroup(
-                tuple(map(short_name, group.names)), _rule_of(made.optimizer, group), float(group.settings["lr"])
-            )
-            for group in made.groups
-        )
+        made, found = self.first.made[step], []
+        for group in made.groups:
+            held: Mapping[str, Any] = group.settings
+            if made.optimizer == "SGD":
+                rule: UpdateRule = Sgd(held["momentum"], held["weight_decay"])
+            else:
+                rule = AdamW(held["betas"], held["eps"], held["weight_decay"] * decouples(made.optimizer, group))
+            found.append(ParameterGroup(tuple(map(short_name, group.names)), rule, float(held["lr"])))
+        return tuple(found)
 
     def limit(self, step: int) -> float | None:
         """None if the clip had another gradient than the optimizer."""
@@ -327,37 +326,29 @@ class LoopLaw(RunLaw):
     def of(self, step: int) -> RowGradients:
         if step not in self._held:
             own = self.first.recomputed[step] if self.recomputes else None
-            self._held[step] = self.labelled(step) if own is None else replace(own, gradients=_short(own.gradients))
+            self._held[step] = self.labelled(step) if own is None else replace(own, gradients=_exact(own.gradients))
         return self._held[step]
 
     def labelled(self, step: int, label: int | None = None) -> RowGradients:
         """As `of`, if every row had the label `label`. Only for a model that the reference knows."""
-        rows = self.rows(step)
-        piece = piece_of(self.case.rows, rows)
+        piece = piece_of(self.case.rows, self.rows(step))
         if label is not None:
             piece = replace(piece, labels=torch.full_like(piece.labels, label))
         law = row_gradients(self.model, self.before(step), self.trainable, [piece], self.class_weights)
-        return RowGradients(rows, *law)
-
-    def logits(self, weights: Mapping[str, Tensor], rows: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """float64 [rows, classes] under `weights` (canonical names, all of them), and the labels of the rows."""
-        piece = piece_of(self.case.rows, rows)
-        return self.model.logits(weights, piece.tokens, piece.attention), piece.labels
+        return RowGradients(self.rows(step), *law)
 
 
 def planned_batches(case: Case) -> dict[int, tuple[int, ...]]:
-    """The rows of each update of our trainer, by the published rule."""
     plan = PublishedPlan(range(len(case.items)), case.seed, case.batch_size, case.updates())
     return {update: tuple(rows) for update, rows in plan.items()}
 
 
 def rate_law(case: Case) -> PublishedSchedule:
-    """The published schedule of our trainer."""
     return PublishedSchedule(case.lr, case.updates(), 0.1, 1e-6)
 
 
 def update_rule(case: Case, *, matrices_only: bool = True) -> UpdateRule:
-    """The optimizer of `case`. matrices_only: norms and biases do not decay, as in our trainer."""
+    """matrices_only: norms and biases do not decay, as in our trainer."""
     if case.optimizer == "adamw":
         return AdamW(weight_decay=case.weight_decay, matrices_only=matrices_only)
     return Sgd(case.momentum, case.weight_decay, matrices_only)
@@ -371,7 +362,6 @@ def shares(ids: tuple[int, ...], count: int) -> tuple[tuple[int, ...], ...]:
 
 
 def short_name(name: str) -> str:
-    """The canonical name of a trained tensor."""
     short = canonical_name(name)
     assert short is not None, name
     return short
@@ -393,16 +383,5 @@ def decouples(optimizer: str, group: Group) -> bool:
     return optimizer == "AdamW" or bool(group.settings.get("decoupled_weight_decay"))
 
 
-def _rule_of(optimizer: str, group: Group) -> UpdateRule:
-    held: Mapping[str, Any] = group.settings
-    if optimizer == "SGD":
-        return Sgd(held["momentum"], held["weight_decay"])
-    return AdamW(held["betas"], held["eps"], held["weight_decay"] if decouples(optimizer, group) else 0.0)
-
-
-def _short(tensors: Tensors) -> dict[str, Tensor]:
-    return {short_name(name): tensor for name, tensor in tensors.items()}
-
-
 def _exact(tensors: Tensors) -> dict[str, Tensor]:
-    return {name: tensor.double() for name, tensor in _short(tensors).items()}
+    return {short_name(name): tensor.double() for name, tensor in tensors.items()}

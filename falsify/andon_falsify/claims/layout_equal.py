@@ -28,28 +28,18 @@ def check(evidence: Evidence) -> Verdict:
 
 
 def check_layouts(layouts: Mapping[str, Sequence[Tensor]]) -> Verdict:
-    """Compare each layout (label -> tensors in order) with the first and name the first tensor that differs.
-
-    Not applicable to a single layout, unknown for none and where the first is empty.
-    """
+    """Compare each layout (label -> tensors in order) with the first and name the first tensor that differs."""
     if not layouts:
         return unknown(CLAIM, "no layout was recorded")
     if len(layouts) == 1:
         return not_applicable(CLAIM, "one layout has nothing to equal")
     (label, first), *others = layouts.items()
-    found = [
-        difference for name, layout in others if (difference := _difference(label, first, name, layout)) is not None
-    ]
+    found = []
+    for name, layout in others:
+        for index, (expected, seen) in enumerate(zip_longest(first, layout)):
+            if expected != seen:
+                sides = (f"{each[0]} {list(each[1])} {each[2]}" if each else "no tensor" for each in (expected, seen))
+                where, (wanted, held) = f"tensor {index}, {name} against {label}", sides
+                found.append(Counterexample("the layout differs", where, wanted, held, quantity="layout"))
+                break
     return conclude(CLAIM, len(others) * len(first), found, "" if first else f"the layout of {label} is empty")
-
-
-def _difference(label: str, first: Sequence[Tensor], name: str, layout: Sequence[Tensor]) -> Counterexample | None:
-    for index, (expected, seen) in enumerate(zip_longest(first, layout)):
-        if expected != seen:
-            where = f"tensor {index}, {name} against {label}"
-            return Counterexample("the layout differs", where, _shown(expected), _shown(seen), quantity="layout")
-    return None
-
-
-def _shown(tensor: Tensor | None) -> str:
-    return "no tensor" if tensor is None else f"{tensor[0]} {list(tensor[1])} {tensor[2]}"

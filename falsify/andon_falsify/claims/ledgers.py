@@ -21,8 +21,6 @@ ALL: tuple[Claim, ...] = claims_of("ledger")
 """The claims that `verify` judges."""
 _TOGETHER = ("same-everywhere", "resume-equal")
 """Claims that are judged of all ledgers together."""
-_MADE_OF = {"data": "data", "base": "base model"}
-"""What a job consists of besides its settings: names of the digests in a first line, and words for them."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,12 @@ class RecordedRun:
 
     def settings(self) -> Mapping[str, object]:
         """The configuration by dotted key; empty without one. Raises `InputError`."""
-        config = self.config()
-        found = {} if config is None else config.model_dump(mode="json")
-        return {
-            f"{part}.{key}": each
-            for part, keys in found.items()
-            if isinstance(keys, dict)
-            for key, each in keys.items()
-        }
+        found = {} if (config := self.config()) is None else config.model_dump(mode="json")
+        parts = {part: keys for part, keys in found.items() if isinstance(keys, dict)}
+        return {f"{part}.{key}": each for part, keys in parts.items() for key, each in keys.items()}
 
     @property
     def evidence(self) -> Evidence:
-        """The subject's own account, without a witness."""
         return Evidence(None, self.history, "ledger", configuration=self.settings, folder=self.folder)
 
 
@@ -74,31 +66,35 @@ def read_run(path: Path) -> RecordedRun:
 
 def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
     """One verdict for each claim of `ALL`, over all `runs`."""
-    evidence = [run.evidence for run in runs]
+    ours, *others = evidence = [run.evidence for run in runs]
     apart = next(filter(None, (_another_job(runs[0], run) for run in runs[1:])), "")
     command = command_line("andon", "verify", *(run.path for run in runs))
-    found = []
+
+    def named(verdict: Verdict, of: RecordedRun | None = None) -> Verdict:
+        """With the command, and of several ledgers the one that a counterexample is in."""
+        place = f"{of.path}, " if of is not None and others else ""
+        found = (replace(each, where=f"{place}{each.where}", repro=command) for each in verdict.counterexamples)
+        return replace(verdict, counterexamples=tuple(found))
+
+    verdicts = []
     for claim in ALL:
-        if claim.name in _TOGETHER and apart:
-            verdict = unknown(claim, f"not comparable: {apart}")
-        elif claim.name in _TOGETHER:
-            verdict = judged_by(claim, replace(evidence[0], elsewhere=tuple(evidence[1:])))
+        if claim.name not in _TOGETHER:
+            verdicts.append(merge(named(judged_by(claim, one), run) for run, one in zip(runs, evidence, strict=True)))
+        elif apart:
+            verdicts.append(unknown(claim, f"not comparable: {apart}"))
         else:
-            each = (judged_by(claim, one) for one in evidence)
-            verdict = merge(_named(verdict, run, runs) for verdict, run in zip(each, runs, strict=True))
-        named = tuple(replace(each, repro=command) for each in verdict.counterexamples)
-        found.append(replace(verdict, counterexamples=named))
-    return tuple(found)
+            verdicts.append(named(judged_by(claim, replace(ours, elsewhere=tuple(others)))))
+    return tuple(verdicts)
 
 
 def _another_job(first: RecordedRun, other: RecordedRun) -> str:
     """How the job of `other` differs from that of `first`: settings, data or base model; "" if nothing shows it."""
-    ours, theirs = first.history.start, other.history.start
-    if ours is None or theirs is None:
+    starts = [run.history.start.fields for run in (first, other) if run.history.start is not None]
+    if len(starts) < 2:
         return ""
-    found = _other_settings(first, other) if ours.fields.get("identity") != theirs.fields.get("identity") else []
-    for name, called in _MADE_OF.items():
-        held = [start.fields.get("digests") for start in (ours, theirs)]
+    found = _other_settings(first, other) if starts[0].get("identity") != starts[1].get("identity") else []
+    for name, called in (("data", "data"), ("base", "base model")):
+        held = [start.get("digests") for start in starts]
         digests = [each.get(name) if isinstance(each, Mapping) else None for each in held]
         if None not in digests and digests[0] != digests[1]:
             found.append(called)
@@ -116,13 +112,6 @@ def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
     if len(known) < 2:
         return ["settings"]
     return [key for key, *_ in differences(known[0], known[1]) if key != "run.device_kind"]
-
-
-def _named(verdict: Verdict, run: RecordedRun, runs: Sequence[RecordedRun]) -> Verdict:
-    if len(runs) == 1 or not verdict.counterexamples:
-        return verdict
-    named = tuple(replace(each, where=f"{run.path}, {each.where}") for each in verdict.counterexamples)
-    return replace(verdict, counterexamples=named)
 
 
 def recorded_violations(run: RecordedRun) -> tuple[str, ...]:

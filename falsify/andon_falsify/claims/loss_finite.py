@@ -46,18 +46,14 @@ def check(evidence: Evidence) -> Verdict:
 def check_history(history: History) -> Verdict:
     """Unknown if an update has no loss. The ledger of a watched loop without any loss is judged by its norms alone."""
     untold = history.start is not None and history.start.watched and all(each.loss is None for each in history.steps)
-    found: list[Counterexample] = []
-    checked, missing = 0, ""
-    quantities: tuple[Quantity, Quantity] = ("loss", "norm")
+    names: tuple[tuple[Quantity, str], ...] = (("loss", "loss"), ("norm", "gradient norm"))
+    checked, missing, found = 0, "", []
     for event in history.steps:
         if event.loss is None and not untold:
             missing = missing or f"step {event.number} records no loss"
-        for quantity, number in zip(quantities, (event.loss, event.grad_norm), strict=True):
-            if number is None:
-                continue
-            checked += 1
-            if not number.finite:
-                what = f"the {'gradient norm' if quantity == 'norm' else 'loss'} is not finite"
-                shown = (f"step {event.number}", "a real number", str(number))
-                found.append(Counterexample(what, *shown, quantity=quantity))
+        for (quantity, name), number in zip(names, (event.loss, event.grad_norm), strict=True):
+            checked += number is not None
+            if number is not None and not number.finite:
+                shown = (f"the {name} is not finite", f"step {event.number}", "a real number", str(number))
+                found.append(Counterexample(*shown, quantity=quantity))
     return conclude(CLAIM, checked, found, missing, "the loop told no loss: gradient norms only" if untold else "")

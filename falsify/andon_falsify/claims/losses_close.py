@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import isclose, isfinite
-from typing import TYPE_CHECKING, cast
+from math import isclose, isfinite, nan
 
 from andon_falsify.claims.evidence import NOISE, Evidence, tensors
 from andon_falsify.claims.explain import explain_ratio, name_short_windows, ratio_product
 from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, merge, not_applicable
-
-if TYPE_CHECKING:
-    from andon_falsify.claims.laws import LoopLaw
 
 MIXED_TOLERANCE = 1e-3
 """Relative: ranks on CPUs and GPUs against the same run on one CPU."""
@@ -33,13 +29,14 @@ CLAIM = Claim(
 def check(evidence: Evidence) -> Verdict:
     """As `CLAIM` says. `others["alone"]`: the same run on one CPU."""
     if evidence.of_loop:
-        return _of_loop(evidence, cast("LoopLaw", evidence.law))
+        return _of_loop(evidence)
     law, trace, seen = evidence.law, evidence.observed, _reported(evidence)
-    if law.why_not:
-        verdicts = [not_applicable(CLAIM, law.why_not)]
-    else:
-        wanted = {expected.step: expected.loss for expected in law.expected}
-        verdicts = [compare(seen, wanted, evidence.noise.loss, law.factors)]
+    wanted = {} if law.why_not else {expected.step: expected.loss for expected in law.expected}
+    verdicts = (
+        [not_applicable(CLAIM, law.why_not)]
+        if law.why_not
+        else [compare(seen, wanted, evidence.noise.loss, law.factors)]
+    )
     if trace.case.backend == "mixed" and not trace.case.dropout:  # a GPU draws other masks than a CPU
         alone = evidence.find("alone")
         if alone is not None and alone.observed.place != trace.place:
@@ -66,43 +63,39 @@ def compare(seen: Mapping[int, float], law: Mapping[int, float], bound: float, f
     missing = f"the reference's loss at step {broken[0]} is not finite" if broken else ""
     if seen.keys() != law.keys():
         missing = f"{len(seen)} losses against {len(law)} of the reference"
-    pairs = {step: (seen[step], law[step]) for step in law if isfinite(seen.get(step, float("nan")))}
-    pairs = {step: pair for step, pair in pairs.items() if step not in broken}
+    pairs = {step: (seen[step], law[step]) for step in law if isfinite(seen.get(step, nan)) and isfinite(law[step])}
     apart = [step for step, (one, other) in pairs.items() if one != other and not abs(one - other) < bound * abs(other)]
     if apart:
         ratios = [one / other for one, other in pairs.values() if other]
         single = len(ratios) == len(pairs) and all(isclose(each, ratios[0], rel_tol=1e-3) for each in ratios)
-        ratio = ratios[0] if single else None
-        equals = "" if ratio is None else explain_ratio(ratio, factors)
+        ratio, equals = (ratios[0], explain_ratio(ratios[0], factors)) if single else (None, "")
         what, (one, other) = f"the loss is out of bounds at {len(apart)} of {len(pairs)} updates", pairs[apart[0]]
-        shown = (f"step {apart[0]}", f"{other:.9g}", f"{one:.9g}")
-        found.append(Counterexample(what, *shown, ratio, equals, quantity="loss"))
+        shown = (f"step {apart[0]}", f"{other:.9g}", f"{one:.9g}", ratio, equals)
+        found.append(Counterexample(what, *shown, quantity="loss"))
     return conclude(CLAIM, len(pairs), found, missing)
 
 
-def _of_loop(evidence: Evidence, law: LoopLaw) -> Verdict:
-    """Update by update, since a loop need not report the loss of each."""
+def _of_loop(evidence: Evidence) -> Verdict:
+    """Update by update, since a loop need not report the loss of each. A ratio that nothing explains is chance."""
+    law, verdicts = evidence.loop_law, dict[int, Verdict]()
     if law.why_not:
         return not_applicable(CLAIM, law.why_not)
-    reported, verdicts = law.first.told_losses, {}
     for expected in law.expected:
-        if expected.step in reported:
-            step = expected.step
-            one = compare({step: reported[step]}, {step: expected.loss}, evidence.noise.loss, law.factors)
-            what, where = "the reported loss is not that of the law", f"step {step}"
-            found = tuple(replace(each, what=what, where=where) for each in one.counterexamples)
-            verdicts[step] = replace(one, counterexamples=found)
+        if (step := expected.step) in law.first.told_losses:
+            told, wanted = {step: law.first.told_losses[step]}, {step: expected.loss}
+            one, what = (
+                compare(told, wanted, evidence.noise.loss, law.factors),
+                "the reported loss is not that of the law",
+            )
+            found = (replace(each, what=what, where=f"step {step}") for each in one.counterexamples)
+            verdicts[step] = replace(one, counterexamples=tuple(found))
     if not verdicts:
         return not_applicable(CLAIM, "the loop tells no loss (told.loss)")
-    merged = merge(_without_chance(verdict, law.factors) for verdict in name_short_windows(law, verdicts))
+
+    def explained(found: Counterexample) -> Counterexample:
+        known = found.ratio is None or found.cause or ratio_product(found.ratio, law.factors)
+        return found if known else replace(found, ratio=None, equals="")
+
+    merged = merge(name_short_windows(law, verdicts))
+    merged = replace(merged, counterexamples=tuple(map(explained, merged.counterexamples)))
     return merged if merged.reasons or not law.note else replace(merged, reasons=(law.note,))
-
-
-def _without_chance(verdict: Verdict, factors: Mapping[str, int]) -> Verdict:
-    """Without the ratios that nothing explains: of a loss they are chance."""
-
-    def explained(found: Counterexample) -> bool:
-        return found.ratio is None or bool(found.cause or ratio_product(found.ratio, factors))
-
-    kept = (each if explained(each) else replace(each, ratio=None, equals="") for each in verdict.counterexamples)
-    return replace(verdict, counterexamples=tuple(kept))

@@ -27,11 +27,9 @@ CLAIM = Claim(
     clauses=(Clause("memory-budget", "same"),),
 )
 ON_GPUS = "bytes are counted on the CPU alone; on GPUs every run holds its peak against its plan"
-_LEAST_UPDATES = 4
 
 
 def check(evidence: Evidence) -> Verdict:
-    """Every rank's peak of live tensor bytes against the trainer's plan, and the bytes between updates."""
     trace = evidence.observed
     return check_bytes(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
 
@@ -42,18 +40,17 @@ def check_bytes(
     slack: float = 0.1,
     resting: Mapping[int, Sequence[int]] | None = None,
 ) -> Verdict:
-    """Compare each rank's peak in bytes with the plan (one number, or one per rank).
+    """Compare each rank's peak in bytes with the plan (one number, or one per rank); zero bytes were not counted.
 
     resting: for each rank, the live bytes after each update. The first update allocates the optimizer's moments; from
-    the second on, at least 4 values that rise with every update are growth. Unknown if a rank has no positive peak or
-    plan: zero bytes mean that nothing was counted.
+    the second on, at least 4 values that rise with every update are growth.
     """
     found: list[Counterexample] = []
     checked, missing = 0, ""
 
     def fail(what: str, rank: int, expected: int, seen: int, ratio: float | None = None) -> None:
-        sizes = (f"{expected} bytes", f"{seen} bytes")
-        found.append(Counterexample(what, f"rank {rank}", *sizes, ratio, quantity="memory"))
+        shown = (f"rank {rank}", f"{expected} bytes", f"{seen} bytes", ratio)
+        found.append(Counterexample(what, *shown, quantity="memory"))
 
     for rank, peak in sorted(peaks.items()):
         budget = planned if isinstance(planned, int) else planned.get(rank, 0)
@@ -66,7 +63,7 @@ def check_bytes(
             fail(what, rank, budget, peak, peak / budget)
     for rank, sizes in sorted((resting or {}).items()):
         settled = sizes[1:]
-        if len(settled) < _LEAST_UPDATES:
+        if len(settled) < 4:
             missing = missing or f"rank {rank}: {len(sizes)} updates are too few to see growth"
             continue
         checked += 1

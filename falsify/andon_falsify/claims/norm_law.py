@@ -18,12 +18,10 @@ CLAIM = Claim(
 
 
 def check(evidence: Evidence) -> Verdict:
-    reported = {each.step: each.norm for each in evidence.observed.first.reported}
-    found = []
-    for expected in evidence.law.expected:
-        norm, seen = expected.norm, reported[expected.step]
-        if not abs(seen - norm) <= evidence.noise.norm * max(norm, FLOOR * expected.summed):
-            what, where = "the reported norm is not that of the law", f"step {expected.step}"
-            ratio = seen / norm if norm else None
-            found.append(Counterexample(what, where, f"{norm:.9g}", f"{seen:.9g}", ratio, quantity="norm"))
+    reported, found = {each.step: each.norm for each in evidence.observed.first.reported}, []
+    for law in evidence.law.expected:
+        seen, what = reported[law.step], "the reported norm is not that of the law"
+        if not abs(seen - law.norm) <= evidence.noise.norm * max(law.norm, FLOOR * law.summed):
+            shown = (f"step {law.step}", f"{law.norm:.9g}", f"{seen:.9g}", seen / law.norm if law.norm else None)
+            found.append(Counterexample(what, *shown, quantity="norm"))
     return conclude(CLAIM, len(evidence.law.expected), found)

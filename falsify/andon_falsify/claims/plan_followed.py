@@ -18,7 +18,6 @@ CLAIM = Claim(
     subjects=("trainer", "ledger"),
     clauses=(Clause("updates-planned"),),
 )
-_SHOWN = 12
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -68,8 +67,8 @@ def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verd
     says that it stopped early, every update up to its last.
     """
     found: list[Counterexample] = []
-    checked, missing = 0, ""
     owners: dict[int, int] = {}
+    checked, missing = 0, ""
 
     def differs(what: str, step: int, expected: str, seen: str) -> None:
         found.append(Counterexample(what, f"step {step}", expected, seen, quantity="rows"))
@@ -100,5 +99,4 @@ def check_history(history: History, plan: Mapping[int, Sequence[RowId]]) -> Verd
 
 
 def _listed(rows: Sequence[RowId]) -> str:
-    shown = " ".join(map(str, rows[:_SHOWN]))
-    return f"[{shown}{' ...' if len(rows) > _SHOWN else ''}]"
+    return f"[{' '.join(map(str, rows[:12]))}{' ...' if len(rows) > 12 else ''}]"

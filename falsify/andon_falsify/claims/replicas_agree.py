@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
-
-if TYPE_CHECKING:
-    from andon_falsify.loops.sightings import LoopSightings
-    from andon_falsify.subjects.trace import Trace
 
 
 def _has_replicas(evidence: Evidence) -> str:
@@ -39,7 +35,6 @@ CLAIM = Claim(
     ),
 )
 _CAUSAL_ORDER: tuple[Literal["gradient", "optimizer", "weights"], ...] = ("gradient", "optimizer", "weights")
-_NAMED = 16
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -51,8 +46,9 @@ def check(evidence: Evidence) -> Verdict:
     verdict = check_history(evidence.history)
     if not evidence.of_loop:
         return verdict
-    trace = evidence.observed
-    first = cast("LoopSightings", trace.first)
+    from andon_falsify.loops.sightings import first_of
+
+    trace, first = evidence.observed, first_of(evidence.observed)
     if first.sharded:
         return not_applicable(CLAIM, "the parameters are sharded: no rank has a replica")
     if verdict.outcome is Outcome.NOT_APPLICABLE:
@@ -61,19 +57,15 @@ def check(evidence: Evidence) -> Verdict:
     found = [
         *_differing("the initial weights differ between ranks", "before step 1", trace.gathered("start")),
         *_differing("frozen weights or buffers differ between ranks", "at the end", ends),
-        *_statistics(trace, sorted(first.made)),
     ]
-    return merge([conclude(CLAIM, len(ends), found), verdict] if found else [verdict])
-
-
-def _statistics(trace: Trace, updates: list[int]) -> list[Counterexample]:
     held: dict[tuple[int, int], str] = trace.gathered("running")
-    for step in updates:
+    for step in sorted(first.made):
         digests = {rank: digest for (rank, at), digest in held.items() if at == step}
-        found = _differing("running statistics differ between ranks", f"before step {step}", digests)
-        if found and 0 in digests:
-            return found
-    return []
+        apart = _differing("running statistics differ between ranks", f"before step {step}", digests)
+        if apart and 0 in digests:
+            found += apart
+            break
+    return merge([conclude(CLAIM, len(ends), found), verdict] if found else [verdict])
 
 
 def check_history(history: History) -> Verdict:
@@ -85,7 +77,8 @@ def check_history(history: History) -> Verdict:
     """
     if history.steps and all(event.world == 1 and len(event.ranks) == 1 for event in history.steps):
         return not_applicable(CLAIM, "one rank has nothing to agree with")
-    fields = [field for field in _CAUSAL_ORDER if not _without_replica(history, field)]
+    watched = history.start is not None and history.start.watched and bool(history.steps)
+    fields = [name for name in _CAUSAL_ORDER if not watched or any(_digests(event, name) for event in history.steps)]
     if not fields:
         return not_applicable(CLAIM, "what the ranks hold is sharded: no shard has a replica")
     checked, found, missing = 0, [], ""
@@ -93,18 +86,12 @@ def check_history(history: History) -> Verdict:
         found += _wrong_world(event)
         for field in fields:
             digests = _digests(event, field)
-            absent = _absent(event, digests)
-            if absent:
+            if absent := _absent(event, digests):
                 missing = missing or f"step {event.number}: no {field} digest of {absent}"
             if len(digests) > 1:
                 checked += 1
                 found += _differing(f"the {field} differs between ranks", f"step {event.number}", digests, field)
     return conclude(CLAIM, checked, found, missing)
-
-
-def _without_replica(history: History, field: str) -> bool:
-    watched = history.start is not None and history.start.watched
-    return watched and bool(history.steps) and not any(_digests(event, field) for event in history.steps)
 
 
 def _wrong_world(event: StepEvent) -> list[Counterexample]:
@@ -113,8 +100,7 @@ def _wrong_world(event: StepEvent) -> list[Counterexample]:
         return []
     times = Counter(listed)
     size = len(times) if event.world is None else event.world
-    wrong = sorted(rank for rank, count in times.items() if count > 1 or not 0 <= rank < size)
-    if not wrong:
+    if not (wrong := sorted(rank for rank, count in times.items() if count > 1 or not 0 <= rank < size)):
         return []
     what = f"rank {wrong[0]} is listed {times[wrong[0]]} times in a world of {size}"
     return [Counterexample(what, f"step {event.number}", f"ranks 0 to {size - 1} once each", f"ranks {listed}")]
@@ -130,16 +116,13 @@ def _absent(event: StepEvent, digests: Mapping[int, str]) -> str:
     if size < 1 or not event.ranks:
         return "any rank"
     # A damaged line may speak of a thousand million ranks.
-    absent = list(islice((rank for rank in range(size) if rank not in digests), _NAMED + 1))
-    more = f" and {size - len(digests) - _NAMED} more" if len(absent) > _NAMED else ""
-    return f"rank {', '.join(map(str, absent[:_NAMED]))}{more}" if absent else ""
+    absent = list(islice((rank for rank in range(size) if rank not in digests), 17))
+    more = f" and {size - len(digests) - 16} more" if len(absent) > 16 else ""
+    return f"rank {', '.join(map(str, absent[:16]))}{more}" if absent else ""
 
 
 def _differing(
-    what: str,
-    when: str,
-    digests: Mapping[int, str],
-    quantity: Literal["gradient", "optimizer", "weights"] = "weights",
+    what: str, when: str, digests: Mapping[int, str], quantity: Literal["gradient", "optimizer", "weights"] = "weights"
 ) -> list[Counterexample]:
     """`what` of the ranks whose digest is not the most frequent one (that of rank 0, if two are as frequent)."""
     if len(set(digests.values())) <= 1:

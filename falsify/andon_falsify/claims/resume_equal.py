@@ -7,37 +7,14 @@ from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.halt_together import stops
-from andon_falsify.claims.updates import (
-    DIGESTS,
-    INPUTS,
-    QUANTITIES,
-    bits,
-    different_numbers,
-    different_rows,
-    first_difference,
-    not_seeded,
-)
+from andon_falsify.claims.updates import DIGESTS, INPUTS, QUANTITIES, bits, different_numbers, different_rows, unseeded
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Outcome,
-    Verdict,
-    conclude,
-    merge,
-    not_applicable,
-    unknown,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
 
-
-def _restores(evidence: Evidence) -> str:
-    return "" if evidence.declares("restores") else "the loop does not save and load (`save`, `load`)"
-
-
+_UNSAVED = "the loop does not save and load (`save`, `load`)"
 CLAIM = Claim(
     "resume-equal",
     1,
@@ -47,7 +24,7 @@ CLAIM = Claim(
     subjects=("trainer", "loop", "script", "ledger"),
     trial="resume",
     runs=("cut", "resumed"),
-    needs=(_restores,),
+    needs=(lambda evidence: "" if evidence.declares("restores") else _UNSAVED,),
     clauses=(
         Clause("checkpoint-whole", "part", "what was not saved whole shows where a run goes on"),
         Clause("resume-exact", "same"),
@@ -91,10 +68,10 @@ def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
     if whole.place and resumed.place not in ("", whole.place):
         why = f"its ranks went on on {resumed.place} after {whole.place}, and these round otherwise"
         return not_applicable(CLAIM, why)
-    found = [check_history(History("resumed", cut.seen.events + resumed.seen.events), whole.seen)]
-    if resumed.ledger is not None and whole.ledger is not None and whole.case.contracts:
-        found.append(check_history(resumed.ledger, whole.ledger))
-    return merge(found)
+    seen = check_history(History("resumed", cut.seen.events + resumed.seen.events), whole.seen)
+    if resumed.ledger is None or whole.ledger is None or not whole.case.contracts:
+        return seen
+    return merge([seen, check_history(resumed.ledger, whole.ledger)])
 
 
 def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
@@ -104,26 +81,22 @@ def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
     whole = [history for history in histories if history not in cut]
     if not cut:
         return not_applicable(CLAIM, "no run was resumed")
-    found = []
-    for history in cut:
-        verdict = check_history(history, whole[0] if whole else None)
-        if verdict.outcome is Outcome.UNKNOWN and not verdict.checked and not whole:
-            why = "no step was done again; name the uninterrupted run as well, to compare with"
-            verdict = not_applicable(CLAIM, why)
-        found.append(verdict)
-    return merge(found)
+    if whole:
+        return merge(check_history(history, whole[0]) for history in cut)
+    alone = not_applicable(CLAIM, "no step was done again; name the uninterrupted run as well, to compare with")
+    verdicts = map(check_history, cut)
+    return merge(alone if each.outcome is Outcome.UNKNOWN and not each.checked else each for each in verdicts)
 
 
 def check_history(resumed: History, uninterrupted: History | None = None) -> Verdict:
     """Compare updates done again with their first occurrence, and the trajectory with that of `uninterrupted`.
 
-    Unknown if `resumed` was never resumed, or no update was repeated and `uninterrupted` is None.
     Falsified by a gap in the trajectory, by an end before the uninterrupted run's last update, and by updates that were
     `disowned` (also in a run that was never resumed).
     """
     found = disowned(resumed)
     if not found and not any(run.resumed for run in resumed.runs):
-        return unknown(CLAIM, f"{resumed.name} was never resumed")
+        return conclude(CLAIM, 0, [], f"{resumed.name} was never resumed")
     checked, missing = 0, ""
     first: dict[int, StepEvent] = {}
     for event in resumed.steps:
@@ -136,17 +109,17 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         expected = done + 1
         for event in run.steps:
             if event.number > expected:
-                steps = (f"step {expected}", f"step {event.number}")
-                found.append(Counterexample(f"step {expected} was never done", f"step {event.number}", *steps))
+                wanted, seen = f"step {expected}", f"step {event.number}"
+                found.append(Counterexample(f"{wanted} was never done", seen, wanted, seen))
             expected = event.number + 1
             done = max(done, event.number)
     if uninterrupted is not None:
         for number, event in resumed.trajectory.items():
-            twin = uninterrupted.trajectory.get(number)
-            apart = [] if twin is None else _differ(event, twin, "differs from the uninterrupted run", resumed.name)
-            checked += twin is not None
-            found += apart
-            if apart:
+            if (twin := uninterrupted.trajectory.get(number)) is None:
+                continue
+            checked += 1
+            if apart := _differ(event, twin, "differs from the uninterrupted run", resumed.name):
+                found += apart
                 break
         last, reached = max(uninterrupted.trajectory, default=0), max(resumed.trajectory, default=0)
         if reached < last and resumed.runs[-1].finished:
@@ -188,9 +161,9 @@ def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Coun
     """The first difference in what both record: inputs of the update before its results."""
     held, other = bits(event), bits(twin)
     differing = [field for field in other if field in held and held[field] != other[field]]
-    field = min(differing, key=lambda field: field not in INPUTS, default="")
-    if not field:
+    if not differing:
         return []
+    field = min(differing, key=lambda field: field not in INPUTS)
     what = f"the {'gradient norm' if field == 'grad_norm' else field} {how}"
     where = f"step {event.number} of {name}"
     return [Counterexample(what, where, other[field], held[field], quantity=QUANTITIES[field])]
@@ -205,9 +178,10 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
     """
     every, done, again = (list(history.trajectory.values()) for history in (whole, cut, resumed))
     if not done or len(done) >= len(every):
-        return unknown(CLAIM, f"the run was to be killed before its end, and made {len(done)} of {len(every)} updates")
+        why = f"the run was to be killed before its end, and made {len(done)} of {len(every)} updates"
+        return conclude(CLAIM, 0, [], why)
     if not again:
-        return unknown(CLAIM, "the resumed run made no update")
+        return conclude(CLAIM, 0, [], "the resumed run made no update")
     if len(again) >= len(every):
         what = f"a run that was killed after update {len(done)} was not resumed: it began anew"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
@@ -216,8 +190,8 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
     world = every[0].world or 1
     exact = world <= _ONE_ORDER
-    if apart := first_difference(whole, cut, exact=exact):
-        return unknown(CLAIM, not_seeded(f"two runs on {world} ranks", apart))
+    if why := unseeded(f"two runs on {world} ranks", whole, cut, exact=exact):
+        return conclude(CLAIM, 0, [], why)
     found = next(_differences(every[-len(again) :], again, exact=exact), None)
     note = "" if exact else f"{world} ranks: norms are compared, not bits"
     return conclude(CLAIM, len(again), [found] if found else [], note=note)

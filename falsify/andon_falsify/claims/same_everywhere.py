@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.explain import fitting_powers, show_ratio
-from andon_falsify.claims.updates import (
-    INPUTS,
-    QUANTITIES,
-    allowed,
-    bits,
-    different_numbers,
-    different_rows,
-    first_difference,
-    not_seeded,
-)
+from andon_falsify.claims.updates import INPUTS, QUANTITIES, allowed, bits, different_numbers, different_rows, unseeded
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Counterexample, Outcome, Verdict, conclude, not_applicable, unknown
 
@@ -33,12 +24,10 @@ if TYPE_CHECKING:
 
 def _is_not_the_measure(evidence: Evidence) -> str:
     if evidence.of_script:
-        alone = set(evidence.layout.values()) == {1}
-        return "this is the layout that the others are compared with" if alone else ""
-    if evidence.kind == "trainer" and evidence.trace is not None:
-        alone = evidence.trace.case.world == 1 and evidence.trace.case.backend in ("inline", "nccl")
-        return "one rank is what the others are compared with" if alone else ""
-    return ""
+        return "this is the layout that the others are compared with" if {*evidence.layout.values()} == {1} else ""
+    case = evidence.trace.case if evidence.kind == "trainer" and evidence.trace is not None else None
+    alone = case is not None and case.world == 1 and case.backend in ("inline", "nccl")
+    return "one rank is what the others are compared with" if alone else ""
 
 
 CLAIM = Claim(
@@ -86,8 +75,8 @@ def check(evidence: Evidence) -> Verdict:
         verdict = check_layouts(alone, evidence.history, evidence.layout)
         if verdict.outcome is Outcome.HOLDS:
             return verdict
-        difference = first_difference(alone, evidence.other("again").history)
-        return unknown(CLAIM, not_seeded("two runs on one rank", difference)) if difference else verdict
+        why = unseeded("two runs on one rank", alone, evidence.other("again").history)
+        return unknown(CLAIM, why) if why else verdict
     if evidence.of_loop:
         return check_loop([evidence.observed, evidence.other("alone").observed])
     if evidence.trace is not None:
@@ -134,19 +123,18 @@ def check_loop(traces: Sequence[Trace]) -> Verdict:
 def compare(histories: Sequence[History]) -> Verdict:
     """Compare every history with the first, update by update, and name the first update that differs.
 
-    Not applicable if fingerprints differ: bits of another machine are not comparable. Unknown for fewer than two
-    histories, for several of one world size and backend, and if no update is in both.
+    Bits of another machine (another fingerprint) are not comparable.
     """
     if len(histories) < 2:
         return unknown(CLAIM, f"{len(histories)} histories, at least two are needed")
     first, *others = histories
-    for other in others:
-        if _fingerprint(other) != _fingerprint(first):
+    machine, *machines = (each.start.fingerprint if each.start is not None else None for each in histories)
+    for other, fingerprint in zip(others, machines, strict=True):
+        if fingerprint != machine:
             return not_applicable(CLAIM, f"not comparable: {other.name} has another fingerprint than {first.name}")
     found: list[Counterexample] = []
-    checked, missing = 0, ""
-    if len({_place(history) for history in histories}) < 2:
-        missing = f"every history ran on {_place(first)}"
+    places = [" then ".join(dict.fromkeys(map(_of, history.steps))) for history in histories]
+    checked, missing = 0, f"every history ran on {places[0]}" if len({*places}) < 2 else ""
     for other in others:
         compared, difference = _first_difference(first, other)
         checked += compared
@@ -159,11 +147,10 @@ def compare(histories: Sequence[History]) -> Verdict:
 def _first_difference(first: History, other: History) -> tuple[int, Counterexample | None]:
     """The comparisons made, and the first difference; later ones follow from it. Equal inputs alone prove nothing."""
     against, checked = f"{other.name} against {first.name}", 0
-    started = [history.start.initial_weights if history.start else None for history in (first, other)]
-    if None not in started and started[0] != started[1]:
-        digests = (str(started[0]), str(started[1]))
-        what = "the initial weights differ"
-        return 1, Counterexample(what, f"before step 1, {against}", *digests, quantity="weights")
+    mine, theirs = (history.start.initial_weights if history.start else None for history in (first, other))
+    if mine is not None and theirs is not None and mine != theirs:
+        where = f"before step 1, {against}"
+        return 1, Counterexample("the initial weights differ", where, mine, theirs, quantity="weights")
     for number, event in first.trajectory.items():
         twin = other.trajectory.get(number)
         if twin is None:
@@ -174,8 +161,8 @@ def _first_difference(first: History, other: History) -> tuple[int, Counterexamp
             index, rows = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
             what = f"the rows differ first, at place {index} of the batch"
             return checked + 1, Counterexample(what, where, str(rows[0]), str(rows[1]), quantity="rows")
-        mine, theirs = bits(event), bits(twin)
-        both = {name: (mine[name], theirs[name]) for name in mine if name in theirs and name != "rows"}
+        held, made = bits(event), bits(twin)
+        both = {name: (held[name], made[name]) for name in held if name in made and name != "rows"}
         checked += len(both.keys() - INPUTS)
         differing = [name for name, pair in both.items() if pair[0] != pair[1]]
         if differing:
@@ -187,14 +174,6 @@ def _first_difference(first: History, other: History) -> tuple[int, Counterexamp
         return checked, None
     expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
     return checked, Counterexample("another number of updates", against, expected, seen)
-
-
-def _fingerprint(history: History) -> object:
-    return history.start.fingerprint if history.start is not None else None
-
-
-def _place(history: History) -> str:
-    return " then ".join(dict.fromkeys(_of(event) for event in history.steps))
 
 
 def _of(event: StepEvent) -> str:
@@ -234,7 +213,12 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int]) -> V
             said = f"{other.name}: {what} (expected {counts[0]}, seen {counts[1]}), and the rows are not known"
             return unknown(CLAIM, f"{said}. {_TELL}", checked)
         return conclude(CLAIM, checked, [Counterexample(what, other.name, *counts)])
-    return conclude(CLAIM, checked, [], note=_not_compared(base))
+    told = {"rows (w.batch)": ours[min(ours)].ids, "losses (w.loss)": ours[min(ours)].loss}
+    untold = " and ".join(name for name, value in told.items() if not value)
+    notes = [f"not told, so not compared: {untold}"] if untold else []
+    if len(ours) > COMPARED:
+        notes.append(f"losses and norms are compared in the first {COMPARED} of {len(ours)} updates")
+    return conclude(CLAIM, checked, [], note="; ".join(notes))
 
 
 def _proven(
@@ -254,12 +238,13 @@ def _proven(
             return [replace(found, what=f"{found.what} ({uneven})") for found in apart.values()]
         if "loss" not in apart and step.loss is not None and twin.loss is not None:
             return list(apart.values())
-    scaled = {
-        field
-        for field in apart.keys() & _SCALED
-        if (ratio := apart[field].ratio) is not None and fitting_powers([(ratio, layout)], allowed(step.number))
-    }
-    return [found for field, found in apart.items() if field == "lr" or field in scaled]
+
+    def proven(field: str, ratio: float | None) -> bool:
+        if field not in _SCALED or ratio is None:
+            return field == "lr"
+        return bool(fitting_powers([(ratio, layout)], allowed(step.number)))
+
+    return [found for field, found in apart.items() if proven(field, found.ratio)]
 
 
 def _unproven(
@@ -279,23 +264,8 @@ def _unproven(
 
 def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
     """What distinguishes the first update that differs, "" unless its rows alone do not divide among the ranks."""
-    step = theirs[number]
-    earlier = [theirs[each] for each in theirs if each < number]
-    if not earlier or not _is_uneven(step) or any(map(_is_uneven, earlier)):
+    uneven = {each: len(step.ids) % (step.world or 1) != 0 for each, step in theirs.items() if each <= number}
+    if len(uneven) < 2 or not uneven.pop(number) or any(uneven.values()):
         return ""
-    return f"{len(step.ids)} rows on {step.world} ranks, the first that do not divide evenly: a mean of unequal means?"
-
-
-def _is_uneven(step: StepEvent) -> bool:
-    return len(step.ids) % (step.world or 1) != 0
-
-
-def _not_compared(history: History) -> str:
-    """What a verdict that holds does not say."""
-    updates = list(history.trajectory.values())
-    missing = [] if updates[0].ids else ["rows (w.batch)"]
-    missing += [] if updates[0].loss is not None else ["losses (w.loss)"]
-    notes = [f"not told, so not compared: {' and '.join(missing)}"] if missing else []
-    if len(updates) > COMPARED:
-        notes.append(f"losses and norms are compared in the first {COMPARED} of {len(updates)} updates")
-    return "; ".join(notes)
+    ranks = f"{len(theirs[number].ids)} rows on {theirs[number].world} ranks"
+    return f"{ranks}, the first that do not divide evenly: a mean of unequal means?"

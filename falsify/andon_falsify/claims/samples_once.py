@@ -7,20 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, RowId, RowSet, StepEvent
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Verdict,
-    conclude,
-    first_of_many,
-    merge,
-    not_applicable,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude, first_of_many, merge, not_applicable
 
 if TYPE_CHECKING:
     from andon_falsify.claims.laws import LoopLaw
@@ -41,8 +32,6 @@ CLAIM = Claim(
 )
 _TWICE, _LOST, _STRANGE = "rows are used more than once", "rows are not used", "rows do not belong there"
 """Causes, which a smaller counterexample must keep."""
-_SHOWN = 8
-_STRANGERS = 3
 _ORDERED = 8
 """Fewer rows may come in the same order twice by chance."""
 
@@ -51,7 +40,7 @@ def check(evidence: Evidence) -> Verdict:
     """The rows that ranks were observed to train on, or those that the ledger lists."""
     history = evidence.history
     if evidence.of_loop:
-        return _of_loop(cast("LoopLaw", evidence.law))
+        return _of_loop(evidence.loop_law)
     if evidence.of_script:
         return check_visits(history)
     if history.start is not None and history.start.watched and not any(step.ids for step in history.steps):
@@ -69,39 +58,30 @@ def _of_loop(law: LoopLaw) -> Verdict:
     if made and all(set(part.rowless) >= set(made) for part in parts):
         return not_applicable(CLAIM, "the model is not called with `input_ids`, and the loop tells no rows (told.rows)")
     found: list[Counterexample] = []
-    strangers = [stranger for part in parts for stranger in part.strangers]
-    if strangers:
+    if strangers := [stranger for part in parts for stranger in part.strangers]:
         first = min(strangers, key=lambda stranger: (stranger.step, stranger.rank))
-        where, shown = f"step {first.step}, rank {first.rank}", "; ".join(each.text for each in strangers[:_STRANGERS])
+        where, shown = f"step {first.step}, rank {first.rank}", "; ".join(each.text for each in strangers[:3])
         found.append(_rows(f"{len(strangers)} rows of no data set", where, "rows of the case, as they are", shown))
     left = sorted(row for part in parts for row in part.leftover)
     if left and law.first.violation is None:
         shown = f"rows {', '.join(map(str, left))}"
         found.append(_rows("forward passes after the last update", "the end of the run", "none", shown))
     missing = f"the rows of update {min(law.unknown_updates)} are not all known" if law.unknown_updates else ""
-    verdicts = [conclude(CLAIM, len(made), found, missing), check_history(law.trace.seen)]
-    verdict = merge([*verdicts, conclude(CLAIM, len(made), _sizes(law, made))])
-    weightless = sorted({row for part in parts for row in part.weightless})
-    if not weightless:
-        return verdict
-    shown = first_of_many(weightless, _STRANGERS)
-    note = f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
-    return replace(verdict, reasons=(*verdict.reasons, note))
-
-
-def _sizes(law: LoopLaw, made: Sequence[int]) -> list[Counterexample]:
-    size = law.case.global_batch
-    visits = {step: law.visited(step) for step in made}
-    found = [
-        _rows("more rows than the global batch has", f"step {step}", str(size), str(count))
-        for step, count in visits.items()
-        if count > size
-    ]
+    size, sizes = law.case.global_batch, list[Counterexample]()
+    for step in made:
+        if (count := law.visited(step)) > size:
+            sizes.append(_rows("more rows than the global batch has", f"step {step}", str(size), str(count)))
     planned, updates = law.case.updates(size), len(made) + law.first.resumed_from
     stopped = law.first.violation is not None or law.case.stop_after is not None
     if updates > planned or (updates < planned and not stopped):
-        found.append(_rows("another number of updates than planned", "", str(planned), str(updates)))
-    return found
+        sizes.append(_rows("another number of updates than planned", "", str(planned), str(updates)))
+    known, counted = conclude(CLAIM, len(made), found, missing), conclude(CLAIM, len(made), sizes)
+    verdict = merge([known, check_history(law.trace.seen), counted])
+    if not (weightless := sorted({row for part in parts for row in part.weightless})):
+        return verdict
+    shown = first_of_many(weightless, 3)
+    note = f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
+    return replace(verdict, reasons=(*verdict.reasons, note))
 
 
 def check_history(history: History) -> Verdict:
@@ -109,8 +89,7 @@ def check_history(history: History) -> Verdict:
 
     The training rows are those of the start line; if it lists none, only their number is compared. An epoch is complete
     if a later one began, or the plan was finished and had room for all its batches; an incomplete one may not repeat a
-    row. Orders are compared between complete epochs of at least 8 rows. Unknown if ranks or batches list no rows, or no
-    epoch was complete.
+    row. Orders are compared between complete epochs of at least 8 rows.
     """
     found: list[Counterexample] = []
     checked, missing = 0, ""
@@ -145,7 +124,10 @@ def check_history(history: History) -> Verdict:
                 repeats.append(_rows(what, f"epoch {epoch}", "another order", "the same order"))
     found += repeats
     if not complete:
-        missing = missing or _why_none_complete(history)
+        watched = history.start is not None and history.start.watched
+        watched = watched and all(event.epoch is None for event in history.steps)
+        untold = "the watch records no epochs without rows= and plan=, so no epoch is known to be complete"
+        missing = missing or (untold if watched else "no epoch was complete")
     elif size is None:
         missing = missing or "neither the training rows nor their number are known"
     return conclude(CLAIM, checked, found, missing)
@@ -175,13 +157,6 @@ def check_visits(history: History) -> Verdict:
             shown = ("each once", f"{never}more than once {listed(twice)}")
             return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
     return conclude(CLAIM, -(-len(visits) // len(rows)), [])
-
-
-def _why_none_complete(history: History) -> str:
-    untold = all(event.epoch is None for event in history.steps)
-    if history.start is not None and history.start.watched and untold:
-        return "the watch records no epochs without rows= and plan=, so no epoch is known to be complete"
-    return "no epoch was complete"
 
 
 def _split(event: StepEvent) -> list[Counterexample]:
@@ -226,7 +201,7 @@ def _epoch(
 ) -> list[Counterexample]:
     """Repeated rows; in a complete epoch also missing rows, and rows outside the training set.
 
-    It counts all visits in one table, which takes gigabytes for an epoch of millions of rows.
+    One table of all visits takes gigabytes for an epoch of millions of rows.
     """
     visits = [row for event in updates for row in _visits(event)]
     where, times, found = f"epoch {epoch}", Counter(visits), []
@@ -235,9 +210,9 @@ def _epoch(
         found.append(_rows(what, where, "each once", _named(twice), _TWICE))
     if rows is not None:
         if lost := set(rows) - times.keys():
-            found.append(_rows("rows that were never visited", where, _named(Counter(lost)), "", _LOST))
+            found.append(_rows("rows that were never visited", where, _named(lost), "", _LOST))
         if strange := times.keys() - set(rows):
-            found.append(_rows("rows that are not for training", where, "", _named(Counter(strange)), _STRANGE))
+            found.append(_rows("rows that are not for training", where, "", _named(strange), _STRANGE))
     elif size is not None and len(times) != size:
         found.append(_rows("another number of rows was visited", where, str(size), str(len(times))))
     return found
@@ -251,8 +226,8 @@ def _repeated(visits: Iterable[RowId]) -> Counter[RowId]:
 def listed(rows: Counter[RowId]) -> str:
     """`3, 5 (3 times) and 12 more`."""
     order = sorted(rows, key=lambda row: (isinstance(row, str), row if isinstance(row, int) else 0, str(row)))
-    return first_of_many([f"{row}" + (f" ({rows[row]} times)" if rows[row] > 1 else "") for row in order], _SHOWN)
+    return first_of_many([f"{row}" + (f" ({rows[row]} times)" if rows[row] > 1 else "") for row in order], 8)
 
 
-def _named(rows: Counter[RowId]) -> str:
-    return f"rows {listed(rows)}"
+def _named(rows: Iterable[RowId]) -> str:
+    return f"rows {listed(Counter(rows))}"

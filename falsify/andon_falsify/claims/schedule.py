@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
@@ -44,9 +44,8 @@ def check(evidence: Evidence) -> Verdict:
     if peak is None or fraction is None or low is None or not total:
         return not_applicable(CLAIM, "no schedule was declared")
     kind = str(settings.get("schedule.type", "cosine"))  # old runs, which had no other, do not name it
-    return check_history(
-        evidence.history, PublishedSchedule(peak, total, fraction, low, kind, None if steps is None else int(steps))
-    )
+    law = PublishedSchedule(peak, total, fraction, low, kind, None if steps is None else int(steps))
+    return check_history(evidence.history, law)
 
 
 def check_history(history: History, law: Schedule, tolerance: float = 1e-12) -> Verdict:
@@ -57,9 +56,8 @@ def check_history(history: History, law: Schedule, tolerance: float = 1e-12) -> 
     """
     expected = {event.number: law(event.number) for event in history.steps}
     allowed = tolerance * max(map(abs, expected.values()), default=0.0)
-    found: list[Counterexample] = []
     lawful: list[tuple[float, int]] = []
-    checked, missing = 0, ""
+    checked, missing, found = 0, "", []
     for event in history.steps:
         if event.lr is None:
             missing = missing or f"step {event.number} records no learning rate"
@@ -91,51 +89,37 @@ def _owner(seen: float | None, lawful: Sequence[tuple[float, int]], allowed: flo
 
 def _of_loop(trace: Trace) -> Verdict:
     """The rates that a loop declares, or the case's rate throughout in every group; the same on all ranks."""
-    from andon_falsify.loops.sightings import first_of
+    import torch
+
+    from andon_falsify.loops.sightings import LoopSightings, first_of
 
     first = first_of(trace)
-    declares = "schedules" in first.claims
+    made, declares = sorted(first.made.items()), "schedules" in first.claims
 
     def law(step: int) -> float:
         wanted = first.rates.get(step, math.nan) if declares else trace.case.lr
         seen = first.made[step].rate if step in first.made else wanted
-        return seen if _is_fp32(seen) and math.isclose(seen, wanted, rel_tol=_FP32) else wanted
+        is_fp32 = float(torch.tensor(seen, dtype=torch.float32)) == seen
+        return seen if is_fp32 and math.isclose(seen, wanted, rel_tol=_FP32) else wanted
 
-    if not declares and len({made.rate for made in first.made.values()}) > 1:
+    if not declares and len({update.rate for _, update in made}) > 1:
         verdict = not_applicable(CLAIM, "the rate changes, and the loop declares no schedule (`rate`)")
     else:
         verdict = check_history(trace.seen, law)
-    apart = [*_between_ranks(trace), *(() if declares else _between_groups(trace))]
-    return merge([verdict, conclude(CLAIM, len(first.made), apart)]) if apart else verdict
-
-
-def _is_fp32(rate: float) -> bool:
-    import torch
-
-    return float(torch.tensor(rate, dtype=torch.float32)) == rate
-
-
-def _between_groups(trace: Trace) -> Iterator[Counterexample]:
-    """The first update with a group at another rate than the first group."""
-    from andon_falsify.loops.sightings import first_of
-
-    for step, made in sorted(first_of(trace).made.items()):
-        odd = [place for place, rate in enumerate(made.rates) if not math.isclose(rate, made.rate, rel_tol=_FP32)]
-        if odd:
-            what = f"group {odd[0]} of the optimizer has another learning rate than group 0"
-            yield _rate(what, f"step {step}", f"{made.rate:.9g}", f"{made.rates[odd[0]]:.9g}")
-            return
-
-
-def _between_ranks(trace: Trace) -> Iterator[Counterexample]:
-    """The first update of each rank with another rate than on rank 0."""
-    from andon_falsify.loops.sightings import LoopSightings, first_of
-
+    apart = []
     for part in trace.parts[1:]:
         assert isinstance(part, LoopSightings)
-        for step, made in sorted(first_of(trace).made.items()):
+        for step, update in made:
             theirs = part.made.get(step)
-            if theirs is not None and theirs.rates != made.rates:
-                mine, own = (", ".join(f"{rate:.9g}" for rate in each.rates) for each in (made, theirs))
-                yield _rate("another learning rate than on rank 0", f"step {step}, rank {part.ranks[0]}", mine, own)
+            if theirs is not None and theirs.rates != update.rates:
+                mine, own = (", ".join(f"{rate:.9g}" for rate in each.rates) for each in (update, theirs))
+                where = f"step {step}, rank {part.ranks[0]}"
+                apart.append(_rate("another learning rate than on rank 0", where, mine, own))
                 break
+    for step, update in () if declares else made:
+        odd = [place for place, rate in enumerate(update.rates) if not math.isclose(rate, update.rate, rel_tol=_FP32)]
+        if odd:
+            what = f"group {odd[0]} of the optimizer has another learning rate than group 0"
+            apart.append(_rate(what, f"step {step}", f"{update.rate:.9g}", f"{update.rates[odd[0]]:.9g}"))
+            break
+    return merge([verdict, conclude(CLAIM, len(made), apart)]) if apart else verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from andon_falsify.claims.evidence import Evidence, tensors
 from andon_falsify.claims.explain import explain_ratio
@@ -46,8 +46,7 @@ def check(evidence: Evidence) -> Verdict:
     They may differ by the noise of the step and two roundings of the weights. Of a loop, the optimizer's settings are
     compared with the case as well, no weight may change between updates, and the optimizer has all that trains.
     """
-    law = evidence.law
-    loop = cast("LoopLaw", law) if evidence.of_loop else None
+    law, loop = evidence.law, evidence.loop_law if evidence.of_loop else None
     found, checked = [] if loop is None else list(_without_optimizer(loop)), 0
     for step, before, wanted in law.stepped():
         if loop is not None:
@@ -65,7 +64,6 @@ def check(evidence: Evidence) -> Verdict:
 
 
 def _without_optimizer(law: LoopLaw) -> Iterator[Counterexample]:
-    """The tensors that train, and are in no group of the optimizer at any update."""
     held = {name for made in law.first.made.values() for group in made.groups for name in group.names}
     lost = law.made_trainable - held
     if lost and held:
@@ -77,12 +75,11 @@ def _without_optimizer(law: LoopLaw) -> Iterator[Counterexample]:
 def _between_updates(law: LoopLaw, step: int) -> Iterator[Counterexample]:
     """Rank 0's weights that changed after the update before `step`."""
     moved, held = law.first.moved.get(step, {}), law.first.values.get(step - 1)
-    if held is not None and held.weights:
-        names = [name for name, tensor in moved.items() if not tensor.equal(held.weights[name])]
-        if names:
-            where = f"between steps {step - 1} and {step}"
-            what, seen = f"{len(names)} tensors changed behind the optimizer's step", ", ".join(names[:3])
-            yield Counterexample(what, where, "the weights that the update left", seen, quantity="weights")
+    left = held.weights if held is not None else {}
+    if names := [name for name, tensor in moved.items() if left and not tensor.equal(left[name])]:
+        where = f"between steps {step - 1} and {step}"
+        what, seen = f"{len(names)} tensors changed behind the optimizer's step", ", ".join(names[:3])
+        yield Counterexample(what, where, "the weights that the update left", seen, quantity="weights")
 
 
 def _clip(law: LoopLaw, step: int, noise: float) -> Iterator[Counterexample]:
@@ -121,8 +118,13 @@ def _settings(law: LoopLaw, step: int) -> Iterator[Counterexample]:
     coupled = any(group.settings.get("weight_decay") and not decouples(made.optimizer, group) for group in made.groups)
     if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not coupled):
         yield differs("another optimizer than the case's", kind, made.optimizer)
-    decays = _declared_decays if law.first.decays else _usual_decays
-    yield from (differs(*each) for each in decays(made, law))
+    decays = law.first.decays
+    for group in made.groups if decays else ():
+        held = float(group.settings.get("weight_decay", 0.0))
+        if wrong := [name for name in group.names if decays[name] != held]:
+            what = f"{len(wrong)} tensors decay otherwise than the loop declares, {_first(wrong)}"
+            yield differs(what, decays[wrong[0]], held)
+    yield from () if decays else (differs(*each) for each in _usual_decays(made, law))
     origin = dict.fromkeys(_DEFAULTS, "torch's default") | {"momentum": "the case's"}
     origin |= dict.fromkeys(declared, "the loop declares")
     for name, wanted in {"momentum": case.momentum, **_DEFAULTS, **declared}.items():
@@ -146,15 +148,6 @@ def _usual_decays(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
         if odd:
             what = f"{len(odd)} matrices do not decay, which the loop does not declare (`decay`), {_first(odd)}"
             yield what, f"weight decay {wanted}", "0"
-
-
-def _declared_decays(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
-    for group in made.groups:
-        held = float(group.settings.get("weight_decay", 0.0))
-        wrong = [name for name in group.names if law.first.decays[name] != held]
-        if wrong:
-            what = f"{len(wrong)} tensors decay otherwise than the loop declares, {_first(wrong)}"
-            yield what, f"{law.first.decays[wrong[0]]}", f"{held}"
 
 
 def _first(names: Sequence[str]) -> str:

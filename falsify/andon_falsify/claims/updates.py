@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.claims.samples_once import listed
-from andon_falsify.history import History, Number, StepEvent
+from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Counterexample, Quantity
 
 NUMBERS: Mapping[str, tuple[Quantity, str]] = {
@@ -21,12 +21,12 @@ NUMBERS: Mapping[str, tuple[Quantity, str]] = {
     "weights_norm": ("weights", "the norm of the weights after the update"),
 }
 """The numbers of an update, in causal order: what they are of, and their name in words."""
-DIGESTS = ("gradient", "weights", "optimizer")
+DIGESTS: tuple[Quantity, ...] = ("gradient", "weights", "optimizer")
 """What an update computes, in causal order."""
 INPUTS = frozenset({"rows", "learning rate", "content"})
 """The inputs of an update. If an input differs it is the cause; equal inputs alone prove nothing."""
 QUANTITIES: Mapping[str, Quantity] = {
-    **{name: name for name in ("rows", "loss", "gradient", "weights", "optimizer", "learning rate")},
+    **{name: name for name in (*DIGESTS, "rows", "loss", "learning rate")},
     "content": "rows",
     "grad_norm": "norm",
 }
@@ -40,16 +40,15 @@ _SEED = (
 
 def bits(event: StepEvent) -> dict[str, str]:
     """Everything that must be equal to the bit, in causal order; what was not recorded is absent."""
-    gradient, weights, optimizer = map(event.digests.get, DIGESTS)
     found = {
         "rows": " ".join(map(str, event.ids)) or None,
         "content": event.digests.get("content"),
         "loss": event.loss.hex if event.loss else None,
-        "gradient": gradient,
+        "gradient": event.digests.get("gradient"),
         "grad_norm": event.grad_norm.hex if event.grad_norm else None,
         "learning rate": event.lr.hex if event.lr else None,
-        "weights": weights,
-        "optimizer": optimizer,
+        "weights": event.digests.get("weights"),
+        "optimizer": event.digests.get("optimizer"),
     }
     return {name: value for name, value in found.items() if value is not None}
 
@@ -67,17 +66,13 @@ def different_numbers(
         if before is None or after is None:
             continue
         checked += 1
-        if not _close(before, after, number):
-            ratio = after.value / before.value if before.value and after.value is not None else None
-            seen = (str(before), str(after))
-            found[field] = Counterexample(f"{what} is another one", where, *seen, ratio, quantity=quantity)
+        mine, other = before.value, after.value
+        both = mine is not None and other is not None
+        if abs(other - mine) > allowed(number) * max(abs(mine), 1e-12) if both else mine != other:
+            ratio = other / mine if mine and other is not None else None
+            shown = (where, str(before), str(after), ratio)
+            found[field] = Counterexample(f"{what} is another one", *shown, quantity=quantity)
     return checked, found
-
-
-def _close(ours: Number, theirs: Number, step: int) -> bool:
-    if ours.value is None or theirs.value is None:
-        return ours.value == theirs.value
-    return abs(theirs.value - ours.value) <= allowed(step) * max(abs(ours.value), 1e-12)
 
 
 def allowed(step: int) -> float:
@@ -87,11 +82,11 @@ def allowed(step: int) -> float:
 
 def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Counterexample]:
     """The rows that only one of two updates has; empty if they have the same rows, or either reports none."""
-    if not ours.ids or not theirs.ids or Counter(ours.ids) == Counter(theirs.ids):
+    mine, others = Counter(ours.ids), Counter(theirs.ids)
+    if not mine or not others or mine == others:
         return []
-    only, extra = Counter(ours.ids) - Counter(theirs.ids), Counter(theirs.ids) - Counter(ours.ids)
-    mine, others = listed(only) or "no further", listed(extra) or "none"
-    return [Counterexample("other rows are trained on", where, mine, others, quantity="rows")]
+    shown = (listed(mine - others) or "no further", listed(others - mine) or "none")
+    return [Counterexample("other rows are trained on", where, *shown, quantity="rows")]
 
 
 def first_difference(first: History, again: History, *, exact: bool = False) -> str:
@@ -112,6 +107,7 @@ def first_difference(first: History, again: History, *, exact: bool = False) -> 
     return ""
 
 
-def not_seeded(runs: str, difference: str) -> str:
-    """Why two `runs` of one layout, which differ in `difference`, prove nothing, and what to do about it."""
-    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}"
+def unseeded(runs: str, first: History, again: History, *, exact: bool = False) -> str:
+    """Why `runs` of one layout that differ prove nothing, and what to do about it; "" if they do not differ."""
+    difference = first_difference(first, again, exact=exact)
+    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}" if difference else ""

@@ -12,8 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from andon_falsify.reference.decoder import Decoder
-from andon_falsify.reference.params import Masks, Params, no_dropout
+from andon_falsify.reference.models import Decoder, Masks, Params, no_dropout
 from andon_falsify.reference.update import State, UpdateRule, clip
 
 
@@ -60,8 +59,7 @@ def row_losses(logits: Tensor, labels: Tensor, class_weights: Tensor | None = No
     """
     classes = logits.shape[-1]
     if len(labels) and not bool(((labels >= 0) & (labels < classes)).all()):
-        msg = f"labels {labels.tolist()} are not all within 0 to {classes - 1}"
-        raise ValueError(msg)
+        raise ValueError(f"labels {labels.tolist()} are not all within 0 to {classes - 1}")
     highest = logits.amax(-1, keepdim=True)
     log_normaliser = highest.squeeze(-1) + (logits - highest).exp().sum(-1).log()
     chosen = logits[torch.arange(len(labels)), labels]

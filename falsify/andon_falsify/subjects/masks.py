@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from andon_falsify.reference.params import canonical_name
+from andon_falsify.reference.models import canonical_name
 
 _ATTENTIONS = ("self_attn", "attention.self")
 _CHANCE = "dropout_p"
