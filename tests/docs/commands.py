@@ -1,6 +1,6 @@
-"""Run the commands of a page of the docs: `python -m tests.docs.commands docs/watch.md`.
+"""Run the commands of pages: `python -m tests.docs.commands docs/watch.md ...`.
 
-A page is run from top to bottom in one fresh folder. Fenced blocks have these meanings:
+A page is run from top to bottom in one fresh folder, where `$ANDON` is the checkout. Fenced blocks have these meanings:
 
 - `bash`: run it; it must exit with 0.
 - `text`: the block that ran just before must have printed these lines, whole and in this order. `...` stands for
@@ -22,7 +22,6 @@ is; `<!-- needs MODULE -->` skips blocks up to the next heading if the module ca
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -32,21 +31,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-REASONS = {
-    "GPU": "the machine that runs the tests has no GPU",
-    "two machines": "it has one machine",
-    "scheduler": "it has no Slurm, Ray or Kubernetes",
-    "network": "it downloads: the hub, git, pip",
-    "service": "it needs an account elsewhere",
-    "long": "it takes more than a minute",
-}
-"""Why a command is not run."""
+REASONS = ("GPU", "two machines", "scheduler", "network", "service", "long")
+"""What the machine that runs the tests lacks. `service` is an account elsewhere, `long` is more than a minute."""
 COMMANDS = {
     "andon": "-P -m andon",
     "python": "",
@@ -56,19 +47,20 @@ COMMANDS = {
 }
 """Commands in the path of a block, as arguments of the interpreter that runs the page."""
 SECONDS = 300
-"""The longest that one block may take."""
+"""The longest time for one block."""
 _FENCE = re.compile(r"( *)```([^`\s]*)\s*$")
 _MARK = re.compile(r"<!-- (exit|with|not run:|file|needs|setup:?)(?:\s+(.*?))?\s*(-->)?$")
 _NAMED = re.compile(r"[Ss]ave (?:(?:it|this) )?as `([\w./-]+)`:$")
+_PARSERS = {"python": ast.parse, "yaml": yaml.safe_load, "json": json.loads}
 
 
 @dataclass
 class Block:
-    """A fenced block or a setup comment, with the marks above it."""
+    """A fenced block or a setup comment, with the marks above it. needs: a module that cannot be imported."""
 
-    kind: str
-    text: str
-    line: int
+    kind: str = ""
+    text: str = ""
+    line: int = 0
     exit: int = 0
     replaced: list[tuple[str, str]] = field(default_factory=list)
     reason: str | None = None
@@ -79,77 +71,63 @@ class Block:
         """The text to run, with the replacements of `with`."""
         text = self.text
         for old, new in self.replaced:
-            assert old in text, f"line {self.line}: the block has no {old!r} to replace"
+            assert old in text, f"the block has no {old!r} to replace"
             text = text.replace(old, new)
         return text
-
-    def action(self) -> str:
-        """What is done with the block."""
-        if self.needs and importlib.util.find_spec(self.needs) is None:
-            return "skip"
-        if self.file:
-            return "save"
-        if self.kind in ("bash", "setup"):
-            return "check" if self.reason else "run"
-        return {"text": "compare", "python": "parse", "yaml": "parse", "json": "parse"}.get(self.kind, "ignore")
 
 
 def blocks(page: Path) -> list[Block]:
     """The blocks of a page, in order. Raises ValueError for a mark that is unknown or marks nothing."""
     found: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
-    mark, prose, needs = Block("", "", 0), "", None
+    mark, prose, needs, at = Block(), "", None, 0
 
-    def until(end: str, start: int) -> Iterator[str]:
-        for number in range(start, len(lines)):
-            if lines[number].strip() == end:
-                return
-            yield lines[number]
-        raise ValueError(f"{page.name}:{start}: nothing closes this block")
+    def refuse(why: str) -> None:
+        raise ValueError(f"{page.name}:{at}: {why}")
 
-    at = 0
     while at < len(lines):
         line, at = lines[at], at + 1
-        if fence := _FENCE.match(line):
-            text = list(until("```", at))
-            mark.kind, mark.line = fence[2], at
-            mark.text = "".join(f"{each.removeprefix(fence[1])}\n" for each in text)
-            if named := _NAMED.search(prose):
-                mark.file = named[1]
-            mark.needs = needs
-            if mark.reason and mark.reason not in REASONS:
-                raise ValueError(f"{page.name}:{at}: {mark.reason!r} is not one of {', '.join(REASONS)}")
-            if mark.kind != "bash" and (mark.reason or mark.exit or mark.replaced):
-                raise ValueError(f"{page.name}:{at}: the mark above belongs to a bash block")
-            found.append(mark)
-            mark, prose, at = Block("", "", 0), "", at + len(text) + 1
-        elif line.startswith("<!-- ") and (each := _MARK.match(line)):
-            name, value, closed = each[1], each[2] or "", each[3]
-            if name == "setup":
-                text = list(until("-->", at))
-                found.append(Block("setup", "\n".join([*text, ""]), at, needs=needs))
-                at += len(text) + 1
-            elif not closed:
-                raise ValueError(f"{page.name}:{at}: a mark ends on its line")
-            elif name == "setup:":
+        fence = _FENCE.match(line)
+        each = _MARK.match(line)
+        if fence or (each and each[1] == "setup"):
+            end = next((n for n in range(at, len(lines)) if lines[n].strip() == ("```" if fence else "-->")), None)
+            if end is None:
+                raise ValueError(f"{page.name}:{at}: nothing closes this block")
+            kind, indent = (fence[2], fence[1]) if fence else ("setup", "")
+            block = mark if fence else Block()
+            block.kind, block.line, block.needs = kind, at, needs
+            block.text = "".join(f"{each.removeprefix(indent)}\n" for each in lines[at:end])
+            if fence and (named := _NAMED.search(prose)):
+                block.file = named[1]
+            if block.reason and block.reason not in REASONS:
+                refuse(f"{block.reason!r} is not one of {', '.join(REASONS)}")
+            if kind != "bash" and (block.reason or block.exit or block.replaced):
+                refuse("the mark above belongs to a bash block")
+            found.append(block)
+            at = end + 1
+            if fence:
+                mark, prose = Block(), ""
+        elif each:
+            name, value = each[1], each[2] or ""
+            if not each[3]:
+                refuse("a mark ends on its line")
+            if name == "setup:":
                 found.append(Block("setup", f"{value}\n", at, needs=needs))
             elif name == "needs":
-                needs = value
-            elif name == "exit":
-                mark.exit = int(value)
+                needs = value if importlib.util.find_spec(value) is None else None
             elif name == "with":
                 old, _, new = value.partition(" => ")
                 mark.replaced.append((old, new))
+            elif name == "exit":
+                mark.exit = int(value)
             elif name == "file":
                 mark.file = value
             else:
                 mark.reason = value
         elif line.strip():
-            if mark != Block("", "", 0):
-                raise ValueError(f"{page.name}:{at}: a block must follow the mark above")
-            prose = line
-            if line.startswith("#"):
-                needs = None
+            if mark != Block():
+                refuse("a block must follow the mark above")
+            prose, needs = line, None if line.startswith("#") else needs
     return found
 
 
@@ -164,87 +142,58 @@ def missing(shown: str, printed: str) -> list[str]:
     return lost
 
 
-def environment(page: Path, folder: Path) -> dict[str, str]:
-    """Variables for the commands of a page: a path with the tested code in `folder`, and the checkout as ANDON."""
-    for name, arguments in COMMANDS.items():
-        command = folder / name
-        command.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-        command.chmod(0o755)
-    root = next(each for each in page.resolve().parents if (each / "pyproject.toml").is_file())
-    return os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "ANDON": str(root), "COLUMNS": "120"}
+def run(page: Path, folder: Path) -> int:
+    """Do what the page says below `folder`, and print each block with its time. Returns how many bash blocks ran.
 
-
-def run(page: Path, folder: Path, told: bool = False) -> int:
-    """Do what the page says in `folder`, an empty one. Returns how many bash blocks ran.
-
-    Raises AssertionError for the first block that does not do what the page says. told: print each block and its time.
+    Raises AssertionError for the first block that does not do what the page says.
     """
-    work, commands = folder / "work", folder / "bin"
+    work, path = folder / "work", folder / "bin"
     work.mkdir()
-    commands.mkdir()
-    variables = environment(page, commands)
+    path.mkdir()
+    for name, arguments in COMMANDS.items():
+        (path / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+        (path / name).chmod(0o755)
+    root = next(each for each in page.resolve().parents if (each / "pyproject.toml").is_file())
+    variables = os.environ | {"PATH": f"{path}{os.pathsep}{os.environ['PATH']}", "ANDON": str(root), "COLUMNS": "120"}
     printed: str | None = None
     ran = 0
     for block in blocks(page):
-        action, place, start = block.action(), f"{page.name}:{block.line}", time.monotonic()
-        if action == "save":
-            path = work / str(block.file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(block.text, encoding="utf-8")
-        elif action == "run":
+        place, start = f"{page.name}:{block.line}", time.monotonic()
+        if block.needs or block.reason:
+            printed = None if block.kind == "bash" else printed
+        elif block.file:
+            (work / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (work / block.file).write_text(block.text, encoding="utf-8")
+        elif block.kind in ("bash", "setup"):
             printed = _execute(block, place, work, variables)
             ran += block.kind == "bash"
-        elif action == "compare" and printed is not None:
+        elif block.kind == "text" and printed is not None:
             lost = missing(block.text, printed)
             assert lost == [], f"{place}: the page shows {lost}, but this was printed:\n{printed}"
-        elif action == "parse":
-            _parse(block, place)
-        elif action in ("check", "skip") and block.kind == "bash":
-            printed = None
-        if told:
-            print(f"{place}: {action} {block.kind} {time.monotonic() - start:.1f} s", flush=True)
+        elif block.kind in _PARSERS:
+            try:
+                _PARSERS[block.kind](block.text)
+            except (SyntaxError, ValueError, yaml.YAMLError) as error:
+                raise AssertionError(f"{place}: {error}") from None
+        print(f"{place}: {block.kind} {time.monotonic() - start:.1f} s", flush=True)
     return ran
 
 
 def _execute(block: Block, place: str, work: Path, variables: dict[str, str]) -> str:
+    """Run a block and return its output, standard error included."""
     text = block.command()
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", text],
-        cwd=work,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
-    assert done.returncode == block.exit, f"{place}: exit {done.returncode}, not {block.exit}\n{text}\n{done.stdout}"
-    return done.stdout
-
-
-def _parse(block: Block, place: str) -> None:
-    try:
-        {"python": ast.parse, "yaml": yaml.safe_load, "json": json.loads}[block.kind](block.text)
-    except (SyntaxError, ValueError, yaml.YAMLError) as error:
-        raise AssertionError(f"{place}: {error}") from None
-
-
-def main() -> None:
-    """Run the pages of the command line, or list what would be done with each block."""
-    parser = argparse.ArgumentParser(description="Run the commands of pages of the docs.")
-    parser.add_argument("pages", nargs="+", type=Path)
-    parser.add_argument("--list", action="store_true", help="print what would be done with each block")
-    options = parser.parse_args()
-    for page in options.pages:
-        if options.list:
-            for block in blocks(page):
-                first = block.command().strip().partition("\n")[0]
-                print(f"{page.name}:{block.line}: {block.action()} {block.kind}: {block.file or first}")
-            continue
-        with tempfile.TemporaryDirectory(prefix="page") as folder:
-            run(page, Path(folder), told=True)
+    command = ["bash", "-euo", "pipefail", "-c", text]
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        # A file, since a process that the block leaves behind would keep a pipe open.
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        code = subprocess.run(command, cwd=work, env=variables, check=False, timeout=SECONDS, **streams).returncode
+        output.seek(0)
+        printed = output.read()
+    assert code == block.exit, f"{place}: exit {code}, not {block.exit}\n{text}\n{printed}"
+    return printed
 
 
 if __name__ == "__main__":
-    main()
+    for name in sys.argv[1:]:
+        with tempfile.TemporaryDirectory(prefix="page") as fresh:
+            run(Path(name), Path(fresh))

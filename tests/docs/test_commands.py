@@ -37,13 +37,6 @@ def test_the_page_does_what_it_says(page: Path, tmp_path: Path) -> None:
     assert run(page, tmp_path) > 0
 
 
-def write(folder: Path, text: str) -> Path:
-    page = folder / "page.md"
-    page.write_text(text)
-    (folder / "pyproject.toml").touch()
-    return page
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -53,68 +46,22 @@ def write(folder: Path, text: str) -> Path:
         ("<!-- with 8 => 2 -->\n```bash\ntrue\n```\n", "has no '8' to replace"),
         ("Save as `a.sh`:\n\n```sh\nexit 4\n```\n\n```bash\nbash a.sh\n```\n", "exit 4, not 0"),
         ("```python\n1 +\n```\n", "invalid syntax"),
-    ],
-)
-def test_a_page_that_does_not_do_what_it_says_fails(text: str, error: str, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match=error):
-        run(write(tmp_path, text), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
         ("<!-- not run: tired -->\n```bash\ntrue\n```\n", "'tired' is not one of GPU"),
         ("<!-- exit 2 -->\n\nA paragraph.\n", "a block must follow"),
         ("<!-- exit 2 -->\n```text\nx\n```\n", "belongs to a bash block"),
         ("```bash\ntrue\n", "nothing closes"),
     ],
 )
-def test_a_mark_that_cannot_be_right_is_refused(text: str, error: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=error):
-        blocks(write(tmp_path, text))
+def test_a_page_that_does_not_do_what_it_says_fails(text: str, error: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    (tmp_path / "pyproject.toml").touch()
+    with pytest.raises((AssertionError, ValueError), match=error):
+        run(page, tmp_path)
 
 
-def test_what_is_marked_is_done(tmp_path: Path) -> None:
-    text = """
-<!-- setup
-echo 7 > seed.txt
--->
-<!-- setup: echo 8 >> seed.txt -->
-<!-- file more.txt -->
-```text
-9
-```
-
-<!-- exit 3 -->
-<!-- with 9 => 3 -->
-```bash
-cat seed.txt more.txt
-exit 9
-```
-
-```text
-7
-8
-...
-```
-
-<!-- not run: GPU -->
-```bash
-false
-```
-
-<!-- needs no_such_module -->
-```bash
-false
-```
-
-## Next
-
-```bash
-test -d "$ANDON"
-```
-"""
-    assert run(write(tmp_path, text), tmp_path) == 2
+def test_every_mark_is_obeyed(tmp_path: Path) -> None:
+    assert run(Path(__file__).with_name("sample.md"), tmp_path) == 2
 
 
 def test_what_is_not_printed_is_missed() -> None:
