@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
 
 from andon.config.schema import Config
+
+DOCS = Path(__file__).parent
+_LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 
 project = "Andon"
 author = "The Andon authors"
@@ -27,15 +32,24 @@ html_use_index = html_copy_source = html_show_sourcelink = html_show_copyright =
 
 
 def setup(app: Sphinx) -> None:
-    """Fill in the table of settings when its page is read."""
-    app.connect("source-read", fill_in)
+    """Adapt each page when it is read."""
+    app.connect("source-read", adapt)
 
 
-def fill_in(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace `<!-- settings -->` in `source`, the text of `page`, by the tables that the schema gives."""
+def adapt(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill in the table of settings, and adapt links to the repository: `source` is the text of a page."""
     del app, page
-    if "<!-- settings -->" in source[0]:
-        source[0] = source[0].replace("<!-- settings -->", "\n".join(settings()))
+    text = _LINK.sub(_led, source[0])
+    source[0] = text.replace("<!-- settings -->", "\n".join(settings())) if "<!-- settings -->" in text else text
+
+
+def _led(link: re.Match[str]) -> str:
+    """A link to a file outside this folder becomes a download, one to a folder plain text."""
+    text, target = link[1], link[2]
+    if (DOCS / target).is_dir():
+        return text
+    # Without `path:`, the parser would look for a page of this name.
+    return f"[{text}](path:{target})" if target.endswith(".md") and (DOCS / target).is_file() else link[0]
 
 
 def settings() -> Iterator[str]:
