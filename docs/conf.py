@@ -1,13 +1,8 @@
-"""How the pages of this folder become a site: `tox -e docs`. A warning is an error.
-
-Files elsewhere in the repository that are read as pages, the README first of all, stay where they are: a page of this
-folder stands for each in `PAGES`. Relative links are led to the page, or to the file.
-"""
+"""How the pages of this folder become a site: `tox -e docs`. A warning is an error, a dead link is a warning."""
 
 from __future__ import annotations
 
 import json
-import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,29 +12,16 @@ from sphinx.application import Sphinx
 
 from andon.config.schema import Config
 
-ROOT = Path(__file__).parents[1]
-PAGES = {
-    "README.md": "index",
-    "CONTRIBUTING.md": "contributing",
-    "SECURITY.md": "security",
-    "CHANGELOG.md": "changes",
-    "falsify/nemesis/README.md": "faults-in-real-runs",
-}
-"""A file of the repository, and the page of this folder in which it is read."""
-_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+DOCS = Path(__file__).parent
+_LINK = re.compile(r"\[([^\]]*)\]\((\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
 
 project = "Andon"
 author = "The Andon authors"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser"]
 source_suffix = {".md": "markdown"}
 myst_heading_anchors = 4
-# One pair of back quotes in a docstring is a name of code, as in Markdown.
-default_role = "code"
-autodoc_member_order = "bysource"
-autodoc_typehints_format = "short"
-maximum_signature_line_length = 60
 highlight_language = "none"
-smartquotes = False  # an option of a command keeps its two dashes
+smartquotes = False  # `--` in the text of an option stays two dashes
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"
@@ -50,28 +32,28 @@ html_use_index = html_copy_source = html_show_sourcelink = html_show_copyright =
 
 
 def setup(app: Sphinx) -> None:
-    """Have every page read as `as_page` makes it."""
-    app.connect("source-read", as_page)
+    """Adapt each page when it is read."""
+    app.connect("source-read", adapt)
 
 
-def as_page(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put a file of the repository and what is generated into its page, and lead relative links to where they end."""
-    del app
-    file = next((file for file, name in PAGES.items() if name == page), f"docs/{page}.md")
-    text = source[0] if file == f"docs/{page}.md" else (ROOT / file).read_text(encoding="utf-8") + source[0]
-    if "<!-- settings -->" in text:
-        text = text.replace("<!-- settings -->", "\n".join(settings()))
-    folder = posixpath.dirname(f"docs/{page}.md")
+def adapt(app: Sphinx, page: str, source: list[str]) -> None:
+    """Fill in the table of settings, and adapt links to the repository: `source` is the text of a page."""
+    del app, page
+    text = _LINK.sub(_led, source[0])
+    source[0] = text.replace("<!-- settings -->", "\n".join(settings())) if "<!-- settings -->" in text else text
 
-    def led(link: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(file), link[1]))
-        return posixpath.relpath(f"docs/{PAGES[target]}.md" if target in PAGES else target, folder)
 
-    source[0] = _LINK.sub(led, text)
+def _led(link: re.Match[str]) -> str:
+    """A link to a file outside this folder becomes a download, one to a folder plain text."""
+    text, target = link[1], link[2]
+    if (DOCS / target).is_dir():
+        return text
+    # Without `path:`, the parser would look for a page of this name.
+    return f"[{text}](path:{target})" if target.endswith(".md") and (DOCS / target).is_file() else link[0]
 
 
 def settings() -> Iterator[str]:
-    """Every key of a configuration, from the schema that reads it: lines of Markdown, a table for each section."""
+    """Every key of a configuration, from its schema: lines of Markdown, a table for each section."""
     schema = Config.model_json_schema()
     yield from ("| key | values | default | |", "| --- | --- | --- | --- |")
     parts: dict[str, dict[str, Any]] = {}
@@ -87,14 +69,15 @@ def settings() -> Iterator[str]:
 
 
 def _row(key: str, field: dict[str, Any]) -> str:
-    """One key: its values, its default as YAML has it, what it is for."""
+    """One key: its values, its default as in YAML, its description."""
     default = field["default"]
     shown = default if isinstance(default, str) else json.dumps(default)
-    return f"| `{key}` | {_values(field)} | `{shown}` | {field.get('description', '')} |"
+    described = field.get("description", "").replace("<", "&lt;")  # or the browser takes it for a tag
+    return f"| `{key}` | {_values(field)} | `{shown}` | {described} |"
 
 
 def _values(field: dict[str, Any]) -> str:
-    """What may stand there, in words."""
+    """The allowed values, in words."""
     for several in ("anyOf", "oneOf"):
         if several in field:
             return ", or ".join(map(_values, field[several]))
@@ -119,6 +102,6 @@ def _values(field: dict[str, Any]) -> str:
 
 
 def _number(bound: float) -> str:
-    """A bound as a reader takes it in: large powers of two by their exponent."""
+    """A bound in short: large powers of two as `2^N`."""
     large = isinstance(bound, int) and bound >= 1 << 14 and bound & (bound - 1) == 0
     return f"2^{bound.bit_length() - 1}" if large else str(bound)

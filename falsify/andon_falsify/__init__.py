@@ -1,6 +1,6 @@
-"""The attempt to prove a data-parallel trainer wrong: subjects, faults, checkers, a reference, and the tests that ship.
+"""The search for bugs in a data-parallel trainer: subjects, campaigns, claims, a reference, and tests that ship.
 
-What the author of a subject needs is importable from here and loaded on first use. `checkers`, `history`, `verdict`
+What the author of a subject needs is importable from here and loaded on first use. `claims`, `history`, `verdict`
 and `reference` import neither the trainer nor its contracts.
 """
 

@@ -1,6 +1,6 @@
 """What the docs refer to exists: links, headings, commands with their options, benchmark programs.
 
-The deep tier builds the site and runs the tutorials.
+The deep tier builds the site and runs the commands.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import typer
 from andon.cli.commands import app
 from andon.console.messages import Exit
 from tests.repository.sources import ROOT
+from tests.repository.test_budget import BUDGET
 
 PAGES = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")})
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)\s]*)\)")
@@ -50,7 +51,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 @cache
 def options() -> dict[str, set[str]]:
-    """The options of each `andon` command, those of andon_falsify too."""
+    """The options of each `andon` command, with those of andon_falsify."""
     commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     return {
         name: {"--help"} | {option for word in each.params for option in (*word.opts, *word.secondary_opts)}
@@ -86,6 +87,26 @@ def test_every_program_of_a_page_exists() -> None:
 
 
 def test_the_table_of_exit_codes_is_the_programs() -> None:
-    text = (ROOT / "docs" / "exit-codes.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    """One page has the table: a row for each code."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     rows = re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", text, re.MULTILINE)
-    assert {(int(code), name) for code, name in rows} == {(exit_.value, exit_.name) for exit_ in Exit}
+    assert sorted((int(code), name) for code, name in rows) == sorted((exit_.value, exit_.name) for exit_ in Exit)
+
+
+def test_every_public_name_is_in_the_docs() -> None:
+    """Commands and settings are held to the docs elsewhere; this is the Python side, without the seed's names."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    names = [*(f"andon.{name}" for name in ("train", "open_run", "watch", "assert_same", "Violation", "Halted"))]
+    names += [*(f"andon.{name}" for name in ("InputError", "RunError", "RankLost", "Preempted"))]
+    assert [name for name in names if name not in text] == []
+
+
+def test_the_docs_stay_short() -> None:
+    """Pages answer questions. What is a log of measurements belongs elsewhere."""
+    limits = BUDGET["docs"]
+    pages = (ROOT / "docs").rglob("*.md")
+    words = {page.name: len(re.sub(r"(?s)<!--.*?-->", "", page.read_text(encoding="utf-8")).split()) for page in pages}
+    long = {"claims.md": limits["generated"]}
+    assert len(words) <= limits["pages"]
+    assert sum(words.values()) <= limits["words"]
+    assert {name: count for name, count in words.items() if count > long.get(name, limits["longest"])} == {}
