@@ -1,4 +1,4 @@
-"""`python -m falsify.nemesis`: plays nemeses, prints a line for each, and writes the table."""
+"""`python -m falsify.nemesis`: plays nemeses and prints a line for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from .bench import NEMESES, Bench
 from .language import Nemesis, Row
-from .table import document, line, summary
+from .table import line, summary
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -28,7 +28,6 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="those with NAME in their name")
     parser.add_argument("--seed", type=int, default=1, help="seed of the steps at which faults strike")
     parser.add_argument("--jobs", type=int, default=1, help="nemeses in parallel, of up to five processes each")
-    parser.add_argument("--table", type=Path, help="file to write the table to, as Markdown")
     options = parser.parse_args()
     chosen = [each for each in NEMESES if not options.only or any(part in each.name for part in options.only)]
     if not chosen:
@@ -40,8 +39,6 @@ def main() -> int:
         signal.signal(signum, _end)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
         rows = _played(Bench.prepare(Path(base), options.seed), chosen, options.jobs)
-    if options.table is not None:
-        options.table.write_text(document(rows, options.seed), encoding="utf-8")
     print(f"{summary(rows)}; {time.monotonic() - began:.0f} s")
     return verdict(rows)
 

@@ -37,7 +37,7 @@ def wrong_without_fault(ending: Ending, result: str) -> tuple[str, ...]:
     """What is wrong with a run without faults. It must exit with 0, have the undisturbed bits and leave no process."""
     found = _common(ending)
     if any(ending.codes):
-        found.append(f"exit {codes_of(ending)}: {line_with(ending.output)}")
+        found.append(f"exit {codes_of(ending)}: {last_line(ending.output)}")
     if result:
         found.append(f"other bits: {result}")
     return tuple(found)
@@ -53,17 +53,15 @@ def doubt(phase: Phase, found: tuple[str, ...], guard: Guard | str) -> str:
         return f"never acted: {', '.join(phase.idle)}"
     output = [each.output for each in (phase.ending, phase.healing) if each is not None and _TRACEBACK in each.output]
     if output:
-        return f"it ends with a traceback: {line_with(output[0])}"
+        return f"it ends with a traceback: {last_line(output[0])}"
     due = guard.finds if isinstance(guard, Guard) else ""
     if found and not any(_is_in(due, each) for each in found):
         return f"{found[0]}; to be found was {due!r}"
     return ""
 
 
-def line_with(output: str, words: tuple[str, ...] = ()) -> str:
-    """The last of the lines with the most of these words."""
-    lines = output.strip().splitlines() or ["nothing was said"]
-    return max(reversed(lines), key=lambda line: sum(_is_in(word, line) for word in words))
+def last_line(output: str) -> str:
+    return (output.strip().splitlines() or ["no output"])[-1]
 
 
 def codes_of(ending: Ending) -> str:

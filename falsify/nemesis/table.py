@@ -1,20 +1,11 @@
-"""The measurements, as lines on a terminal and as a Markdown document."""
+"""The measurements as lines on a terminal, and the Markdown table of other programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .judging import codes_of, line_with
+from .judging import codes_of
 from .language import Guard, Phase, Row
-
-_WHAT = (
-    "Each fault was caused in a run of `andon train` and proved to have happened. The promise was checked: how the "
-    "command ends, in how many seconds from the fault to the end of the last process, what it says, no process left, "
-    "nothing accepted that the undisturbed run does not have. Then the run was resumed, and had to end with the bits "
-    "of the undisturbed one. The same run without the fault had to end well; the last column says what the same judge "
-    "found with a protection switched off."
-)
-_HEADER = ("fault", "caused by", "exit", "seconds", "what is said", "healed", "guard off")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -36,27 +27,6 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{sum(row.good for row in rows) - skipped} of {len(rows) - skipped} are as promised, {skipped} were skipped"
 
 
-def document(rows: Sequence[Row], seed: int) -> str:
-    sections = {
-        "Skipped on this machine": [f"- {row.nemesis.name}: {row.skipped}" for row in rows if row.skipped],
-        "Does not hold": [f"- {row.nemesis.name}: {_details(row)}" for row in rows if not row.good],
-    }
-    lines = [
-        "# Faults, as they were measured",
-        "",
-        f"Written by `python -m falsify.nemesis --seed {seed} --table docs/nemeses.md`.",
-        "",
-        _WHAT,
-        "",
-        f"{summary(rows)}.",
-        "",
-        table(_HEADER, [_cells(row, row.phase) for row in rows if row.phase is not None]),
-    ]
-    for title, found in sections.items():
-        lines += ["", f"## {title}", "", *found] if found else []
-    return "\n".join(lines) + "\n"
-
-
 def _details(row: Row) -> str:
     if row.skipped:
         return f"skipped: {row.skipped}"
@@ -70,15 +40,6 @@ def _details(row: Row) -> str:
     if isinstance(guard, Guard) and (row.doubt or not row.unguarded):
         parts.append(f"CONTROL without {guard.what} shows nothing: {row.doubt or 'nothing is found wrong'}")
     return "; ".join(parts)
-
-
-def _cells(row: Row, phase: Phase) -> list[str]:
-    nemesis = row.nemesis
-    output = line_with(phase.ending.output, nemesis.promise.says)
-    found = f"SHOWS NOTHING: {row.doubt}" if row.doubt else (row.unguarded or ("NOTHING FOUND",))[0]
-    off = nemesis.guard if isinstance(nemesis.guard, str) else f"{nemesis.guard.what}: {found}"
-    within = f"{phase.ending.seconds:.1f}" if nemesis.promise.within_s < float("inf") else "to its end"
-    return [nemesis.name, nemesis.how, codes_of(phase.ending), within, output, _healed(phase), off]
 
 
 def _healed(phase: Phase) -> str:

@@ -202,9 +202,9 @@ def test_clocks_that_are_apart_are_told(seconds: float, words: str) -> None:
 
 
 def test_the_lines_of_the_docs_name_the_number_of_workers() -> None:
-    text = (ROOT / "docs" / "multi-node.md").read_text()
-    blocks = [part for part in re.split(r"\n(?! {4})", text) if re.search(r"torchrun.*andon", part, re.DOTALL)]
-    lines = [block for block in blocks if block.count("\n    ") and not re.search(r"--nnodes \d+:\d+", block)]
+    text = (ROOT / "docs" / "machines.md").read_text()
+    blocks = [part for part in re.findall(r"(?ms)^```bash\n(.*?)^```$", text) if "torchrun" in part]
+    lines = [block for block in blocks if not re.search(r"--nnodes \d+:\d+", block)]
     assert len(lines) == 2
     lines += re.findall(
         r"(?m)^[^#\n]*\bandon train\b(?:.*\\\n)*.*", (ROOT / "examples" / "engines" / "andon.sbatch").read_text()

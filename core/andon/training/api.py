@@ -54,7 +54,7 @@ _one_at_a_time = threading.Lock()
 
 
 class RunError(RuntimeError):
-    """A run did not finish. exit: its exit code (docs/exit-codes.md). path: its folder."""
+    """A run did not finish. exit: its exit code (docs/reliability.md). path: its folder."""
 
     exit: Exit = Exit.CRASHED
     path: Path | None = None
