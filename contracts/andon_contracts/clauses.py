@@ -161,10 +161,3 @@ _ALL = (
 
 CLAUSES: Mapping[str, Clause] = MappingProxyType({clause.name: clause for clause in _ALL})
 """Every clause by its name."""
-
-
-def clauses_table() -> str:
-    """The registry as a Markdown table, for the README and the docs."""
-    rows = ["| clause | kind | statement | also known as | checked |", "| --- | --- | --- | --- | --- |"]
-    rows += [f"| `{c.name}` | {c.kind} | {c.statement} | {', '.join(c.aliases)} | {c.schedule} |" for c in _ALL]
-    return "\n".join(rows)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "base-frozen",
     1,
-    "No frozen weight or buffer of any rank changes in a run.",
+    "No frozen weight or buffer changes on any rank.",
     order=160,
     subjects=("trainer", "loop"),
     needs=(tensors("frozen tensors"),),

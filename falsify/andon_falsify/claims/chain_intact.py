@@ -16,11 +16,10 @@ def _has_ledger(evidence: Evidence) -> str:
 CLAIM = Claim(
     "chain-intact",
     1,
-    "Every line of the ledger is readable, counts one up, and names the digest of the line before it.",
+    "Every ledger line is readable, has the next number, and holds the digest of the line before it.",
     order=70,
     subjects=("trainer", "script", "ledger"),
     needs=(_has_ledger,),
-    unwatched="is about the record, which a run cannot judge itself",
 )
 NO_LINE = "0" * 16
 """What the first line names as the digest of the line before it."""
