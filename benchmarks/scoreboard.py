@@ -101,6 +101,8 @@ def scoreboard(report: Report) -> str:
     table = Table(report)
     marks = {claim: [table.cell(claim, subject) for subject in table.subjects] for claim in table.claims}
     held = {claim for claim, cells in marks.items() if {_mark(cell) for cell in cells} <= {"holds", "-", ""}}
+    named = (part for subject in table.subjects for part in subject.version.split(", "))
+    versions = dict.fromkeys(part for part in named if " " in part)  # Andon's own is a number alone
     rows = [
         ["claim", *(subject.name for subject in table.subjects)],
         ["---"] * (len(table.subjects) + 1),
@@ -111,7 +113,7 @@ def scoreboard(report: Report) -> str:
             *(f"| {' | '.join(row)} |" for row in rows),
             "",
             f"These claims hold wherever they apply: {', '.join(f'`{claim}`' for claim in marks if claim in held)}.",
-            f"Versions: {', '.join(dict.fromkeys(subject.version for subject in table.subjects if subject.version))}.",
+            f"Versions: {', '.join(versions)}.",
             "",
             *_reasons(table),
         ]
