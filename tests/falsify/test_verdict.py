@@ -17,7 +17,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_falsify.campaign.findings import diagnosed, explain, held_by_rest, mistake
 from andon_falsify.campaign.request import read_request
 from andon_falsify.claims import CHECKS, CLAIMS, judged_by
-from andon_falsify.claims.clauses import ALIASES, NO_CLAIM, page
+from andon_falsify.claims.clauses import ALIASES, NO_CLAIM, claims_table, clauses_table
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.cli.campaign import ReportFiles, show
 from andon_falsify.ranks.errors import root_cause
@@ -388,7 +388,9 @@ def test_one_name_is_one_law_or_the_map_says_that_it_is_not() -> None:
 
 def test_the_page_of_claims_and_clauses_is_current() -> None:
     """A claim or a clause that is added, renamed or reworded is on the page."""
-    assert DOCS.read_text(encoding="utf-8") == page()
+    text = DOCS.read_text(encoding="utf-8")
+    assert "\n".join(claims_table()) in text
+    assert "\n".join(clauses_table()) in text
 
 
 @pytest.mark.parametrize("module", ["claims.ledgers", "campaign.script_bench"])

@@ -2,7 +2,7 @@
 
 The contracts check clauses inside a running loop; claims judge it from outside. If both are the same law, either name
 selects the claim (`--claim learning-rate-planned` is `--claim schedule`). `python -m andon_falsify.claims.clauses`
-prints docs/claims.md.
+prints the tables of docs/claims.md.
 """
 
 from __future__ import annotations
@@ -30,41 +30,10 @@ ALIASES: Mapping[str, str] = {
 }
 """The claim that is the same law as a clause of another name."""
 _RELATIONS = {"same": "", "part": "part of ", "other": "differs from "}
-_PAGE = """\
-# Claims and clauses
-
-Everything that Andon checks. `python -m andon_falsify.claims.clauses` prints this page.
-
-- A **claim** is a statement about a trainer that a test run can prove wrong. `andon falsify` runs a trainer and \
-judges it from outside. `andon verify` judges the ledger of a finished run. [How a verdict comes about](falsify.md).
-- A **clause** is a statement that a running loop checks. `andon train` and `andon.watch` evaluate clauses at each \
-step. Messages and ledgers name the clause. `andon explain CLAUSE` explains one of them.
-
-Claims and clauses share no code.
-
-## Claims
-
-A claim is judged of Andon's own trainer, of a loop (`--subject`), of a script (`--script`), or of a ledger \
-(`andon verify`).
-
-{claims}
-
-## Clauses
-
-The last column names the claim with the same meaning, or the claim that covers it and more ("part of"). \
-`--claim` takes the name of a clause with the same meaning, too. A declared value is an argument of \
-[the watch](watch-reference.md).
-
-{clauses}
-"""
 
 
-def page() -> str:
-    """The whole of docs/claims.md."""
-    return _PAGE.format(claims="\n".join(_claims()), clauses="\n".join(_clauses()))
-
-
-def _claims() -> Iterator[str]:
+def claims_table() -> Iterator[str]:
+    """Every claim in Markdown, line by line."""
     yield "claim | judged of | statement"
     yield "--- | --- | ---"
     for claim in CLAIMS:
@@ -73,7 +42,8 @@ def _claims() -> Iterator[str]:
         yield f"`{claim.name}` | {judged_of} | {' '.join(said)}"
 
 
-def _clauses() -> Iterator[str]:
+def clauses_table() -> Iterator[str]:
+    """Every clause in Markdown, with the claims that judge it."""
     from andon_contracts.clauses import CLAUSES
 
     yield "clause | statement | checked | claim"
@@ -95,4 +65,4 @@ def _claims_of(clause: str) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print("\n".join([*claims_table(), "", *clauses_table()]))
