@@ -1,7 +1,7 @@
 """The gate of every refactoring: what Andon does today, as JSON.
 
 `python -m benchmarks.freeze --write` runs every planted fault and a fixed set of commands, and writes
-`tests/golden/{trainer,loops,watch,nemeses,runs,refusals}.json`, and the tables of `docs` (`benchmarks.power`).
+`tests/golden/{trainer,loops,watch,nemeses,runs,refusals}.json`.
 Without `--write` it runs them again and prints each row that differs. `--only trainer --only watch` chooses parts. The
 exit code is 1 if a row differs, or if a fault has problems: its check missed it, failed for another reason, or failed
 without the fault. `--backend nccl` runs the trainer's faults on GPUs and compares nothing.
@@ -34,7 +34,6 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS
 from andon_falsify.subjects.trace import Remembering
 from andon_falsify.verdict import Counterexample
-from benchmarks.power import GOLDEN, PAGES, ROOT, write
 from benchmarks.runs import environment
 from falsify.nemesis.bench import NEMESES, Bench
 from falsify.nemesis.language import Nemesis
@@ -45,6 +44,8 @@ from falsify.power.looped.fault import Inside
 from falsify.power.registry import FAULTS
 
 Row = dict[str, Any]
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
 _STEP = re.compile(r"\bsteps? (\d+)")
 _NUMBER = re.compile(
     r"(?<=\.andon-tmp)-\d+-[0-9a-f]+|0x[0-9a-f.]+p[+-]\d+|\b[0-9a-f]{16}\b|-?\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b"
@@ -258,8 +259,6 @@ PARTS: Mapping[str, Callable[[], Iterator[Row]]] = {
 def _write(name: str, rows: Sequence[Row]) -> None:
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (GOLDEN / f"{name}.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    if name in PAGES:
-        write(name)
 
 
 def _differences(name: str, rows: Sequence[Row]) -> int:

@@ -1,49 +1,43 @@
-"""The suite's findings on every bundled trainer: `python -m benchmarks.scoreboard --write docs/scoreboard.md`.
+"""The verdicts on every bundled trainer: `python -m benchmarks.scoreboard --budget quick --write`.
 
-It runs one campaign per subject, as `andon falsify --subject NAME` does. The exit code is 1 if a verdict differs from
-`andon_falsify.peers.registry`: a claim that falls without a known reason, or that should fall and holds.
+It runs one campaign per subject, as `andon falsify --subject NAME` does. `--write` replaces the table in
+docs/findings.md. The exit code is 1 if a verdict differs from `andon_falsify.peers.registry`: a claim that falls
+without a known reason, or that should fall and holds.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from andon.run.atomic import write_whole
-from andon_contracts.legible import legible
 from andon_falsify.campaign.request import OURS, read_request
 from andon_falsify.campaign.run import run_campaign
 from andon_falsify.campaign.trial import BUDGETS
 from andon_falsify.peers.registry import PEERS
-from andon_falsify.report.findings import Cell, Column, Mark, Report, Table
+from andon_falsify.report.findings import Cell, Mark, Report, Table
 from andon_falsify.verdict import Outcome
 
-_INTRODUCTION = """# Scoreboard
-
-Written by `python -m benchmarks.scoreboard --budget {budget} --write docs/scoreboard.md`; do not edit.
-
-What the suite found of our trainer and of loops as the documentation of each library teaches them. A library does not
-promise every claim: the table says what such a loop does on ragged batches and several ranks, with the versions named,
-and below it what each does right.
-"""
+PAGE = Path(__file__).parents[1] / "docs" / "findings.md"
+_BEGIN, _END = "<!-- scoreboard -->", "<!-- end -->"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", action="append", choices=[OURS, *PEERS], help="repeat for more; default: all")
     parser.add_argument("--budget", choices=list(BUDGETS), default="standard")
-    parser.add_argument("--write", type=Path, help="the Markdown file to write")
+    parser.add_argument("--write", action="store_true", help=f"replace the table in {PAGE.name}")
     options = parser.parse_args()
     found = list(campaigns(options.subject or [OURS, *PEERS], options.budget))
     if not found:
         parser.error("none of these subjects can be judged here")
     report = joined(found)
-    text = f"{_INTRODUCTION.format(budget=options.budget)}\n{scoreboard(report)}"
+    text = scoreboard(report)
     print(text)
-    if options.write is not None:
-        write_whole(options.write, text.encode())
+    if options.write:
+        above, _, rest = PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+        below = rest.partition(_END)[2]
+        PAGE.write_text(f"{above}{_BEGIN}\n{text}\n{_END}{below}", encoding="utf-8")
     found_otherwise = list(surprises(report))
     for surprise in found_otherwise:
         print(f"unexpected: {surprise}")
@@ -93,120 +87,52 @@ def surprises(report: Report) -> Iterator[str]:
 
 
 _WORDS = {
-    Mark.FALSIFIED: "**falsified**",
-    Mark.EXPECTED: "**falsified** (expected)",
+    Mark.FALSIFIED: "**UNKNOWN DEFECT**",
+    Mark.EXPECTED: "**fails**",
     Mark.UNEXPECTED_PASS: "**UNEXPECTED PASS**",
     Mark.UNKNOWN: "unknown",
     Mark.HOLDS: "holds",
     Mark.NOT_APPLICABLE: "-",
 }
-_MOST_CHARACTERS = 400
-_LEGEND = (
-    "`holds`: comparisons were made and none contradicts the claim. `(expected)`: falls for a reason that is given "
-    "below; should it hold one day, that is an unexpected pass, and a failure of the check. `-`: the claim says "
-    "nothing about that subject. An empty cell was not judged."
-)
 
 
 def scoreboard(report: Report) -> str:
+    """A table of the claims that fail for some subject, the other claims, the versions, and the reasons."""
     table = Table(report)
-    sections = {
-        "Surprises": [f"- {plain(surprise)}" for surprise in surprises(report)],
-        "What falls": _fallen(table),
-        "What each does right": _right(table),
-        "What could not be told": _open(table),
-        "Where this was measured": _measured(report),
-    }
-    bodies = {title: "\n".join(lines).strip() for title, lines in sections.items()}
-    titled = [f"## {title}\n\n{body}" for title, body in bodies.items() if body]
-    return "\n\n".join([_matrix(table), _LEGEND, *titled, f"{plain(report.closing_line)}."]) + "\n"
-
-
-def _matrix(table: Table) -> str:
-    header = ["claim", *("<br>".join(map(plain, (each.name, each.version))) for each in table.subjects)]
+    marks = {claim: [table.cell(claim, subject) for subject in table.subjects] for claim in table.claims}
+    held = {claim for claim, cells in marks.items() if {_mark(cell) for cell in cells} <= {"holds", "-", ""}}
+    named = (part for subject in table.subjects for part in subject.version.split(", "))
+    versions = dict.fromkeys(part for part in named if " " in part)  # Andon's own is a number alone
     rows = [
-        [f"{code(claim)} {table.version(claim)}", *(_cell(table.cell(claim, subject)) for subject in table.subjects)]
-        for claim in table.claims
+        ["claim", *(subject.name for subject in table.subjects)],
+        ["---"] * (len(table.subjects) + 1),
+        *([f"`{claim}`", *map(_mark, cells)] for claim, cells in marks.items() if claim not in held),
     ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
+    return "\n".join(
+        [
+            *(f"| {' | '.join(row)} |" for row in rows),
+            "",
+            f"These claims hold wherever they apply: {', '.join(f'`{claim}`' for claim in marks if claim in held)}.",
+            f"Versions: {', '.join(versions)}.",
+            "",
+            *_reasons(table),
+        ]
+    )
 
 
-def plain(text: str) -> str:
-    line = " ".join(legible(text, _MOST_CHARACTERS).split())
-    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return re.sub(r"([\\`*\[\]|~#]|(?<!\w)_|_(?!\w))", r"\\\1", line)
+def _mark(cell: Cell | None) -> str:
+    return "" if cell is None else _WORDS[cell.mark]
 
 
-def code(text: str) -> str:
-    line = " ".join(legible(text).split()).replace("|", "\\|")
-    fence = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
-    pad = " " if line.startswith("`") or line.endswith("`") else ""
-    return f"{fence}{pad}{line}{pad}{fence}" if line else ""
-
-
-def _cell(cell: Cell | None) -> str:
-    if cell is None:
-        return ""
-    example = cell.example
-    ratio = f", ratio {example.ratio:.3f}" if example is not None and example.ratio is not None else ""
-    return f"{_WORDS[cell.mark]}{ratio}"
-
-
-def _fallen(table: Table) -> Iterator[str]:
+def _reasons(table: Table) -> Iterator[str]:
+    """Why a claim fails, with all subjects that fail it for this reason."""
+    subjects: dict[tuple[str, str], list[str]] = {}
     for subject in table.subjects:
-        fallen = _marked(table, subject, Outcome.FALSIFIED)
-        if fallen:
-            yield f"### {plain(str(subject))}\n"
-            for cell in fallen:
-                yield from _counterexample(cell)
-            yield ""
-
-
-def _counterexample(cell: Cell) -> Iterator[str]:
-    found = cell.example
-    assert found is not None
-    finding = next(each for each in cell.deciding if found in each.counterexamples)
-    place = f" ({plain(finding.place)})" if finding.place else ""
-    ratio = "" if found.ratio is None else f", ratio **{plain(found.equals or f'{found.ratio:.3f}')}**"
-    said = f"{found.where}: {found.what}" if found.where else found.what
-    if found.expected or found.seen:
-        said += f"; expected {found.expected or 'nothing'}, seen {found.seen or 'nothing'}"
-    yield f"- {code(cell.claim)}{place}{ratio}: {plain(said)}"
-    if cell.expected is not None:
-        yield f"  - expected, strictly: {plain(cell.expected.reason)}"
-    if found.repro:
-        yield f"  - repeat with {code(found.repro)}"
-
-
-def _right(table: Table) -> Iterator[str]:
-    for subject in table.subjects:
-        held = _marked(table, subject, Outcome.HOLDS)
-        if held:
-            named = ", ".join(f"{code(cell.claim)} ({cell.verdict.checked} comparisons)" for cell in held)
-            decided = len(held) + len(_marked(table, subject, Outcome.FALSIFIED))
-            yield f"- **{plain(str(subject))}**, {len(held)} of {decided}: {named}"
-
-
-def _open(table: Table) -> Iterator[str]:
-    for subject in table.subjects:
-        for cell in _marked(table, subject, Outcome.UNKNOWN):
-            reasons = "; ".join(dict.fromkeys(finding.why for finding in cell.deciding if finding.why))
-            yield f"- **{plain(str(subject))}** {code(cell.claim)}: {plain(reasons)}"
-
-
-def _marked(table: Table, subject: Column, outcome: Outcome) -> list[Cell]:
-    return [cell for cell in table.of(subject) if cell.verdict.outcome is outcome]
-
-
-def _measured(report: Report) -> Iterator[str]:
-    yield f"- started {plain(report.started)}"
-    for name, value in {**report.versions, **report.machine}.items():
-        yield f"- {plain(name)}: {plain(value)}"
-    seeds = dict.fromkeys(str(finding.seed) for finding in report.findings)
-    if seeds:
-        yield f"- seed {', '.join(seeds)}"
-    if report.not_selected:
-        yield f"- not selected: {', '.join(code(name) for name in dict.fromkeys(report.not_selected))}"
+        for cell in table.of(subject):
+            if cell.verdict.outcome is Outcome.FALSIFIED and cell.expected is not None:
+                subjects.setdefault((cell.claim, cell.expected.reason), []).append(subject.name)
+    for (claim, reason), names in sorted(subjects.items()):
+        yield f"- `{claim}` ({', '.join(names)}): {reason}."
 
 
 if __name__ == "__main__":

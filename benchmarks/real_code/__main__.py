@@ -43,7 +43,7 @@ class Row:
     module: run as `-m path`. folder: the working directory, by default the script's. parts: the paths of the repository
     that are extracted, by default all. gpu: the script asks for GPUs, and the preamble gives it CPUs. modules: required
     packages. prepare: a function of `data` that writes its input. files: additional text files. unseeded: why two runs
-    differ. expected: the alarms that are right (clause, reason, suspected, and the finding of docs/findings.md).
+    differ. expected: the alarms that are right (clause, reason, suspected, and the name of its finding).
     plants: mistakes made by patches (name, patches), each with the clauses of which one must be broken.
     """
 

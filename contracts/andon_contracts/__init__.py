@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from andon_contracts.clauses import CLAUSES, Clause, clauses_table
+from andon_contracts.clauses import CLAUSES, Clause
 from andon_contracts.violation import Finding, Violation
 
-__all__ = ["CLAUSES", "Clause", "Finding", "Violation", "clauses_table"]
+__all__ = ["CLAUSES", "Clause", "Finding", "Violation"]

@@ -107,8 +107,7 @@ _ALL = (
         likely="the clip call is before `scaler.unscale_`, before the reduction, or inside the accumulation"),
     Clause("copies-agree", "invariant",
         "before updates 2, 32, 512, 8,192 and so on, and before the update after each of them", (),
-        "A copy of the model that the loop updates (an average of weights, a teacher) is the same on every rank that "
-        "keeps one, up to rounding.",
+        "Ranks that keep a copy of the model (an average of weights, a teacher) hold the same copy, up to rounding.",
         likely="the copy is updated on one rank only, or from weights that differ", between_ranks=True,
         of_the_update_before=True),
     Clause("ranks-joined", "invariant", "every watched step, and at the close", (),
@@ -152,8 +151,8 @@ _ALL = (
         "Values that must differ between ranks (random states) differ, and values that must agree are equal.",
         likely="one seed on all ranks, or a random draw on one rank only"),
     Clause("evaluation-once", "post", "every evaluation; in a watched loop, each `evaluated` call", ("samples-once",),
-        "An evaluation counts every row exactly once, its metrics are those of the rows, two evaluations of the same "
-        "weights give the same predictions, and no batch norm is in training mode."),
+        "An evaluation counts every row exactly once, and its metrics are those of the rows. Two evaluations of the "
+        "same weights give the same predictions. No batch norm is in training mode."),
     Clause("trees-agree", "invariant", "every call of `assert_same`", (),
         "A tree of tensors and values is the same on every rank, to the bit.", between_ranks=True),
 )
@@ -161,10 +160,3 @@ _ALL = (
 
 CLAUSES: Mapping[str, Clause] = MappingProxyType({clause.name: clause for clause in _ALL})
 """Every clause by its name."""
-
-
-def clauses_table() -> str:
-    """The registry as a Markdown table, for the README and the docs."""
-    rows = ["| clause | kind | statement | also known as | checked |", "| --- | --- | --- | --- | --- |"]
-    rows += [f"| `{c.name}` | {c.kind} | {c.statement} | {', '.join(c.aliases)} | {c.schedule} |" for c in _ALL]
-    return "\n".join(rows)

@@ -48,8 +48,7 @@ class Claim:
     version: raised when the meaning changes. order: the place in reports. subjects: the kinds of subject that it is
     judged of; statements: the statement for such a kind, where it differs. trial: the kind of trial that judges it.
     runs: the further runs that the check compares with. needs: functions of `Evidence` that give the reason why the
-    claim does not apply, or "". clauses: those of the contracts that are the same law, or a part of it; unwatched: why
-    there are none.
+    claim does not apply, or "". clauses: those of the contracts that are the same law, or a part of it.
     """
 
     name: str
@@ -61,7 +60,6 @@ class Claim:
     runs: tuple[ExtraRun, ...] = ()
     needs: tuple[Callable[[Any], str], ...] = ()
     clauses: tuple[Clause, ...] = ()
-    unwatched: str = ""
     statements: Mapping[Kind, str] = field(default_factory=dict, hash=False)
 
     def statement_for(self, kind: Kind) -> str:

@@ -1,4 +1,4 @@
-"""The coordinator: what the seed promises of it (R, N), tests (T) and breaks (V); docs/seed.md lists every id."""
+"""The coordinator: what the seed has (R), promises of it (N), tests (T) and breaks (V)."""
 
 from __future__ import annotations
 

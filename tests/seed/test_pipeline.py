@@ -1,4 +1,4 @@
-"""The pipeline and its free functions: gradient and step half, samples, configuration, memory; ids of docs/seed.md."""
+"""The pipeline and its free functions: gradients, steps, samples, configuration, memory, by the ids of the seed."""
 
 from __future__ import annotations
 

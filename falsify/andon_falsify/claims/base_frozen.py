@@ -8,7 +8,7 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclu
 CLAIM = Claim(
     "base-frozen",
     1,
-    "No frozen weight or buffer of any rank changes in a run.",
+    "No frozen weight or buffer changes on any rank.",
     order=160,
     subjects=("trainer", "loop"),
     needs=(tensors("frozen tensors"),),

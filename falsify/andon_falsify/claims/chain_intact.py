@@ -11,11 +11,10 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude
 CLAIM = Claim(
     "chain-intact",
     1,
-    "Every line of the ledger is readable, counts one up, and names the digest of the line before it.",
+    "Every ledger line is readable, has the next number, and holds the digest of the line before it.",
     order=70,
     subjects=("trainer", "script", "ledger"),
     needs=(lambda evidence: "" if evidence.ledger is not None else "the subject keeps no ledger",),
-    unwatched="is about the record, which a run cannot judge itself",
 )
 NO_LINE = "0" * 16
 """What the first line names as the digest of the line before it."""

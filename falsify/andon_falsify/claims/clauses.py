@@ -2,22 +2,24 @@
 
 The contracts check clauses inside a running loop; claims judge it from outside. If both are the same law, either name
 selects the claim (`--claim learning-rate-planned` is `--claim schedule`). `python -m andon_falsify.claims.clauses`
-prints the table of docs/clauses-and-claims.md.
+prints the tables of docs/claims.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from andon_falsify.claims import CLAIMS
+from andon_falsify.verdict import Claim, Kind
 
 NO_CLAIM: Mapping[str, str] = {
-    "audit": "what is computed again inside is computed in float64 by `gradient-law`",
-    "cpu-fallback": "a table of calls in `falsify/power` tests the choice",
-    "copies-agree": "a trainer under trial shows its model alone",
-    "collectives-agree": "seen from outside only in what comes of it",
+    "audit": "`gradient-law` computes the gradient again",
+    "cpu-fallback": "a test of its own covers it",
+    "copies-agree": "a trainer shows its model only",
+    "collectives-agree": "only the effects are visible from outside",
     "scaler-agrees": "no case scales its loss",
-    "trees-agree": "what is compared is the user's to say",
+    "trees-agree": "your code chooses the tree",
 }
 """Clauses of which no claim judges a part, and why."""
 ALIASES: Mapping[str, str] = {
@@ -27,28 +29,40 @@ ALIASES: Mapping[str, str] = {
     if clause.relation == "same" and clause.name != claim.name
 }
 """The claim that is the same law as a clause of another name."""
-_WORDS = {"same": "the same law", "part": "of more, this among it", "other": "**another law**"}
+_RELATIONS = {"same": "", "part": "part of ", "other": "differs from "}
 
 
-def table() -> Iterator[str]:
-    """The clauses with their claims in Markdown, line by line, in the order of the contracts' registry."""
+def claims_table() -> Iterator[str]:
+    """Every claim in Markdown, line by line."""
+    yield "claim | judged of | statement"
+    yield "--- | --- | ---"
+    for claim in CLAIMS:
+        said = [claim.statement, *(f"Of a {kind}: {text}" for kind, text in claim.statements.items())]
+        judged_of = "all" if len(claim.subjects) == len(get_args(Kind)) else ", ".join(claim.subjects)
+        yield f"`{claim.name}` | {judged_of} | {' '.join(said)}"
+
+
+def clauses_table() -> Iterator[str]:
+    """Every clause in Markdown, with the claims that judge it."""
     from andon_contracts.clauses import CLAUSES
 
-    yield "| clause | claim | the claim is | |"
-    yield "| --- | --- | --- | --- |"
-    for name in CLAUSES:
-        kin = [(claim.name, clause) for claim in CLAIMS for clause in claim.clauses if clause.name == name]
-        if kin:
-            claims = ", ".join(f"`{claim}`" for claim, _ in kin)
-            notes = "; ".join(dict.fromkeys(clause.note for _, clause in kin if clause.note))
-            yield f"| `{name}` | {claims} | {_WORDS[kin[0][1].relation]} | {notes} |"
-        elif name in NO_CLAIM:
-            yield f"| `{name}` |  | none | {NO_CLAIM[name]} |"
-    yield ""
-    yield "| claim without a clause | since it |"
-    yield "| --- | --- |"
-    yield from (f"| `{claim.name}` | {claim.unwatched} |" for claim in CLAIMS if claim.unwatched)
+    yield "clause | statement | checked | claim"
+    yield "--- | --- | --- | ---"
+    for clause in CLAUSES.values():
+        yield f"`{clause.name}` | {clause.statement} | {clause.schedule} | {_claims_of(clause.name)}"
+
+
+def _claims_of(clause: str) -> str:
+    """The claims that are related to `clause`, with what is not obvious about the relation."""
+    related: list[tuple[Claim, str, str]] = [
+        (claim, each.relation, each.note) for claim in CLAIMS for each in claim.clauses if each.name == clause
+    ]
+    if not related:
+        return f"none: {NO_CLAIM[clause]}"
+    names = ", ".join(f"`{claim.name}`" for claim, _, _ in related)
+    notes = "; ".join(dict.fromkeys(note for _, _, note in related if note))
+    return _RELATIONS[related[0][1]] + names + (f" ({notes})" if notes else "")
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join([*claims_table(), "", *clauses_table()]))

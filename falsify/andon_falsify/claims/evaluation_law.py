@@ -24,8 +24,8 @@ def _evaluates(evidence: Evidence) -> str:
 CLAIM = Claim(
     "evaluation-law",
     2,
-    "The loss and the accuracy of an evaluation, on every rank that reports them, are those of every row once, "
-    "whatever the number of ranks, the padding and the order; and it changes nothing in the model.",
+    "The loss and the accuracy that a rank reports for an evaluation count every row once, for any world size, "
+    "padding and order. The evaluation does not change the model.",
     order=170,
     subjects=("loop",),
     runs=("random",),

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "gradient-law",
     1,
-    "The gradient before clipping is that of (sum of the rows' weighted losses) / (rows of the global batch), as one "
-    "process computes it in float64.",
+    "The gradient before clipping is that of one float64 process: the weighted losses of all rows of the global "
+    "batch, summed and divided once by the number of rows.",
     order=130,
     subjects=("trainer", "loop", "ledger"),
     needs=(tensors("gradient", of_updates=True), has_law),

@@ -27,8 +27,8 @@ def _is_poisoned(evidence: Evidence) -> str:
 CLAIM = Claim(
     "halt-together",
     1,
-    "A NaN or infinity in any rank's loss or gradient stops all ranks at that step, before the update: no later step "
-    "in that run, no changed weights, and a violation in the record.",
+    "A NaN or infinity in one rank's loss or gradient stops all ranks before that step's update. No weight changes, "
+    "and the record has a violation.",
     order=50,
     subjects=("trainer", "loop", "ledger"),
     trial="halt",
@@ -39,13 +39,11 @@ CLAIM = Claim(
         Clause(
             "halt-together",
             "other",
-            "the clause: all ranks are at the same step and point, and stop there together or not at all; the claim: "
-            "what is not finite stops them all before its update, which the clause `finite` calls for",
+            "only the halt that a NaN must cause",
         ),
     ),
     statements={
-        "loop": "A NaN in one rank's gradient stops all ranks at that step, before the update, by whatever error: no "
-        "later step, and no changed weights."
+        "loop": "A NaN in one rank's gradient stops all ranks before that update, by any error. No weight changes.",
     },
 )
 

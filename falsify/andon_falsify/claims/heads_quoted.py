@@ -16,13 +16,11 @@ from andon_falsify.verdict import Claim, Counterexample, Verdict, conclude, not_
 CLAIM = Claim(
     "heads-quoted",
     1,
-    "Every checkpoint and the summary quote a line of the ledger by its number and digest, and it is that line: "
-    "no line was cut off after it was quoted. Every confusion matrix that the ledger quotes is there, unchanged, with "
-    "the rows and the accuracy of its evaluation.",
+    "The ledger still holds each line that a checkpoint or the summary quotes by number and digest. Each confusion "
+    "matrix that the ledger quotes is unchanged, and has the rows and the accuracy of its evaluation.",
     order=190,
     subjects=("ledger",),
     needs=(lambda run: "" if run.folder is not None else "a ledger without a run folder has no files that quote it",),
-    unwatched="is about the record and its run folder",
 )
 _MOST_BYTES = 1 << 26
 _DIGITS = 16

@@ -11,7 +11,7 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclu
 CLAIM = Claim(
     "layout-equal",
     1,
-    "The gradient's layout (names, shapes, types, order) is the same on every rank and backend.",
+    "The gradient has the same names, shapes, dtypes and order on every rank and backend.",
     order=120,
     subjects=("trainer", "loop", "ledger"),
     needs=(tensors("layout of tensors"),),

@@ -19,7 +19,7 @@ def _reports_losses(evidence: Evidence) -> str:
 CLAIM = Claim(
     "loss-finite",
     1,
-    "Every reported loss, and every reported norm of a reduced gradient, is finite.",
+    "Every reported loss and every reported gradient norm is finite.",
     order=80,
     subjects=("trainer", "loop", "script", "ledger"),
     needs=(_reports_losses,),
@@ -27,8 +27,7 @@ CLAIM = Claim(
         Clause(
             "finite",
             "other",
-            "the clause is of every micro-batch, before the update; `loss-finite` is of the losses and norms that are "
-            "told afterwards, and what a NaN must do is `halt-together`",
+            "a planted NaN, and the reported losses and norms",
         ),
     ),
 )

@@ -15,9 +15,9 @@ MIXED_TOLERANCE = 1e-3
 CLAIM = Claim(
     "losses-close",
     2,
-    "The reported loss of every update is that of one process in float64 from the same weights and rows, but for fp32 "
-    f"rounding: {NOISE['trainer'].loss:.0e} of it in our trainer, {NOISE['loop'].loss:.0e} in a loop. On CPUs and GPUs "
-    f"at once it differs from that of one CPU by less than {MIXED_TOLERANCE:.0e} of it.",
+    "Each reported loss is that of one float64 process with the same weights and rows, within fp32 rounding: "
+    f"{NOISE['trainer'].loss:.0e} of it in Andon's trainer, {NOISE['loop'].loss:.0e} in a loop. If CPUs and GPUs train "
+    f"together, it is within {MIXED_TOLERANCE:.0e} of that of one CPU.",
     order=100,
     subjects=("trainer", "loop", "ledger"),
     runs=("alone",),

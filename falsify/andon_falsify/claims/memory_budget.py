@@ -18,8 +18,8 @@ def _counts_bytes(evidence: Evidence) -> str:
 CLAIM = Claim(
     "memory-budget",
     1,
-    "The peak of live tensor bytes of every replica is at most the plan's number and 10 %, and the bytes that "
-    "stay alive between updates do not grow with each of them.",
+    "No replica's peak of live tensor bytes is more than 10 % above the plan. The bytes that stay allocated between "
+    "updates do not grow.",
     order=110,
     subjects=("trainer", "ledger"),
     trial="memory",

@@ -9,7 +9,7 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclu
 CLAIM = Claim(
     "norm-law",
     1,
-    "The reported norm is that of the reduced gradient of the law before clipping.",
+    "The reported norm is that of the correct reduced gradient before clipping.",
     order=150,
     subjects=("trainer",),
     needs=(tensors("norm of a reference", of_updates=True), has_law),

@@ -13,7 +13,7 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclu
 CLAIM = Claim(
     "plan-followed",
     1,
-    "The global batch of every update is the planned one, a function of (seed, epoch, position) and of nothing else.",
+    "Each global batch is the planned one, which depends only on seed, epoch and position.",
     order=30,
     subjects=("trainer", "ledger"),
     clauses=(Clause("updates-planned"),),

@@ -20,18 +20,18 @@ def _has_replicas(evidence: Evidence) -> str:
 CLAIM = Claim(
     "replicas-agree",
     1,
-    "After every update all ranks hold bitwise the same trainable weights and optimizer state, "
-    "and before it the same reduced gradient.",
+    "All ranks hold the same reduced gradient before each update, and the same trainable weights and optimizer state "
+    "after it, to the bit.",
     order=10,
     subjects=("trainer", "loop", "script", "ledger"),
     needs=(_has_replicas,),
     clauses=(
-        Clause("replicas-agree", "same", "the claim holds the two clauses below as well"),
+        Clause("replicas-agree", "same"),
         Clause("optimizers-agree"),
         Clause("gradients-agree"),
-        Clause("start-agrees", "part", "of a loop, the initial weights"),
-        Clause("ranks-joined", "part", "of ranks that train apart"),
-        Clause("buffers-agree", "part", "of a loop, its running statistics"),
+        Clause("start-agrees"),
+        Clause("ranks-joined"),
+        Clause("buffers-agree"),
     ),
 )
 _CAUSAL_ORDER: tuple[Literal["gradient", "optimizer", "weights"], ...] = ("gradient", "optimizer", "weights")

@@ -18,24 +18,23 @@ _UNSAVED = "the loop does not save and load (`save`, `load`)"
 CLAIM = Claim(
     "resume-equal",
     1,
-    "A resumed run makes every update exactly as the uninterrupted one, on any number of workers; an update done again "
-    "carries the digests that it had.",
+    "A resumed run makes every update of an uninterrupted run to the bit, on any number of workers. A repeated "
+    "update has the same digests.",
     order=60,
     subjects=("trainer", "loop", "script", "ledger"),
     trial="resume",
     runs=("cut", "resumed"),
     needs=(lambda evidence: "" if evidence.declares("restores") else _UNSAVED,),
     clauses=(
-        Clause("checkpoint-whole", "part", "what was not saved whole shows where a run goes on"),
+        Clause("checkpoint-whole"),
         Clause("resume-exact", "same"),
     ),
     statements={
-        "loop": "A resumed run makes the updates that were left, with the rows and learning rates of the uninterrupted "
-        "one, and weights that differ by at most 30 times the measured rounding of fp32; to the bit if the loop "
-        "promises that.",
-        "script": "A run that was killed and resumed by the command makes the updates of an uninterrupted one, with "
-        "the same rows: on one or two ranks to the bit; on more, with the same rates, losses and norms, to 0.0001 of "
-        "them at the first update and to 0.0064 later, since differences of rounding grow.",
+        "loop": "A resumed run makes the remaining updates with the same rows and learning rates. The weights differ "
+        "by at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
+        "script": "A run that is killed and resumed makes the updates of an uninterrupted run, with the same rows. On "
+        "one or two ranks all bits agree. On more ranks learning rates agree; losses and norms agree to 0.0001 at the "
+        "first update, and to 0.0064 later.",
     },
 )
 _ONE_ORDER = 2

@@ -33,19 +33,17 @@ def _is_not_the_measure(evidence: Evidence) -> str:
 CLAIM = Claim(
     "same-everywhere",
     1,
-    "The same run on another number of workers or another backend gives the same rows, loss, gradient, weights and "
-    "optimizer state at every update, to the bit.",
+    "On another number of workers or another backend, each update has the same rows, loss, gradient, weights and "
+    "optimizer state, to the bit.",
     order=40,
     subjects=("trainer", "loop", "script", "ledger"),
     runs=("alone", "again"),
     needs=(_is_not_the_measure,),
-    unwatched="needs another run",
     statements={
-        "loop": "The same global batches on another number of ranks give the same rows and learning rates, and weights "
-        "that differ by at most 30 times the measured rounding of fp32; to the bit if the loop promises that.",
-        "script": "The same global batches on another number of ranks, or in micro-batches of another size, make as "
-        "many updates, with the same rows and rates. In the first 50 the losses and norms are the same, to 0.0001 of "
-        "them at the first update and to 0.0064 later, since differences of rounding grow.",
+        "loop": "On another number of ranks, each update has the same rows and learning rates. The weights differ by "
+        "at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
+        "script": "On another layout of the same global batch, the run makes as many updates, with the same rows and "
+        "learning rates. Losses and norms agree to 0.0001 at the first update, and to 0.0064 up to the 50th.",
     },
 )
 COMPARED = 50

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "samples-once",
     1,
-    "The ranks' rows of a batch are disjoint and together the batch; an epoch visits every training row exactly once; "
-    "two epochs visit them in different orders.",
+    "The ranks share each batch without overlap or gap. An epoch visits every training row exactly once. Two epochs "
+    "have different orders.",
     order=20,
     subjects=("trainer", "loop", "script", "ledger"),
     clauses=(
-        Clause("samples-once", "same", "the claim looks at epochs as well, the clause at each batch"),
-        Clause("content-planned", "part", "of a loop, whose rows are recognised by their content"),
+        Clause("samples-once", "same"),
+        Clause("content-planned"),
         Clause("updates-planned"),
-        Clause("order-renewed", "part", "of our trainer, whose plan has an order for each epoch"),
+        Clause("order-renewed"),
     ),
 )
 _TWICE, _LOST, _STRANGE = "rows are used more than once", "rows are not used", "rows do not belong there"

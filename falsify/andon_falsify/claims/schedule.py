@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "schedule",
     1,
-    "The learning rate of update t is the schedule at t, whatever the world size, the accumulation or a resume.",
+    "Each update has the learning rate of the schedule, for any world size and accumulation, and after a resume.",
     order=90,
     subjects=("trainer", "loop", "ledger"),
     clauses=(Clause("learning-rate-planned", "same"), Clause("hyperparameters-agree")),

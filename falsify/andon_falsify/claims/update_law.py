@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 CLAIM = Claim(
     "update-law",
     1,
-    "The weights after an update are those of one optimizer step from the weights before it, with the reduced "
-    "gradient clipped once, at the rate of the schedule. A loop's optimizer is that of the case, or the declared one.",
+    "The weights after an update are those of one optimizer step with the reduced gradient, clipped once, at the "
+    "scheduled rate. A loop's optimizer has the settings of the case, or those that the loop declares.",
     order=140,
     subjects=("trainer", "loop"),
     needs=(tensors("weights", of_updates=True), lambda evidence: evidence.law.why_no_update),

@@ -55,13 +55,13 @@ def installed(name: str) -> str:
 
 _HERE = "andon_falsify.peers"
 
-_TWICE = "the last batches of an epoch are filled up with rows that were visited already"
+_TWICE = "rows are repeated to fill the last batch of an epoch"
 _MEANS = (
-    "means of micro-batches are averaged, so that a row of a smaller one counts for more; a last window that is short "
-    "is divided as if it were full"
+    "the means of micro-batches are averaged, so that a row of a small micro-batch has more weight, and a short last "
+    "window is divided as a full one"
 )
-_MASKS = "every rank is seeded alike, so that all draw the same dropout masks (huggingface/transformers#31412)"
-_DEPENDS = "which rows fill up an epoch, and how much a row counts, depend on the number of ranks"
+_MASKS = "every rank has the same seed, and so the same dropout masks (huggingface/transformers#31412)"
+_DEPENDS = "the repeated rows, and the weight of a row, depend on the number of ranks"
 _AS_TAUGHT = {"samples-once": _TWICE, "gradient-law": _MEANS, "same-everywhere": _DEPENDS}
 _ACCELERATE = {"accelerate": "1.15.0"}
 _TRAINER = {"transformers": "5.23.0", **_ACCELERATE}
@@ -82,9 +82,9 @@ PEERS: Mapping[str, Peer] = {
             {
                 "samples-once": _TWICE,
                 "gradient-law": "a classifier's gradient is multiplied by accumulation x world size",
-                "losses-close": "and so is the loss that is logged",
+                "losses-close": "the logged loss is multiplied by accumulation x world size",
                 "evaluation-law": "eval_loss is multiplied by the world size",
-                "same-everywhere": "the factor is another one for another number of ranks",
+                "same-everywhere": "the factor depends on the number of ranks",
                 "randomness-apart": _MASKS,
             },
         ),
@@ -94,7 +94,7 @@ PEERS: Mapping[str, Peer] = {
             _TRAINER,
             {
                 "samples-once": _TWICE,
-                "evaluation-law": "eval_loss counts the rows twice that fill up the last batch",
+                "evaluation-law": "eval_loss counts the rows that fill the last batch twice",
                 "same-everywhere": _DEPENDS,
                 "randomness-apart": _MASKS,
             },
@@ -103,10 +103,10 @@ PEERS: Mapping[str, Peer] = {
             "seed",
             f"{_HERE}.seed:SeedLoop",
             expected={
-                "replicas-agree": "each worker updates by its own shard, and its optimizer remembers that",
+                "replicas-agree": "each worker steps its optimizer with the gradient of its own shard",
                 "samples-once": "every epoch has the same order",
-                "gradient-law": "the work of all workers but the first is thrown away",
-                "same-everywhere": "the first worker's shard is another one for another number of workers",
+                "gradient-law": "only the first worker's gradient is used",
+                "same-everywhere": "the first worker's shard depends on the number of workers",
             },
         ),
     )

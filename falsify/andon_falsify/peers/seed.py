@@ -1,4 +1,4 @@
-"""The algorithm of the coordinator that Andon re-creates, written from its description (docs/seed.md).
+"""The algorithm of the coordinator that Andon re-creates, written from its description.
 
 Every worker trains on its own contiguous shard, the last with the remainder, and makes its own optimizer step; then all
 copy the weights of worker 0. The updates of the other workers are lost, and the states of their optimizers diverge. The

@@ -63,7 +63,7 @@ class Outside:
 class LoopFault:
     """A right loop with one thing wrong.
 
-    code: of the catalogue in docs/watch-faults.md and docs/loop-faults.md. loop: has the fault; its base class is the
+    code: of the catalogue. loop: has the fault; its base class is the
     right loop. inside and outside: what must see it there, or why nothing there can.
     """
 
