@@ -33,7 +33,7 @@ class Kind:
     needs: tuple[str, ...] = ()
     weight: Literal["light", "heavy", "slow", "many"] = "light"
     suspected: frozenset[str] = frozenset()
-    """Clauses of which docs/watch.md announces one suspicion, until the loop has shown what it is."""
+    """Clauses of which docs/watch-reference.md announces one suspicion, until the loop has shown what it is."""
 
 
 def seen_by(*watches: Watch) -> Seen:

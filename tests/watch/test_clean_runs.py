@@ -1,4 +1,4 @@
-"""A watch says nothing of a loop that is right but what docs/watch.md announces, and it did look.
+"""A watch says nothing of a loop that is right but what docs/watch-reference.md announces, and it did look.
 
 The loops of `blind*` were written without sight of the watch: each is first shown to train what one process would.
 """
