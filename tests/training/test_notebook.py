@@ -23,10 +23,10 @@ from tests.training.runs import Runs, outcome
 
 pytestmark = pytest.mark.xdist_group("test_notebook")
 
-SECTION = re.search(r"^## From Python\n(.*?)^## ", (ROOT / "docs" / "usage.md").read_text(), re.MULTILINE | re.DOTALL)
-assert SECTION is not None
-BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION[1], re.MULTILINE | re.DOTALL)
-"""The programs in docs/usage.md, in order."""
+SECTION = (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8").partition("\n## From Python\n")[2]
+BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
+assert len(BLOCKS) == 2
+"""The programs in docs/fine-tune.md, in order."""
 _CELL_S = 180.0
 """A cell may be a whole run, on a machine that does other work beside it."""
 

@@ -366,7 +366,7 @@ class Config(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(42, "the one seed of a run")
     task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = setting(
-        None, "what is learned of a row, one of docs/usage.md; null: as the data says"
+        None, "what is learned of a row, one of docs/fine-tune.md; null: as the data says"
     )
     model: Model = Model()
     adapter: Adapter = Adapter()

@@ -68,7 +68,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     if config.model.base is not None:
         yield settings_line(config)
         unset = [f"{key}={value_of(config, key)}" for key in automatic_keys(config) if not is_set(original, key)]
-        yield f"chosen, since not set (docs/usage.md says why): {', '.join(unset) or 'nothing'}"
+        yield f"chosen, since not set (docs/fine-tune.md lists the rules): {', '.join(unset) or 'nothing'}"
 
     # The plan and its workers
     units = "packs" if config.training.packing else "rows"
