@@ -32,6 +32,7 @@ def test_commands_stand_in_blocks_that_are_run(page: Path) -> None:
 
 # Cheaper by default: tests/docs/test_pages.py (each command and option of a page exists).
 @pytest.mark.deep
+@pytest.mark.timeout(1800)  # a page has many commands, each with its own limit
 @pytest.mark.parametrize("page", RUN, ids=lambda path: path.stem)
 def test_the_page_does_what_it_says(page: Path, tmp_path: Path) -> None:
     assert run(page, tmp_path) > 0
