@@ -2,9 +2,9 @@
 
 Each kind runs on 2 ranks (gloo) with `action="collect"`; the last kind is a run of our own trainer under its contracts.
 The program prints a table and one line of JSON. The exit code is 1 if a watch reported anything, or a loop did not end.
-Suspicions that docs/watch-reference.md announces, for loops whose weights differ for a while, are counted apart. `--twins` plants
-faults in each kind instead (`tests/watch/clean_twins`), prints which the watch reports, and the exit code is 1 if it
-reports none of a kind's faults. A kind whose libraries are not installed is listed as such.
+Suspicions that docs/watch-reference.md announces, for loops whose weights differ for a while, are counted apart.
+`--twins` plants faults in each kind instead (`tests/watch/clean_twins`), prints which the watch reports, and the exit
+code is 1 if it reports none of a kind's faults. A kind whose libraries are not installed is listed as such.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The Trainer of transformers, watched by a callback: torchrun --nproc-per-node 2 examples/watch/hf_trainer.py
 
-It shows the callback. On two ranks this Trainer's gradient is twice the law, which the watch suspects: docs/libraries.md.
+It shows the callback. On two ranks this Trainer has twice the gradient of the law, which the watch suspects
+(docs/libraries.md).
 """
 
 from __future__ import annotations

@@ -1101,8 +1101,8 @@ SUSPECTED = {
     "wasserstein_pair": "gradient-present",
     "learned_to_learn": "samples-once",
 }
-"""The suspicion that docs/watch-reference.md announces for each loop: weights part for a while, layers are unfrozen, the loss
-does not depend on the critic's last bias, the tasks of all ranks have the same inputs."""
+"""The suspicion that docs/watch-reference.md announces for each loop: weights part for a while, layers are unfrozen,
+the loss does not depend on the critic's last bias, the tasks of all ranks have the same inputs."""
 
 
 def weights_of(loops: Iterable[str], steps: int) -> dict[str, list[Tensor]]:
