@@ -40,7 +40,7 @@ class Bench(ABC):
         """How often the subject has been run."""
 
     def suited(self, case: Case) -> Case:
-        """A drawn case without what this kind of subject cannot be told to do."""
+        """`case` with the settings removed that this kind of subject cannot be given, such as the model of a script."""
         return case
 
     def inapplicable(self, trial: Trial) -> str:
@@ -49,7 +49,10 @@ class Bench(ABC):
 
     @abstractmethod
     def evidence(self, trial: Trial) -> Evidence:
-        """The run of `trial`, with what makes its further runs. Raises `RunUnavailable` if it failed."""
+        """Run `trial`. Its evidence makes further runs when a check asks for them.
+
+        Raises `RunUnavailable` if the run failed.
+        """
 
     def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         """Run the subject and judge it. Returns verdicts by claim: all of the kind of trial, or of `claims`.

@@ -146,7 +146,7 @@ class Explanation:
 
 
 def held_by_rest(cases: Iterable[Case]) -> Held:
-    """`cases` by the case without its layout."""
+    """Group `cases` that differ only in their layout; the key is the case with a fixed layout."""
     found: dict[Case, list[Case]] = {}
     for case in cases:
         found.setdefault(case.but(**_NO_LAYOUT), []).append(case)

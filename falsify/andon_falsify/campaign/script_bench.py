@@ -58,9 +58,10 @@ Layout = tuple[int, int, int]
 
 
 class ScriptBench(Bench):
-    """Runs trials by a user's command, see `Command`. Each layout is run once, and resumed once.
+    """Runs trials with a user's command, see `Command`. Each layout is run once, and resumed once.
 
-    deadline_s: the budget's, for one run of a loop. Raises `InputError` for a command that cannot be laid out.
+    deadline_s: the budget's limit for a run on warm ranks. A run of a script may take `_TIMES` times as long. Raises
+    `InputError` if the command lacks a placeholder or is malformed.
     """
 
     kind = "script"
@@ -79,7 +80,7 @@ class ScriptBench(Bench):
         return self._runs
 
     def suited(self, case: Case) -> Case:
-        """See `Bench.suited`: the layout alone, at one global batch for all."""
+        """See `Bench.suited`: only the layout is kept. The global batch has 12 rows if these divide evenly."""
         leaves = case.world * (case.accumulation if self._command.accumulates else 1)
         batch = _GLOBAL_BATCH if _GLOBAL_BATCH % leaves == 0 else leaves
         return _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch)

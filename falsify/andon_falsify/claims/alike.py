@@ -81,7 +81,7 @@ def _rounded(
 
 
 def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
-    """Each of `others` against `first`: rows of every update, then the weights after it."""
+    """Compare each of `others` with `first`: the rows of every update, then the weights after every update."""
     found: list[Counterexample] = []
     measured: dict[int, float] | None = None
     checked, nearest = 0, 0.0

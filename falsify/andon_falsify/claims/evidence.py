@@ -57,10 +57,10 @@ class Evidence:
     """One run of one kind of subject.
 
     seen: what the witness saw. ledger: what the subject wrote. trace: the witness's tensors. others: the further runs
-    that were made; further: makes one when a check asks for it, with those that belong to it, or {} if this run has no
-    such run. elsewhere: other ledgers of the same run. configuration: reads the settings of a run folder, by dotted
-    key; only a claim that asks for them may fail by them. folder: the run folder of a ledger. layout: of a script, its
-    numbers by name.
+    that were made so far. further: makes one by name when a check asks for it, and returns it with those made together
+    with it ("cut" and "resumed"); {} if there is no such run. elsewhere: other ledgers of the same run. configuration:
+    reads the settings of a run folder, by dotted key; a malformed file affects only the claims that read it. folder:
+    the run folder of a ledger. layout: of a script, its numbers by name.
     """
 
     seen: History | None

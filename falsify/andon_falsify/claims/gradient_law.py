@@ -218,7 +218,7 @@ def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanat
 
 
 def _of_before(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
-    """The gradient contains that of the update before, or one rank's part of it."""
+    """A stale gradient: it still contains the previous update's, or one rank contributed its previous part again."""
     if step - 1 not in law.updates or not law.rows(step - 1):
         return _NONE
     planned, cause = rows.mean(0), "the gradient of the update before"

@@ -56,10 +56,10 @@ class ParameterGroup:
 
 
 class RunLaw(ABC):
-    """The law of the updates of one run. Tensors are in float64, under canonical names.
+    """What every update of one run should have been, computed in float64. Tensors have canonical names.
 
-    why_not: why no gradient can be computed, "" if it can. why_no_update: the same of the weights after an update.
-    factors: sizes of the layout, whose products explain a wrong ratio.
+    why_not: why the expected gradients cannot be computed, or "". why_no_update: why the weights expected after an
+    update cannot be computed, or "". factors: sizes of the layout by name; a wrong ratio is often a product of them.
     """
 
     why_not: str

@@ -1,4 +1,4 @@
-"""Ledgers as evidence: what `andon verify` judges by them alone, and by the run folders that they lie in."""
+"""Judges recorded runs for `andon verify`: ledgers, and the files in their run folders. Nothing is run again."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
 
 
 def _another_job(first: RecordedRun, other: RecordedRun) -> str:
-    """How the job of `other` differs from that of `first`: settings, data or base model; "" if nothing shows it."""
+    """Why the two runs cannot be compared: other settings, data or base model. "" if no such difference is recorded."""
     starts = [run.history.start.fields for run in (first, other) if run.history.start is not None]
     if len(starts) < 2:
         return ""

@@ -22,7 +22,7 @@ class Told(Protocol):
     """What a loop may report while it trains. Weights, gradients and updates are observed without it."""
 
     def rows(self, ids: Sequence[int]) -> None:
-        """The rows of the next forward pass on this rank. Needed only if the loop trains on others than `Case.rows`.
+        """Report the rows of the next forward pass on this rank. Needed only if they are not from `Case.rows`.
 
         Rows of the case are recognised by their content when the model is called.
         """

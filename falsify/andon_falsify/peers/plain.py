@@ -107,7 +107,7 @@ class PlainLoop:
         return sums
 
     def save(self, folder: Path) -> None:
-        """Ranks differ only in the state of their random generators, so rank 0 writes the rest."""
+        """Each rank writes its random state; rank 0 also writes what is equal on all ranks."""
         torch.save(torch.get_rng_state(), folder / f"random-{dist.get_rank()}.pt")
         if dist.get_rank() == 0:
             state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "done": self.done}
@@ -122,5 +122,5 @@ class PlainLoop:
 
 
 def cut(rows: list[int], size: int) -> list[list[int]]:
-    """`rows` in pieces of `size`, the last with the rest."""
+    """Split `rows` into lists of `size`; the last one may be shorter."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]

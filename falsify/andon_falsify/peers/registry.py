@@ -1,4 +1,4 @@
-"""The bundled training loops by name: the libraries that each needs, and its known defects."""
+"""The bundled training loops by name, with the libraries that they need and their known defects."""
 
 from __future__ import annotations
 

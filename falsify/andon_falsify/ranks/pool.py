@@ -184,9 +184,10 @@ class RankPools(AbstractContextManager["RankPools"]):
 
 
 def root_cause(errors: Mapping[int, str]) -> str:
-    """`rank 1 was killed by SIGKILL without an answer`: the gravest error, and the processes that any rank left behind.
+    """The error that most likely caused the others, such as `rank 1 was killed by SIGKILL without an answer`.
 
-    A rank that died or raised comes before one that lost its connection or waited. Raises `ValueError` without errors.
+    A rank that died or raised is blamed first, then one that did not answer in time, then one that only reports
+    that another is gone. Processes that ranks left behind are appended. Raises `ValueError` if `errors` is empty.
     """
     firsts = {rank: _first_line(text) for rank, text in sorted(errors.items())}
     rank = min(firsts, key=lambda each: _order(firsts[each]))

@@ -221,7 +221,10 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A BERT encoder with a pooled head. A hidden dropout has the name of its module, that of the head is `dropout`."""
+    """A BERT encoder with a pooled head.
+
+    The dropout mask of a hidden layer has the name of its module; that of the head is named `dropout`.
+    """
 
     layers: int
     heads: int

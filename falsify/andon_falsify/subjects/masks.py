@@ -25,7 +25,7 @@ _EFFICIENT = torch.ops.aten._scaled_dot_product_efficient_attention.default
 class MaskRecorder:
     """Names each dropout mask of one model's forward pass by the module that drew it.
 
-    hidden: an operation of the last recording that dropped activations without showing which; "" if there was none.
+    hidden: an operation in the last recording whose dropout mask cannot be observed; "" if there was none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,9 +84,9 @@ def _of_fused_dropout(result: tuple[Tensor, Tensor], args: Sequence[Any]) -> Ten
 
 
 def _of_fused_attention(result: Sequence[Tensor], args: Sequence[Any]) -> Tensor | None:
-    """Attention on a GPU in fp32 returns its position in the generator's stream, from which torch fills the same mask.
+    """Fused fp32 attention on a GPU: the mask is rebuilt from the random seed and offset that the operation returns.
 
-    A number above the chance to drop is kept, as in torch's own tests of this kernel.
+    An element is kept if its number is above the chance to drop, as in torch's own tests of this kernel.
     """
     chance = _chance_inside(_EFFICIENT, args, {})
     if not chance:

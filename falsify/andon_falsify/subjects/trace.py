@@ -87,9 +87,9 @@ class Values:
 
 @dataclass(frozen=True)
 class LeafMasks:
-    """The dropout of one micro-batch: its padded length, and the factors by module.
+    """The dropout masks of one micro-batch by module, and the length to which its rows were padded.
 
-    hidden: an operation that dropped activations without showing which; "" if there was none.
+    masks: each element is 0 or 1 / chance to keep. hidden: an operation whose dropout mask cannot be observed, or "".
     """
 
     length: int
@@ -276,7 +276,7 @@ class Subject(Protocol):
     name: str
 
     def run(self, case: Case) -> Trace:
-        """Run `case` to its end, a violation, or its cut. Errors are in the trace, not raised."""
+        """Run `case` to its end, a violation or its `stop_after`. Errors are in the trace, not raised."""
 
 
 class Remembering:

@@ -36,7 +36,7 @@ class Proxy:
 
 
 class Loaded(dict[str, torch.Tensor]):
-    """A batch that knows its rows."""
+    """A batch with the ids of its rows."""
 
     ids: tuple[int, ...] = ()
 

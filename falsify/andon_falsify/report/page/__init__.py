@@ -176,7 +176,7 @@ class Curve:
 
 
 def draw(finding: Finding) -> Curve | None:
-    """The curve of `finding`; None if it has no finite number. Other numbers leave gaps."""
+    """The curve of `finding`, with gaps at numbers that are not finite; None if no number is finite."""
     finite, total = [number for number in finding.curve if isfinite(number)], len(finding.curve)
     ticks = [] if finding.curve_law is None else [finding.curve_law]
     if not finite:
