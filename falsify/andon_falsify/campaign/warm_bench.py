@@ -152,7 +152,9 @@ def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
     for every, cut in [pair for pair in late if pair[1] > pair[0]] + late:
         if cut < last and all(step in safe for step in range(every, cut + 1, every)):
             return every, cut
-    raise RunUnavailable(f"no place to save and cut off {last} updates: too few, or too few rows")
+    raise RunUnavailable(
+        f"cannot place a checkpoint and an interruption within {last} updates: too few updates or rows"
+    )
 
 
 def cut_and_resume(

@@ -125,7 +125,7 @@ def _different_optimizers(first: Trace, other: Trace, pair: str) -> Iterator[Cou
     """Other tensors that train, and the first update at another rate: either makes weights differ."""
     names = [{name for name, _, _ in trace.first.layouts[0]} for trace in (first, other)]
     if odd := ", ".join(sorted(names[0] ^ names[1])[:3]):
-        seen = f"{len(names[1])} (without or with {odd})"
+        seen = f"{len(names[1])} (only one of the runs trains {odd})"
         yield Counterexample("other tensors train", pair, f"{len(names[0])}", seen, quantity="weights")
     mine, theirs = (first_of(trace).made for trace in (first, other))
     for step in sorted(mine.keys() & theirs.keys()):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def _halts(evidence: Evidence) -> str:
     silent = not evidence.declares("halts")
-    return "the loop does not say that it stops at what is not finite (`halts`)" if silent else ""
+    return "the loop does not declare `halts` (it stops at NaN or infinity)" if silent else ""
 
 
 def _is_poisoned(evidence: Evidence) -> str:

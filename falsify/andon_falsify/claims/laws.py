@@ -230,7 +230,7 @@ class LoopLaw(RunLaw):
         if self.recomputes and not self.why_no_weights:
             return "" if self.first.recomputed else "the loop's own forward pass gave no law"
         if self.case.dropout:
-            return "the case has dropout, and the masks of a foreign loop are not known"
+            return "the case has dropout, and this loop's dropout masks cannot be observed"
         return self.why_no_model
 
     @cached_property

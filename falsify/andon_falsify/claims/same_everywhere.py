@@ -80,10 +80,10 @@ def check(evidence: Evidence) -> Verdict:
     if evidence.trace is not None:
         return check_traces(evidence.other("alone").observed, evidence.trace)
     if not evidence.elsewhere:
-        return not_applicable(CLAIM, "one ledger; name others of the same run elsewhere")
+        return not_applicable(CLAIM, "only one ledger was given; also give ledgers of the same job on other layouts")
     histories = [evidence.history, *(other.history for other in evidence.elsewhere)]
     if any(each.start is not None and each.start.watched for each in histories):
-        why = "a watched loop promises no equal bits elsewhere; andon diff says where two of its runs part"
+        why = "a watched loop need not be bit-equal across layouts; andon diff shows where two of its runs first differ"
         return not_applicable(CLAIM, why)
     return compare(histories)
 

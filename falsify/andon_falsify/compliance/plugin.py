@@ -196,8 +196,8 @@ class ClaimRunner:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of `andon falsify` that make sense for tests."""
-    group = parser.getgroup("andon", "the attempt to prove a data-parallel trainer wrong (andon_falsify)")
-    backends = "the backend to try to falsify (again for another); all that run on a CPU if not given"
+    group = parser.getgroup("andon", "try to prove a data-parallel trainer wrong (andon_falsify)")
+    backends = "a backend to run on; repeat it for more (default: all CPU backends)"
     group.addoption("--backend", action="append", choices=[*CPU_BACKENDS, *GPU_BACKENDS], help=backends)
     group.addoption("--subject", help="the trainer: a bundled name, package.module:make, or andon for our own")
     group.addoption("--script", help="or a command that trains, with {world}, {local_batch} and {accumulation} in it")

@@ -155,7 +155,7 @@ class Decoder:
             or {*cast(Iterable[str], config.get("layer_types") or ())} - {"full_attention"}
         ):
             known = "a Qwen3 decoder with silu, plain rotary angles and full attention only"
-            raise ValueError(f"the reference computes {known}")
+            raise ValueError(f"unsupported model configuration: the reference computes {known}")
         theta, epsilon = rope.get("rope_theta"), config.get("rms_norm_eps")
         if not all(isinstance(number, int) for number in numbers) or not isinstance(epsilon, float) or not theta:
             raise ValueError(f"{', '.join(names)} are {numbers}, rope_theta {theta} and rms_norm_eps {epsilon}")
@@ -237,7 +237,7 @@ class Encoder:
         numbers = [config.get(name) for name in ("num_hidden_layers", "num_attention_heads", "layer_norm_eps")]
         layers, heads, epsilon = numbers
         if config.get("hidden_act", "gelu") != "gelu" or config.get("is_decoder") or config.get("add_cross_attention"):
-            raise ValueError("the reference computes a BERT encoder with gelu and nothing else")
+            raise ValueError("unsupported model configuration: the reference computes a BERT encoder with gelu only")
         if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(epsilon, float):
             raise ValueError(f"layers, heads and epsilon of the layer norm are {numbers!r}")
         return cls(layers, heads, epsilon, lora)

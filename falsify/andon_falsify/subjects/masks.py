@@ -70,7 +70,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if factors is not None:
                 name = self._running[-1] if self._running else ""
                 if not name or name in self.masks:
-                    raise RuntimeError(f"a mask was drawn at {name or 'an unknown place'}, where none was expected")
+                    raise RuntimeError(
+                        f"{name} drew a second dropout mask" if name else "a dropout mask was drawn outside any module"
+                    )
                 self.masks[name] = factors.cpu()
         elif _chance_inside(func, args, kwargs or {}):
             self.hidden = str(func)
