@@ -419,16 +419,6 @@ def test_a_failed_run_restarts_from_its_last_checkpoint(
     assert code != Exit.OK or outcome(folder) == outcome(whole)
 
 
-def test_a_run_killed_on_2_and_on_3_workers_ends_on_1_with_the_same_bits(
-    runs: Runs, whole: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "ends").write_text("SIGKILL SIGKILL")
-    for workers, code in ((2, Exit.RANK_LOST), (3, Exit.RANK_LOST), (1, Exit.OK)):
-        assert runs.train(tmp_path / "run", backend="gloo", workers=workers, resume="auto", entry=ENDS) == code
-    assert [resumed.world for resumed in records(tmp_path / "run", "resume")] == [3, 1]
-    assert outcome(tmp_path / "run") == outcome(whole)
-
-
 # After the last step
 
 
