@@ -33,10 +33,6 @@ from tests.support.ranks import run_ranks
 words = st.integers(0, (1 << 64) - 1)
 
 
-def _wire(vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    return vectors
-
-
 @given(st.floats(allow_nan=False))
 def test_reals_travel_as_their_bits(value: float) -> None:
     back = real_of(bits_of(value))
@@ -51,7 +47,7 @@ def test_values_arrive_by_rank_and_name(values: list[tuple[int, int]], step: int
         Observation(rank, step, 9, "here", {"a": a, "b": b}, torch.tensor([[rank, 2], [3, 4]]))
         for rank, (a, b) in enumerate(values)
     ]
-    for observation, rank in zip(gather_observations(sent, _wire), range(len(values)), strict=True):
+    for observation, rank in zip(gather_observations(sent, lambda vectors: vectors), range(len(values)), strict=True):
         assert (observation.rank, observation.step, observation.sequence, observation.point) == (rank, step, 9, "here")
         assert observation.values == {"a": signed(values[rank][0]), "b": signed(values[rank][1])}
         assert observation.payload is not None

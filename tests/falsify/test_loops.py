@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from andon_falsify import claims, collate, dataset, loop_case, model, optimizer
+from andon_falsify import claims, collate, dataset, loop_case
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.campaign.warm_bench import LoopBench
 from andon_falsify.claims import alike
@@ -244,16 +244,6 @@ def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
     ]
     for ratio, visits, said in windows:
         assert short_window(ratio, visits, case) == said
-
-
-def test_every_call_gives_the_same_model_and_the_optimizer_of_the_case() -> None:
-    case = loop_case(optimizer="sgd", momentum=0.5, lr=0.25)
-    one, other = model(case), model(case)
-    assert one is not other
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    stepping = optimizer(case, one.parameters())
-    assert stepping.param_groups[0]["params"] == [p for p in one.parameters() if p.requires_grad]
-    assert (stepping.defaults["lr"], stepping.defaults["momentum"]) == (0.25, 0.5)
 
 
 def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:

@@ -161,17 +161,14 @@ def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
 
 def test_a_process_in_a_session_of_its_own_is_seen_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "GONE_S", 0.5)
-    run = bare_run(tmp_path)
+    whole = Undisturbed(tmp_path / "whole")
+    run = Run(tmp_path, tmp_path / "run", tmp_path / "rows", tmp_path / "held", whole, Random(1))
     away = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     run.spawn([sys.executable, "-c", away], Launch())
     ending = run.end(60.0, time.monotonic())
     assert (ending.codes, ending.left, ending.hung) == ((0,), 1, False)
     assert ending.seconds > runs.GONE_S
     assert processes.marked(runs.OWNER, str(run.scratch)) == []
-
-
-def bare_run(folder: Path) -> Run:
-    return Run(folder, folder / "run", folder / "rows", folder / "held", Undisturbed(folder / "whole"), Random(1))
 
 
 def test_a_nemesis_that_is_broken_itself_is_a_row_that_says_so(tmp_path: Path) -> None:

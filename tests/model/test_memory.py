@@ -80,14 +80,6 @@ def test_partial_sums_grow_with_the_logarithm(leaves: int, world: int) -> None:
     assert all(kept_partials(leaves, run) <= 2 * depth + 1 for run in rank_leaves(leaves, world))
 
 
-def test_partial_sums_of_eight_leaves_by_hand() -> None:
-    """Before the last leaf the left halves [0,4), [4,6) and [6,7) wait. A run of [1,4) has the roots [1,2), [2,4)."""
-    assert kept_partials(8, range(8)) == 3
-    assert kept_partials(8, range(1, 4)) == 2
-    assert kept_partials(8, range(5, 6)) == 1
-    assert kept_partials(8, range(0)) == 0
-
-
 def plan(optimizer: str = "adamw", **options: Any) -> MemoryPlan:
     model = adapted()
     return plan_bytes(model, trainable_parameters(model), optimizer, 8, 1000, **options)

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.model.memory import MemoryPlan, StorageWatch, plan_bytes
-from andon.step.audit import default_every, siblings
+from andon.step.audit import default_every
 from andon.step.micro_batch import Leaf, Task
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import Node, finish, fold, subtree_roots
+from andon.step.reduce import subtree_roots
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
 from andon_contracts.policy import evaluations, reset_evaluations
@@ -188,19 +186,6 @@ def test_audits_are_due_every_k_steps_and_cost_a_hundredth() -> None:
         own = leaves / world
         assert 1 / (default_every(world, leaves) * own) <= 0.01
         assert 1 / ((default_every(world, leaves) - 1) * own) > 0.01
-
-
-@given(st.integers(1, 40), st.data())
-def test_what_is_taken_over_completes_what_is_computed_again(leaves: int, data: st.DataObject) -> None:
-    chosen = data.draw(st.sets(st.integers(0, leaves - 1), min_size=1))
-    root = (0, leaves)
-    taken = siblings(root, sorted(chosen))
-    covered = [leaf for low, high in taken for leaf in range(low, high)]
-    assert sorted([*covered, *chosen]) == list(range(leaves))
-    seen: dict[Node, str] = {}
-    whole = fold(root, str, lambda one, other: f"({one}{other})", str, seen.__setitem__)
-    table: Mapping[Node, str] = {node: seen[node] for node in taken} | {(leaf, leaf + 1): str(leaf) for leaf in chosen}
-    assert finish(root, table, lambda one, other: f"({one}{other})") == whole
 
 
 def _rank_with_flip(coverage: Any) -> tuple[str, tuple[int, ...], int, int]:

@@ -25,7 +25,6 @@ from andon.training.forecast import (
     WorldPlan,
     agree_on_devices,
     drop_graphs_if_too_big,
-    fitting_setting,
     hold_to_budget,
     uses_cuda_graphs,
 )
@@ -127,15 +126,6 @@ def test_the_smallest_gpu_counts_and_one_setting_with_which_it_fits_is_named(dat
     assert changed.worlds[0].fits
     assert changed.worlds[0].devices[0].needed == found.remedy.needed < needed
     assert forecast.forecast(configured(data, *given), [2], Machine((LARGE, 700 * MIB), LARGE)).remedy is None
-
-
-def test_a_run_that_does_not_fit_on_its_gpus_names_a_setting_that_does(data: Path) -> None:
-    config = configured(data, "run.backend=nccl", "model.hidden_size=128", "model.max_length=64")
-    planner = MemoryPlanner(prepare(config))
-    needed = planner.plan(config, "cuda", 2).needed
-    offered = fitting_setting(planner, 2, needed - 1)
-    assert offered == "it would fit with --set training.micro_batches=8 (another result, as valid)"
-    assert fitting_setting(planner, 2, 1) == "no single setting would make it fit; andon plan says what needs most"
 
 
 def test_a_model_that_cannot_be_followed_is_bad_input_to_a_plan_and_a_warning_to_a_run(

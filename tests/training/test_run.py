@@ -145,16 +145,6 @@ def test_csv_files_two_classes_and_an_encoder(tmp_path: Path) -> None:
     assert (unknown.loss, unknown.confusion) == (None, again.confusion)
 
 
-def test_without_an_adapter_everything_trains(runs: Runs, tmp_path: Path) -> None:
-    more = ("adapter.kind=none", "training.max_steps=2", "training.checkpoint_every=2")
-    assert runs.train(tmp_path / "one", *more) == 0
-    assert runs.train(tmp_path / "two", *more, workers=2) == 0
-    assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
-    data = read_labelled(RunFolder(tmp_path / "one"), runs.data)
-    scores = evaluate_run(load_run(RunFolder(tmp_path / "one")), data)
-    assert scores.rows == 45
-
-
 def test_early_stopping_ends_where_it_ended(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ("training.epochs=6", "optimizer.lr=3", "training.early_stopping_patience=1", "optimizer.clip_norm=null")
     folder = tmp_path / "run"

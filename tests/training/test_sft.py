@@ -179,26 +179,6 @@ def test_memory_is_planned(conversations: Runs) -> None:
     assert 0 < rows["evaluation"] <= packs["evaluation"]
 
 
-# Deep: a search over settings. test_forecast.py shows by default that the plan fits with the setting it names.
-@pytest.mark.deep
-def test_a_remedy_is_one_that_a_run_takes(tmp_path: Path) -> None:
-    path = tmp_path / "talk.jsonl"
-    path.write_text(f"{json.dumps({'prompt': 'q' * 84, 'completion': 'a' * 9})}\n" * 16)
-    given = ["plan", "--data", str(path), "--json"]
-    settings = ["run.backend=nccl", "training.packing=true", "training.batch_size=8", "training.micro_batches=8"]
-    settings += ["training.activation_checkpointing=true", "model.dtype=bfloat16", "adapter.r=1"]
-    given += ["--workers", "1", *(word for each in settings for word in ("--set", each))]
-    offered = {}
-    for length in (128, 256):
-        free = "16"
-        for _ in range(2):  # the second time with a byte less than the plan needs
-            words = [*given, "--set", f"model.max_length={length}", "--gpu-memory", free]
-            told = json.loads(CliRunner().invoke(app, words, catch_exceptions=False).stdout)
-            free = str((told["worlds"][0]["devices"][0]["needed"] - 1) / 2**30)
-        offered[length] = told["remedy"] and told["remedy"]["setting"]
-    assert offered == {128: None, 256: "model.max_length=128"}
-
-
 def test_a_model_needs_to_see_as_far_as_a_row_and_not_as_a_pack() -> None:
     """Rows of 4 tokens in packs of 12: a window of 4 tokens is enough, one of 3 is not."""
     rows = [EncodedRow(place, array("i", [1, 2, 3, 4]), array("f", [0, 1, 1, 1])) for place in range(6)]
