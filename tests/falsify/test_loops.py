@@ -105,7 +105,7 @@ def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop:
 
 def test_a_loop_is_promised_what_is_compared(pools: RankPools) -> None:
     promised = {claim.name: claim.statement for claim in LoopBench(LoopSubject("x:y", pools=pools), "x").claims}
-    near = [name for name, text in promised.items() if f"{MARGIN:g} times the measured rounding" in text]
+    near = [name for name, text in promised.items() if f"{MARGIN:g} times the measured fp32 rounding" in text]
     assert near == ["same-everywhere", "resume-equal"]
     assert "in the record" not in promised["halt-together"]
 

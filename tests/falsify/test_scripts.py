@@ -388,7 +388,7 @@ def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) 
 def test_a_command_is_told_what_it_is_held_to() -> None:
     bench = ScriptBench("run {world} {local_batch}", 30.0)
     told = {claim.name: claim.statement for claim in bench.claims}
-    near = [name for name, text in told.items() if f"to {SCRIPT.norm:g} of them" in text]
+    near = [name for name, text in told.items() if f"norms agree to {SCRIPT.norm:g} at" in text]
     assert near == ["same-everywhere", "resume-equal"]
     assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree", "resume-equal"]
     (unsaid,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from andon.config.schema import Adapter
-from andon.fast import compiled as rewrites
 from andon.fast.attention import causal_attention, supports
+from andon.model import compiled as rewrites
 from andon.model.build import backbone_of
 from andon.model.compiled import replace_causal_attention, traced
 from andon.model.masks import Masking, masked, possible_maskings

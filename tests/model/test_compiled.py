@@ -162,7 +162,7 @@ _RUN = """
 import json, sys
 import torch
 from torch._dynamo.utils import counters
-from andon.fast import compiled as rewrites as compiled
+from andon.model import compiled
 from andon.model.build import backbone_of
 from tests.model.tiny import adapted
 if sys.argv[1:]:

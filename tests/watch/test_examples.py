@@ -135,7 +135,7 @@ def test_an_example_is_watched_from_its_first_update_to_its_last(names: tuple[st
 def test_every_example_is_tried() -> None:
     found = {path.stem for path in FOLDER.glob("*.py")}
     assert found - {APART} == set(NEEDS) == {name for group in TOGETHER for name in group}
-    text = (FOLDER.parents[1] / "docs" / "watch.md").read_text(encoding="utf-8")
+    text = "".join(page.read_text(encoding="utf-8") for page in (FOLDER.parents[1] / "docs").glob("*.md"))
     assert [name for name in found if f"examples/watch/{name}.py" not in text] == []
 
 
