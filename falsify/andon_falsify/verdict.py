@@ -192,7 +192,7 @@ def closing_line(verdicts: Sequence[Verdict], runs: int, not_selected: int = 0) 
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> int:
-    """1 if any claim is falsified; else 2 if any is unknown or none was checked; else 0 (issue 4)."""
+    """1 if any claim is falsified; else 2 if any is unknown or none was checked; else 0."""
     outcomes = {verdict.outcome for verdict in verdicts}
     if Outcome.FALSIFIED in outcomes:
         return 1

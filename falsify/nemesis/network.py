@@ -1,4 +1,4 @@
-"""Networks that break, on runs under torchrun on several hosts: rows 10 and 12 to 17 (issue 5, item 5).
+"""Networks that break, on runs under torchrun on several hosts.
 
 Each host has one agent and one rank; all share the run folder. The promise concerns the end of the ranks
 (`host_agent`), and that of torchrun only if it restarts them.

@@ -19,6 +19,7 @@ class Oracle:
     subject, version = "mine", "1.0"
     words = ("--subject", "a b:make")
     backends = every_backend = ("gloo",)
+    late_after = 2.0
     claims = (SUM, HALTS, TABLE)
     kinds: Mapping[str, frozenset[str]] = {
         LAW: frozenset({"sum"}),

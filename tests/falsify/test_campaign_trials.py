@@ -271,17 +271,16 @@ def test_a_place_that_is_always_late_costs_two_deadlines(monkeypatch: pytest.Mon
     monkeypatch.setattr("andon_falsify.campaign.run.time.monotonic", lambda: clock[0])
 
     def says(trial: Trial) -> Verdict:
-        if trial.case.world == 2:
-            return holds(trial)
-        clock[0] += QUICK.deadline_s
-        return unknown(SUM, "no answer in time")
+        """Ranks of 2 fail slowly, but within the 2 deadlines of this bench."""
+        clock[0] += (2 if trial.case.world == 3 else 1.9 if bench.asked[1:] else 0) * QUICK.deadline_s
+        return unknown(SUM, "failed") if clock[0] else holds(trial)
 
     bench = Oracle(says)
     whole = found(campaign(bench))
     asked = [trial.case.world for trial in bench.asked]
     assert (asked.count(2), asked.count(3)) == (6, 2)
     said = {finding.why for finding in whole.findings if finding.world == 3}
-    assert any("not tried: 2 runs on 3 ranks did not end within 60 s" in why for why in said)
+    assert any("not tried: 2 runs on 3 ranks did not end within 120 s" in why for why in said)
 
 
 def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:

@@ -1,4 +1,4 @@
-"""The heartbeat of a rank: publishes its position, and tells slow, hung and dead ranks apart (issue 5, item 1).
+"""The heartbeat of a rank: publishes its position, and distinguishes slow, hung and dead ranks.
 
 Two threads. The first exchanges beats through the ranks' store twice a second; an unresponsive store blocks only this
 thread. The second checks the received beats, logs which rank delays the others, and ends this rank if its main thread

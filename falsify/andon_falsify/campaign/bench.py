@@ -19,11 +19,13 @@ class Bench(ABC):
     kind: of subject. subject, version: its name in findings. words: the options of `andon falsify` that select it.
     claims: all that there are of its kind, in the order of reports. kinds: the names of the claims that each kind of
     trial judges. every_backend: all that may be requested; claims do not apply on a backend that this machine lacks.
-    backends: those that this machine can run it on.
+    backends: those that this machine can run it on. late_after: a failed trial that took this many of the budget's
+    deadlines did not end in time. A collective of warm ranks gives up after half a deadline.
     """
 
     kind: Kind
     every_backend: tuple[str, ...]
+    late_after = 0.5
 
     def __init__(self, subject: str, version: str = "", words: tuple[str, ...] = ()) -> None:
         self.subject = subject

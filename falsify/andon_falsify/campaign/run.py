@@ -93,7 +93,7 @@ class Campaign:
         began = time.monotonic()
         found = self._judged(trial, names, self.budget.deadline_s)
         if {verdict.outcome for verdict in found.values()} == {Outcome.UNKNOWN}:
-            if time.monotonic() - began >= self.budget.deadline_s / 2:
+            if time.monotonic() - began >= self.bench.late_after * self.budget.deadline_s:
                 place = (trial.case.backend, max(_worlds(trial)))
                 self._late[place] = self._late.get(place, 0) + 1
             self._failures.append(next(iter(found.values())).why)
@@ -110,7 +110,7 @@ class Campaign:
         for world in _worlds(trial):
             if self._late.get((trial.case.backend, world), 0) >= self.budget.most_late:
                 late = f"{self.budget.most_late} runs on {world} ranks did not end"
-                return f"not tried: {late} within {self.budget.deadline_s:.0f} s"
+                return f"not tried: {late} within {max(1.0, self.bench.late_after) * self.budget.deadline_s:.0f} s"
         if not self._worked and trial.place in self._failed and self._failures.count(self._failures[-1]) >= _FAILURES:
             return self._failures[-1]
         return ""

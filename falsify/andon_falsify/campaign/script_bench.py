@@ -36,8 +36,6 @@ from andon_falsify.verdict import ExtraRun
 
 _GLOBAL_BATCH = 12
 """Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
-_TIMES = 6
-"""A script starts torch on every rank, so a run may take this many times as long as on warm ranks."""
 _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip_norm=None, backend="script").but(
     hidden=8, heads=1, inner=8, rank=1, dropout=0.0
 )
@@ -60,17 +58,17 @@ Layout = tuple[int, int, int]
 class ScriptBench(Bench):
     """Runs trials with a user's command, see `Command`. Each layout is run once, and resumed once.
 
-    deadline_s: the budget's limit for a run on warm ranks. A run of a script may take `_TIMES` times as long. Raises
-    `InputError` if the command lacks a placeholder or is malformed.
+    deadline_s: the budget's; a run may take `late_after` of it. Raises `InputError` for a malformed command.
     """
 
     kind = "script"
     every_backend: tuple[str, ...] = ("script",)
+    late_after = 6.0  # a script starts torch on every rank
 
     def __init__(self, text: str, deadline_s: float) -> None:
         super().__init__(text, words=("--script", text))
         self._command = Command.read(text)
-        self._deadline_s = _TIMES * deadline_s
+        self._deadline_s = self.late_after * deadline_s
         self._runs = 0
         self._done: dict[tuple[Layout, bool], Done] = {}
         self._resumed: dict[Layout, Mapping[ExtraRun, Evidence]] = {}

@@ -71,7 +71,7 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
     command = command_line("andon", "verify", *(run.path for run in runs))
 
     def named(verdict: Verdict, of: RecordedRun | None = None) -> Verdict:
-        """With the command, and of several ledgers the one that a counterexample is in."""
+        """The verdict with the command that repeats it and, if there are several ledgers, the one that it is about."""
         place = f"{of.path}, " if of is not None and others else ""
         found = (replace(each, where=f"{place}{each.where}", repro=command) for each in verdict.counterexamples)
         return replace(verdict, counterexamples=tuple(found))
