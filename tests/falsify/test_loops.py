@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from andon_falsify import claims, collate, dataset, loop_case
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.campaign.warm_bench import LoopBench
-from andon_falsify.claims import alike
+from andon_falsify.claims import alike, same_everywhere
 from andon_falsify.claims.alike import MARGIN
 from andon_falsify.claims.evidence import of_trace
 from andon_falsify.claims.explain import short_window
@@ -118,14 +118,14 @@ def test_an_evaluation_in_training_mode_is_seen(pools: RankPools) -> None:
     assert "with dropout in the model" in str(fallen)
 
 
-def test_noise_that_was_measured_as_0_is_no_missing_measurement(
-    pools: RankPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the bound would be that of a model whose noise cannot be measured, a thousand times as much."""
-    trace = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools).run(SGD)
-    law = LoopLaw(trace)
+def test_a_noise_of_0_is_a_measurement(pools: RankPools, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is then the floor, and not that of a model whose noise cannot be measured."""
+    subject = LoopSubject("andon_falsify.peers.plain:PlainLoop", pools=pools)
+    law = LoopLaw(trace := subject.run(SGD))
     monkeypatch.setattr(alike, "_rounded", lambda case, batches, rates, size: alike._exact(law, batches, rates))
     assert alike.noise(trace) == dict.fromkeys(range(1, 7), 0.0)
+    parted = alike.alike(same_everywhere.CLAIM, trace, [subject.run(SGD.but(lr=2 * SGD.lr))]).counterexamples
+    assert any(found.expected.startswith(f"at most {alike.FLOOR:.2e} ") for found in parted)
 
 
 def test_a_row_that_counts_for_nothing_was_not_visited(pools: RankPools) -> None:
