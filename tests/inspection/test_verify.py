@@ -296,7 +296,7 @@ def test_a_long_ledger_is_read_in_little_memory(tmp_path: Path) -> None:
 
 def test_an_epoch_of_many_rows_is_judged_in_little_memory(tmp_path: Path) -> None:
     """In less than 40 bytes a row: a table of all visits would take 150 more."""
-    rows, count = 512, 200
+    rows, count = 512, 96
     order = [*range(rows * count)]
     random.Random(f"andon order {PLAN.seed} 0").shuffle(order)
     steps: list[Record] = []
