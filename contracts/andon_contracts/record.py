@@ -1,6 +1,6 @@
 """The ledger of `andon train` and of a watch: its kinds of lines, their bytes and hash chain, and its file.
 
-A line is one JSON object with sorted keys and no spaces, ended by a line feed: `{"kind":K,"prev":H,"seq":n,"v":4,...}`.
+A line is one JSON object with sorted keys and no spaces, ended by a line feed: `{"kind":K,"prev":H,"seq":n,"v":5,...}`.
 `seq` counts from 0. `prev` is the first 16 hexadecimal digits of SHA-256 of the previous line without its line feed,
 and zeros in the first line. The chain detects corruption, not tampering: an attacker can rewrite all later lines too.
 
@@ -25,7 +25,7 @@ from andon_contracts.fields import Count, Hex16, Part, Real, json_object, no_con
 from andon_contracts.untrusted import open_regular
 from andon_contracts.violation import Finding
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 GENESIS = "0" * 16  # `prev` of the first line
 MAX_LINE = 1 << 24  # the most bytes of a line that is written or read
 
@@ -69,7 +69,10 @@ class RankPart(Part):
 
 @dataclass(frozen=True)
 class Start(Part):
-    """The first line of a run. `writer`: None is our trainer. `algorithms`: of digests, by the name of the digest."""
+    """The first line of a run. `writer`: None is our trainer. `algorithms`: of digests, by the name of the digest.
+
+    `tensors`: of a watch, the dtype and shape of each trained tensor, in order.
+    """
 
     kind: ClassVar[str] = "start"
     run: str
@@ -81,6 +84,7 @@ class Start(Part):
     backend: str
     writer: str | None = None
     algorithms: Mapping[str, str] | None = None
+    tensors: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,9 @@ class Step(Part):
     `correct` the number of terms predicted right. A watch adds `weights_norm`, the 2-norm of the trained parameters
     after the update; `gradient_at`, "optimizer" if digest and norm are of the optimizer's input because the reduced
     gradient was not reported; `optimizer_index` from 0 if it watches several (the weights are then of this one);
-    `skipped`, if the loss scaler skipped the update; and `draws`, the modules that draw random numbers (first updates
-    only). The falsifier's witness adds `tensors`, the names of tensors that are stored elsewhere.
+    `skipped`, if the loss scaler skipped the update; `draws`, the modules that draw random numbers (first updates
+    only); and `state`, what a resumed run is compared with: digests of rows and random streams. The falsifier's witness
+    adds `tensors`, the names of tensors that are stored elsewhere.
     """
 
     kind: ClassVar[str] = "step"
@@ -116,6 +121,7 @@ class Step(Part):
     tensors: Mapping[str, str] | None = None
     terms: Count | None = None
     draws: str | None = None
+    state: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def test_a_line_is_canonical_json() -> None:
     data = json.loads(line)
     assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
     assert {name: data[name] for name in ("v", "kind", "seq", "prev")} == {
-        "v": 4,
+        "v": 5,
         "kind": "step",
         "seq": 7,
         "prev": H[0],
@@ -168,8 +168,8 @@ def edited(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (edited(v=5), "version 5 of the ledger format is not supported, only 4"),
-        (edited(v=3), "version 3"),
+        (edited(v=6), "version 6 of the ledger format is not supported, only 5"),
+        (edited(v=4), "version 4"),
         (edited(v=True), "version True"),
         (edited(kind="stop"), "unknown kind of record 'stop'"),
         (edited(kind=["step"]), "unknown kind"),
@@ -207,7 +207,7 @@ def test_a_wrong_line_is_refused(line: bytes, says: str) -> None:
 GOLDEN = (
     b'{"backend":"gloo","count":2,"digests":{"weights":"00000000000000a3"},"draws":"dropout in 0 (p = 0.25)",'
     b'"ids":[3,5],"kind":"step","loss":{"hex":"0x1.0000000000000p-1","value":0.5},"lr":'
-    b'{"hex":"0x1.0000000000000p-3","value":0.125},"prev":"0000000000000000","ranks":[],"seq":0,"skipped":true,"step":1,"terms":7,"v":4,"world":1}\n'
+    b'{"hex":"0x1.0000000000000p-3","value":0.125},"prev":"0000000000000000","ranks":[],"seq":0,"skipped":true,"step":1,"terms":7,"v":5,"world":1}\n'
 )
 
 

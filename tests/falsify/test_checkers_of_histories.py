@@ -34,7 +34,7 @@ from andon_falsify.reference.published import PublishedSchedule
 from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, ledger_lines, says, told
 
-STEP = {"v": 4, "kind": "step", "seq": 0, "prev": "0" * 16, "step": 1}
+STEP = {"v": 5, "kind": "step", "seq": 0, "prev": "0" * 16, "step": 1}
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
@@ -83,8 +83,8 @@ def test_a_step_line_is_read_field_by_field() -> None:
     ("fields", "why"),
     [
         ([], "a list where an object"),
-        ({**STEP, "v": 5}, "version 5 is not 4"),
-        ({**STEP, "v": True}, "version True is not 4"),
+        ({**STEP, "v": 6}, "version 6 is not 5"),
+        ({**STEP, "v": True}, "version True is not 5"),
         ({**STEP, "kind": "stop"}, "kind 'stop'"),
         ({**STEP, "kind": ["step"]}, "kind ['step']"),
         ({**STEP, "step": 0}, "step is 0"),
@@ -103,8 +103,8 @@ def test_a_step_line_is_read_field_by_field() -> None:
         ({**STEP, "ranks": [{"rank": 0, "weights": 7}]}, "weights is 7, not text"),
         ({**STEP, "digests": []}, "digests is [], not an object"),
         ({**STEP, "prev": 3}, "prev is 3"),
-        ({"v": 4, "kind": "start", "plan": {"rows": "x"}}, "rows is 'x'"),
-        ({"v": 4, "kind": "start", "plan": {"rows": 1 << 63}}, "rows is 9223372036854775808"),
+        ({"v": 5, "kind": "start", "plan": {"rows": "x"}}, "rows is 'x'"),
+        ({"v": 5, "kind": "start", "plan": {"rows": 1 << 63}}, "rows is 9223372036854775808"),
     ],
 )
 def test_what_does_not_fit_the_schema_is_reported(fields: object, why: str) -> None:
@@ -147,7 +147,7 @@ def test_a_file_is_read_as_its_lines_up_to_a_bound(tmp_path: Path) -> None:
         prev = hashlib.sha256(body).hexdigest()[:16]
         text += body + b"\n"
     path = tmp_path / "ledger.jsonl"
-    path.write_bytes(text + b'{"v":4,"ki')
+    path.write_bytes(text + b'{"v":5,"ki')
     read = read_history(path)
     assert [event.number for event in read.steps] == [1, 2, 3]
     assert read.torn
@@ -189,7 +189,7 @@ def test_the_plan_and_the_initial_weights_of_a_start_line() -> None:
     read = history("start rows=4 ids=a,b steps=2 w=7")
     assert (read.plan.rows, read.plan.ids, read.plan.steps) == (4, ("a", "b"), 2)
     assert read.start.initial_weights == "7".rjust(16, "0")
-    other = one({"v": 4, "kind": "start", "digests": {"weights": "8"}})
+    other = one({"v": 5, "kind": "start", "digests": {"weights": "8"}})
     assert other.start.initial_weights == "8"
 
 
@@ -223,7 +223,7 @@ def test_replicas_agree_infers_nothing_from_silence_and_notices_a_lie_about_the_
     rank = '{"rank":%d,"weights":"a","optimizer":"b","gradient":"%d"}'
     for second, outcome in ((1, HOLDS), (2, FALSIFIED)):
         listed = ",".join((rank % (0, 1), rank % (1, second)))
-        told(replicas_agree, raw(f'{{"v":4,"kind":"step","step":1,"ranks":[{listed}]}}'), outcome)
+        told(replicas_agree, raw(f'{{"v":5,"kind":"step","step":1,"ranks":[{listed}]}}'), outcome)
 
 
 EPOCHS = (
@@ -277,10 +277,10 @@ def test_samples_once_of_an_epoch_that_is_not_over_or_not_known() -> None:
     told(samples_once, whole.replace("0[2]", "0[2] 1[4]"), FALSIFIED, "expected 3, seen 4")
     told(samples_once, "1: ids=a", UNKNOWN, "step 1 lists no rows")
     told(samples_once, "1: ids=a | 2: ids=a", FALSIFIED, "epoch 0: 2 visits of 1 rows")
-    step = '{"v":4,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}'
+    step = '{"v":5,"kind":"step","step":1,"ids":[1],"ranks":[{"rank":0,"ids":[1]}]}'
     told(samples_once, raw(step), UNKNOWN, "no epoch was complete")
-    start = '{"v":4,"kind":"start","writer":"watch","plan":{"rows":4}}'
-    end = '{"v":4,"kind":"end","reason":"finished"}'
+    start = '{"v":5,"kind":"start","writer":"watch","plan":{"rows":4}}'
+    end = '{"v":5,"kind":"end","reason":"finished"}'
     told(samples_once, raw(start, step, end), UNKNOWN, "no epochs without rows= and plan=")
 
 
@@ -404,8 +404,8 @@ def test_what_a_watch_says_is_taken_as_it_means_it() -> None:
     told(replicas_agree, dealt.format("7"), HOLDS)
     told(replicas_agree, dealt.format("7,8"), FALSIFIED, "step 2, rank 1: the weights")
     step, broken = (
-        '{"v":4,"kind":"step","step":1}',
-        '{"v":4,"kind":"violation","clause":"x","step":1,"action":"raised"%s}',
+        '{"v":5,"kind":"step","step":1}',
+        '{"v":5,"kind":"violation","clause":"x","step":1,"action":"raised"%s}',
     )
     told(halt_together, raw(step, broken % ',"applied":true'), HOLDS)
     told(halt_together, raw(step, broken % ""), FALSIFIED, "recorded as an update")
@@ -418,7 +418,7 @@ def test_chain_intact() -> None:
     told(chain_intact, "start | garbage | 1: 0[a]", FALSIFIED, "line 2: unreadable: not JSON")
     told(chain_intact, "start | 1: 0[a] | torn | 2: 0[b]", FALSIFIED, "line 2: unreadable")
     told(chain_intact, "start | garbage", FALSIFIED, "line 2: unreadable")
-    told(chain_intact, raw('{"v":4,"kind":"end","prev":"%s"}' % ("0" * 16)), FALSIFIED, "seq None")
+    told(chain_intact, raw('{"v":5,"kind":"end","prev":"%s"}' % ("0" * 16)), FALSIFIED, "seq None")
 
 
 def lines_of(text: str) -> list[str]:
@@ -455,8 +455,8 @@ def test_loss_finite() -> None:
 
 def test_a_loop_that_tells_no_loss_is_judged_by_its_norms() -> None:
     """A watch may know no loss at all; of the trainer, or where some updates have one, silence is unknown."""
-    start = '{"v":4,"kind":"start","writer":"watch"}'
-    first = '{"v":4,"kind":"step","step":1,"grad_norm":1.0}'
+    start = '{"v":5,"kind":"start","writer":"watch"}'
+    first = '{"v":5,"kind":"step","step":1,"grad_norm":1.0}'
     second = first.replace('"step":1', '"step":2')
     told(loss_finite, raw(start, first, second), HOLDS, "gradient norms only")
     told(loss_finite, raw(first, second), UNKNOWN, "step 1 records no loss")
@@ -498,7 +498,7 @@ def test_schedule() -> None:
     told(schedule, restarted, FALSIFIED, "step 4", "it is that of step 1;", law=LAW)
     told(schedule, "1: 0[a] lr=7", FALSIFIED, "off the schedule; expected", law=LAW)
     told(schedule, "", UNKNOWN, law=LAW)
-    told(schedule, raw('{"v":4,"kind":"step","step":1}'), UNKNOWN, "no learning rate", law=LAW)
+    told(schedule, raw('{"v":5,"kind":"step","step":1}'), UNKNOWN, "no learning rate", law=LAW)
 
 
 ONE = "start fingerprint=x w=5 | 1: 0[a b] | 2: 0[c d] | end"
@@ -553,7 +553,7 @@ def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
         UNKNOWN,
         "nothing that can be compared",
     )
-    bare = raw('{"v":4,"kind":"step","step":1,"world":9,"digests":{"content":"00000000000000d1"}}')
+    bare = raw('{"v":5,"kind":"step","step":1,"world":9,"digests":{"content":"00000000000000d1"}}')
     says(same_everywhere.compare([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
 
 

@@ -149,7 +149,7 @@ from andon_falsify.verdict import not_applicable, unknown
 
 
 def test_holds(runner):
-    line = b'{"v":4,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
+    line = b'{"v":5,"kind":"step","step":1,"loss":1.0,"grad_norm":1.0}\\n'
     runner.require(loss_finite.check_history(read_lines([line], "it")))
 
 

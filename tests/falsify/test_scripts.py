@@ -202,7 +202,7 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
 )
 def test_rows_that_come_again_at_the_data_loader_fall(clause: str, action: str, outcome: Outcome) -> None:
     (step,) = lines({"grad_norm": 1.0})
-    seen = {"kind": "violation", "clause": clause, "action": action, "seen": "rows [1] came again", "step": 2, "v": 4}
+    seen = {"kind": "violation", "clause": clause, "action": action, "seen": "rows [1] came again", "step": 2, "v": 5}
     broken = json.dumps({"seq": 1, "prev": chain_digest(step.removesuffix(b"\n")), **seen}).encode() + b"\n"
     verdict = samples(read_lines([step, broken], "ledger"))
     assert verdict.outcome is outcome

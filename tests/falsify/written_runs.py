@@ -24,7 +24,7 @@ def lines(*steps: dict[str, Any]) -> list[bytes]:
     """A ledger of updates with these fields; norms are plain numbers here."""
     written: list[bytes] = []
     for number, fields in enumerate(steps, start=1):
-        found: dict[str, Any] = {"v": 4, "kind": "step", "step": number, "world": 2, "ids": [], "ranks": [], **fields}
+        found: dict[str, Any] = {"v": 5, "kind": "step", "step": number, "world": 2, "ids": [], "ranks": [], **fields}
         for name in PLAIN.keys() & found.keys():
             found[name] = {"value": found[name], "hex": float(found[name]).hex()}
         prev = chain_digest(written[-1].removesuffix(b"\n")) if written else "0" * 16

@@ -262,17 +262,20 @@ def _refusals(folder: str) -> list[str]:
     return found
 
 
-def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(tmp_path: Path) -> None:
-    """Another run's ledger, a damaged file, an impossible path, an open ledger: a ValueError, and no rank hangs.
+def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another script's ledger, a damaged file, an impossible path, an open ledger: a ValueError, and no rank hangs.
 
     With `start=` the watch continues the same ledger, which gets a resume line.
     """
-    with andon.watch(model := net(), sgd(model), ledger=tmp_path / "taken.jsonl"):
-        pass
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["other.py"])
+        andon.watch(model := net(), sgd(model), ledger=tmp_path / "taken.jsonl").close()
     (tmp_path / "damaged.jsonl").write_text("{}\n")
     (tmp_path / "file").touch()
     writer, other = answers(2, _refusals, str(tmp_path))
-    assert ["already contains a run" in writer[0], ":1: " in writer[1]] == [True, True]
+    assert ["already contains another run" in writer[0], ":1: " in writer[1]] == [True, True]
     assert all("cannot be written" in said for said in writer[2:])
     assert all("rank 0 got a wrong argument" in said for said in other)
     *_, ended, resumed, end = read_ledger(tmp_path / "taken.jsonl")

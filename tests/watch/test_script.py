@@ -351,7 +351,7 @@ def test_a_ledger_that_cannot_be_written_is_still_refused(tmp_path: Path, monkey
     with contextlib.closing(LedgerFile(tmp_path / "run.jsonl", exclusive=True)) as file:
         file.append(End(0, "finished", {}, None, 0))
     monkeypatch.setenv("ANDON_LEDGER", str(tmp_path / "run.jsonl"))
-    assert _run([str(tmp_path / "loop.py")])[1].endswith("already contains a run; name another file\n")
+    assert _run([str(tmp_path / "loop.py")])[1].endswith("already contains another run; name another file\n")
 
 
 _WITH = "with andon.watch(model, optimizer):"

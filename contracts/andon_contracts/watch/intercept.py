@@ -223,6 +223,7 @@ class LoaderPass:
     promises another permutation in each pass. most_repeats: how often a row may occur; 0: unknown or unlimited.
     order: the first rows, in order. batches: the number that were trained on. rows: the number that were yielded.
     finished: the loader reached its end. iterator: returns the iterator, or None once the loop has dropped it.
+    length: about how many rows this rank gets, by the length of the sampler; 0: unknown.
     """
 
     number: int = 1
@@ -236,6 +237,7 @@ class LoaderPass:
     rows: int = 0
     finished: bool = False
     iterator: Callable[[], Any] = lambda: None
+    length: int = 0
 
 
 @dataclass(eq=False)
@@ -272,6 +274,8 @@ def yielded(iterator: Any, batch: object) -> Yielded:
         source = _passes.get(iterator)
         if source is None or iterator._num_yielded == 1:
             source = _passes[iterator] = _new_pass(iterator)
+            with suppress(Exception):  # an infinite sampler has no length
+                source.length = len(iterator._index_sampler) * len(ids or ())
         tensors = list(tensors_in(batch))
         keys = None if ids is None else row_keys(ids, tensors)
         source.rows += len(ids or ())

@@ -23,7 +23,7 @@ from andon_contracts.fields import Real
 from andon_contracts.fingerprint import environment, fingerprint
 from andon_contracts.laws.law import Observations
 from andon_contracts.observe import flat_digest
-from andon_contracts.record import LedgerError, LedgerFile
+from andon_contracts.record import LedgerError, LedgerFile, read_lines
 from andon_contracts.violation import Halted, Violation
 from andon_contracts.watch.judging import print_message
 from andon_contracts.watch.model_probe import ModelProbe
@@ -55,9 +55,9 @@ def open_ledger(settings: Settings, writer: int) -> LedgerFile | None:
     """Open the ledger of a watch at `settings.ledger`, else at a path from the variable ANDON_LEDGER, else return None.
 
     All watches of a script share the variable. Later ones of this process write to numbered names, and the name has the
-    rank `writer` of the world that is rank 0 of the watch, if it is not 0. A ledger with lines is continued only after
-    `start` > 0 updates or a restart by torch's launcher. Raises `ValueError` if it belongs to another run, is damaged
-    or in use by another process, or if the disk refuses.
+    rank `writer` of the world that is rank 0 of the watch, if it is not 0. A ledger with lines is continued by the same
+    script, after `start` > 0 updates, and after a restart by torch's launcher. Raises `ValueError` if it belongs to
+    another run, is damaged or in use by another process, or if the disk refuses.
     """
     variable, given = os.environ.get("ANDON_LEDGER"), settings.ledger
     if given is None and not variable:
@@ -79,10 +79,12 @@ def open_ledger(settings: Settings, writer: int) -> LedgerFile | None:
         raise ValueError(f"ledger: {path} is being written by another process") from None
     except OSError as error:
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
-    if file.head[0] and not settings.start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    first = next((line for line, _ in read_lines(path)), None) if file.head[0] else None
+    other = first is not None and not (isinstance(first, record.Start) and first.run == _run())
+    if other and not settings.start and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         file.close()
         or_start = "" if settings.by_command else ", or pass start= to continue it"
-        raise ValueError(f"ledger: {path} already contains a run; name another file{or_start}")
+        raise ValueError(f"ledger: {path} already contains another run; name another file{or_start}")
     return file
 
 
@@ -101,6 +103,9 @@ class Recorder:
         self._failure = ""
         self._violations = 0
         self._last: tuple[int, dict[str, str]] = (0, {})
+        self.path = None if file is None else file.path
+        self.left: dict[str, str] = {}
+        """What the present update leaves for a resume, besides its digests."""
 
     def opened(self, world: int, optimizers: Sequence[Optimizer], rows: int | None, start: int) -> None:
         """Write a start line, or if the file has lines a resume line. start: the updates before the watch opened."""
@@ -113,8 +118,8 @@ class Recorder:
         identity, machine = self._origin(optimizers)
         if not resumed:
             plan = record.Plan(rows, None, None, None, None, None)
-            run = Path(sys.argv[0] if sys.argv else "").name or _WRITER
-            self._append(record.Start(run, machine, identity, plan, digests, world, _backend(), _WRITER, _ALGORITHMS))
+            by = _backend(), _WRITER, _ALGORITHMS
+            self._append(record.Start(_run(), machine, identity, plan, digests, world, *by, self.trained()))
         if resumed or start:
             torn = self._file.torn if resumed else 0
             self._append(record.Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
@@ -154,12 +159,10 @@ class Recorder:
         whole: dict[str, str] = {}
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
+            whole[name] = self.whole(name, digests)
             if self._replicated[name]:
-                whole[name] = hex64(digests[0])
                 for part, digest in zip(parts, digests, strict=True):
                     part[name] = hex64(digest)
-            else:  # the ranks hold different shards: one digest of all of them
-                whole[name] = hex64(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         ids, loss_rows = rows.union, sum(o.values["loss rows"] for o in before)
         loss = sum(real_of(o.values["loss sum"]) for o in before)
@@ -185,8 +188,19 @@ class Recorder:
                 optimizer_index=index,
                 skipped=skipped or None,
                 draws=draws or None,
+                state=self.left or None,
             )
         )
+
+    def whole(self, name: str, digests: Sequence[int]) -> str:
+        """One digest from those of all ranks. name: "weights", "gradient" or "optimizer"."""
+        if self._replicated[name]:
+            return hex64(digests[0])
+        return hex64(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
+
+    def trained(self) -> dict[str, str]:
+        """The dtype and shape of each trained tensor."""
+        return {n: f"{p.dtype} {[*p.shape]}" for n, p in self._subject.trainable.items()}
 
     def _norm(self, observations: Observations) -> Real:
         return Real.of(self._subject.norm_of_all([real_of(o.values["norm share"]) for o in observations]))
@@ -242,6 +256,10 @@ def reason_of(error: BaseException | None) -> str:
     if error is None or isinstance(error, GeneratorExit | StopIteration):
         return "finished"
     return "finished" if isinstance(error, SystemExit) and not error.code else "failed"
+
+
+def _run() -> str:
+    return Path(sys.argv[0] if sys.argv else "").name or _WRITER
 
 
 def _backend() -> str:

@@ -27,6 +27,7 @@ from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import Applied, Optimizer, hyperparameters_by_key
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
+from andon_contracts.watch.checks.resume import ResumedRun
 from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
@@ -43,7 +44,8 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
     reports = LoopReports(context)
-    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies]
+    resume = [ResumedRun(context)] if context.settings.recording else []
+    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies, *resume]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
         weights, scale = Weights(context, probe), GradientScale(context, probe)
@@ -53,7 +55,7 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         gradients = Gradients(context, probe, scale, next(iter(clipping), None))
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
-            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
+            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit, *resume),
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))
@@ -76,6 +78,8 @@ class Updates:
         self._context = context
         self._before_laws: dict[OptimizerProbe, Laws] = {}
         self._after_laws: dict[OptimizerProbe, Laws] = {}
+        self._met: set[OptimizerProbe] = set()
+        """Those that made an update."""
         self._said: Observations = ()
         self._aligned: Observations = ()
         self._late = False
@@ -115,7 +119,11 @@ class Updates:
 
     def before(self, probe: OptimizerProbe) -> None:
         """Read, gather and judge the values before an update by the optimizer of `probe`. Collective."""
-        context, checks, step = self._context, probe.checks, probe.updates + 1
+        context, checks = self._context, probe.checks
+        if context.settings.recording and probe not in self._met:
+            self._met.add(probe)
+            context.check(ResumedRun).meet(probe)  # it may set the count of updates
+        step = probe.updates + 1
         with context.timed():
             arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
             early = [check.meanwhile(probe) for check in checks]

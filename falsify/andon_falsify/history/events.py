@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
-VERSION = 4
+VERSION = 5
 """The only version of a line that is read."""
 KINDS = frozenset({"start", "step", "eval", "checkpoint", "resume", "violation", "retraction", "end"})
 _WITNESS = "witness"

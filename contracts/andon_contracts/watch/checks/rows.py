@@ -103,7 +103,6 @@ class LoadedRows(Check):
         self._latest: LoaderPass | None = None
         self._used: Yielded | None = None
         self._window: list[Yielded] = []
-        """The batches of this update."""
         self._not_gathered: list[Yielded] = []
         """The batches since their rows were last gathered."""
         self._inputs: list[Tensor] = []
@@ -119,6 +118,11 @@ class LoadedRows(Check):
         self._unended: list[LoaderPass] = []
         self._uneven: dict[str, None] = {}
         """Closing lines about passes that left out rows or had some twice."""
+
+    @property
+    def window(self) -> Sequence[Yielded]:
+        """The batches of this update."""
+        return self._window
 
     def cover(self) -> Mapping[str, Cover]:
         return {"order-renewed": LIVE}

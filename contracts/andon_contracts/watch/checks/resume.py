@@ -1,0 +1,287 @@
+"""A resumed run, held to what the run before it left in the ledger: weights, optimizer, rate, rows, random streams."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from andon_contracts.digest import hex64
+from andon_contracts.laws.law import Law, Observations, in_lockstep
+from andon_contracts.legible import log
+from andon_contracts.observe import Observer, plain
+from andon_contracts.record import LedgerError, Resume, Start, Step, read_lines
+from andon_contracts.violation import Finding, first_line
+from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.optimizer import OptimizerState
+from andon_contracts.watch.checks.rows import LoadedRows
+from andon_contracts.watch.intercept import LoaderPass, is_running
+from andon_contracts.watch.model_probe import random_state
+from andon_contracts.watch.values import learning_rate_of, lenient_digest, text_digest
+
+_STREAMS = tuple(f"stream of {name}" for name in ("torch", "numpy", "random"))
+_SLACK, _MOST = 2, 4096
+"""The updates whose rows a pass may have too few or too many, for padding; the updates of a pass that are sent."""
+_LIKELY = "a part of the state was not saved, not loaded, or made anew after the load; another run needs another ledger"
+
+
+def _exact(seen: tuple[int, Sequence[str]]) -> Finding | None:
+    what = f"the run does not continue what its ledger holds: {'; '.join(seen[1])}"
+    return Finding(what, seen[0], likely=_LIKELY) if seen[1] else None
+
+
+_EXACT = (Law("resume-exact/watched", (), _exact, suspicion=True),)
+
+
+class Left(NamedTuple):
+    """A step in the ledger: its number, learning rate, number of ranks, and digests and numbers by name."""
+
+    step: int
+    rate: float
+    world: int
+    values: Mapping[str, str]
+
+
+class ResumedRun(Check):
+    """Compares the first update of a process with the steps that an earlier process left in the same ledger.
+
+    A loop does not say that it resumes, and not from where. So digests decide: the step that left the weights (else the
+    optimizer state) of this first update is the step that it resumes from. The weights with which the earlier run began
+    mean that the run is made again, unless optimizer state, `start=` or rows are of a later step: then the weights were
+    not loaded. Without such a step one line says so, and nothing more is judged. The count of updates continues from
+    the step, so that the ledger's steps keep their numbers.
+
+    The invariant: a value is compared only with what was written for the same point of an update. A checkpoint may be
+    taken after any step, and no call shows when, because a loop may copy tensors by itself. So each update writes what
+    a resume needs. Weights, optimizer state and rate are read for other clauses. Digests of the random streams, just
+    before the optimizer's step, cost the host some microseconds. The sum of all ranks' row keys, which are gathered
+    already, is a digest of the global batch for any number of ranks.
+
+    Rank 0 reads the ledger and sends its result to all ranks, before the first update is numbered. Otherwise the ranks
+    would number it differently and no longer be at the same point.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._began: dict[str, str] = {}
+        self._counts: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
+        """The rows of each pass of a data loader on which this rank has trained."""
+        self._first: LoaderPass | None = None
+        self._earlier: dict[str, int] = {}
+        """By the digest of their rows, the steps of the pass that the run before left unfinished."""
+        self._before = self._size = self._total = 0
+        """The rows that earlier processes used of the first pass, the size of a pass, the rows of the pass so far."""
+        self._slack = 0.0
+
+    def cover(self) -> Mapping[str, Cover]:
+        return {"resume-exact": Cover("live", "if the ledger has steps of an earlier process")}
+
+    def meet(self, probe: OptimizerProbe) -> None:
+        """Just before the first update of `probe`: find the step that it resumes from, and judge it. Collective."""
+        context, state, step = self.context, OptimizerState(probe.optimizer, probe.members), probe.updates
+        state.observer.portable = context.portable
+        own = {"optimizer": state.look().digest, **self._streams(), **context.check(LoadedRows).meanwhile(probe)}
+        own["weights"] = Observer(portable=context.portable).look(probe.members).digest
+        said = context.exchange(step + 1, "resumed", own, judged=True)
+        if not in_lockstep(said):
+            return
+        now = {name: context.recorder.whole(name, [o.values[name] for o in said]) for name in ("weights", "optimizer")}
+        self._began = {f"{name} before": digest for name, digest in now.items()}
+        found: dict[str, Any] = {}
+        if context.exchange.rank == 0:
+            try:
+                found = self._compare(probe, state, now | _written(said))
+            except (OSError, LedgerError) as error:
+                log(f"andon.watch: the ledger cannot be read, so a resume is not checked: {first_line(error)}")
+        found = json.loads(context.exchange.gather_texts(step + 1, json.dumps(found))[0])
+        if len(context.probes) == 1:
+            self._earlier, self._before, self._size, self._slack = found.get("pass") or ({}, 0, 0, 0.0)
+            if not step and found.get("step"):
+                probe.updates = found["step"]
+                context.settings = replace(context.settings, start=probe.updates)
+                context.recorder.loaded(probe.updates, "the loop's own", context.world, [probe.optimizer])
+        if found:
+            self._judge(probe.updates + 1, found["problems"])
+
+    def _judge(self, step: int, problems: Sequence[str]) -> None:
+        self.context.verdicts.judge(_EXACT, (step, problems), self.context.scene())
+
+    def meanwhile(self, probe: OptimizerProbe) -> Values:
+        window = self.context.check(LoadedRows).window
+        for batch in window:
+            self._first = self._first or batch.source
+            self._counts[batch.source] = self._counts.get(batch.source, 0) + len(batch.ids or ())
+        known = window and sum(map(is_running, self._counts)) <= 1
+        ended = self._first is not None and self._first.finished
+        return {
+            "in pass": self._counts[window[-1].source] if known else 0,
+            "pass over": self._counts[self._first] if ended and self._first is not None else 0,
+            **self._streams(),
+        }
+
+    def _streams(self) -> Values:
+        """Digests of this rank's global random streams; 0 for one that is not used."""
+        numpy, gpu = sys.modules.get("numpy"), self.context.subject.gpu() or torch.device("cpu")
+        torchs = None if gpu.type == "cuda" and torch.cuda.is_current_stream_capturing() else random_state(gpu)
+        digests = (
+            lenient_digest(torchs),
+            lenient_digest(numpy.random.get_state(legacy=False)) if numpy is not None else 0,
+            hash(random.getstate()[1]) >> 2,
+        )
+        return dict(zip(_STREAMS, digests, strict=True))
+
+    def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
+        step, ended, counts = said[0].step, [o.values["pass over"] for o in said], [o.values["in pass"] for o in said]
+        if self._before and all(ended):
+            extra = self._before + sum(ended) - self._size
+            what = f"used about {extra} rows again" if extra > 0 else f"left out about {-extra} rows"
+            what = f"the pass over {self._size} rows that went on after {self._before} of them {what}"
+            self._judge(step, [what] if abs(extra) > self._slack else [])
+        total = sum(counts) if all(counts) else 0
+        if all(ended) or total < self._total:  # a new pass over the data
+            self._earlier, self._before = {}, 0
+        self._total, written = total or self._total, _written(said)
+        position = {"in pass": str(self._before + total), "of": str(self._pass_size(said))} if total else {}
+        self.context.recorder.left, self._began = {**self._began, **written, **position}, {}
+        earlier = self._earlier.get(written.get("rows", ""), step)
+        what = "came again" if earlier < step else "came too early, so that rows are skipped,"
+        self._judge(step, [f"the rows of step {earlier} {what} in the same pass over the data"] * (earlier != step))
+
+    def _pass_size(self, said: Observations) -> int:
+        source = self.context.check(LoadedRows).window[-1].source
+        size, padding = source.length * self.context.world, sum(o.values["drawn"] for o in said)
+        return self._size if self._before else source.size if 0 < size - source.size <= padding else size
+
+    def _compare(self, probe: OptimizerProbe, state: OptimizerState, now: Mapping[str, str]) -> dict[str, Any]:
+        """On rank 0: the step that `probe` resumes from, the problems, and the unfinished pass. {}: it is no resume."""
+        context, problems, told = self.context, list[str](), list[str]()
+        index = context.probes.index(probe) if len(context.probes) > 1 else None
+        trained, steps = read_steps(context.recorder.path, index)
+        if not steps:
+            return {}
+
+        def place_of(name: str) -> int | None:
+            return max(
+                (at for at, each in enumerate(steps) if each.values.get(name) == now.get(name, "")), default=None
+            )
+
+        first, names = steps[0].values, context.recorder.trained()
+        began, empty = (now[name] == first.get(f"{name} before") for name in ("weights", "optimizer"))
+        of_weights, of_state = None if began else place_of("weights"), None if empty else place_of("optimizer")
+        # The rows of a later step show that the loop goes on from the step before.
+        of_rows = place_of("rows") if now.get("rows") != first.get("rows") else None
+        told_by_loop = next((at for at, each in enumerate(steps) if each.step == probe.updates), None)
+        places = (of_weights, of_state, told_by_loop, of_rows and of_rows - 1)
+        place = next((at for at in places if at is not None), None)
+        if began and place is None:
+            return {}
+        for what, only in (("lost", trained.keys() - names), ("new", names.keys() - trained if trained else ())):
+            if only:
+                problems.append(f"{len(only)} trained tensors are {what} ({min(only)}{', ...' * (len(only) > 1)})")
+        before = steps[-1 if place is None else place]
+        reshaped = context.subject.sharded and before.world != context.world
+        if began:
+            problems.append("the weights are those of the start of the run, so they were not loaded")
+        elif of_weights is None:
+            other = "in shards of another size" * reshaped or _other_form(probe, names, trained)
+            if other or place is None:
+                told.append(f"its weights are {other or 'of no step'}")
+            else:
+                problems.append(f"the weights are not those that step {before.step} left")
+        where = "an unknown step" if place is None else f"step {before.step}"
+        if place is not None and now["optimizer"] != before.values["optimizer"] and not reshaped:
+            # A load may move the counts of updates to the GPU.
+            tensors = [each.cpu() if each.numel() == 1 else each for each in state._tensors]
+            moved = state.observer.look(tensors, extra=state._digest_of_rest).digest
+            if empty or not any(map(probe.optimizer.state.get, probe.members)):
+                problems.append(f"the optimizer state of {where} is lost and begins anew")
+            elif of_state is not None:
+                problems.append(f"the optimizer state is that of step {steps[of_state].step}")
+            elif hex64(moved) != before.values["optimizer"]:
+                told.append("its optimizer state has other bits")
+        if place is not None:
+            problems += _other_rate(learning_rate_of(probe.optimizer.param_groups[0], 0.0), steps, place)
+            problems += _drawn_again(now, steps, place) if before.world == context.world else []
+        if before.world != context.world:
+            told.append(f"it ran on {before.world} ranks, so random streams are not compared")
+        log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.path}", *told]))
+        unfinished = None if place is None else _unfinished_pass(steps, place)
+        return {"step": None if place is None else before.step, "problems": problems, "pass": unfinished}
+
+
+def _written(said: Observations) -> dict[str, str]:
+    """Digests of an update's rows and of the random streams before it, as far as they are known."""
+    columns = {name: [o.values[name] for o in said] for name in ("drawn", "drawn keys", *_STREAMS)}
+    rows = {"rows": hex64(sum(columns["drawn keys"]))} if all(columns["drawn"]) else {}
+    return {**rows, **{name: hex64(text_digest(columns[name])) for name in _STREAMS if any(columns[name])}}
+
+
+def _other_form(probe: OptimizerProbe, names: Mapping[str, str], trained: Mapping[str, str]) -> str:
+    """How weights may rightly have other bits: in another dtype, or rounded to 16 bits by a checkpoint; "" if not."""
+    if any(trained.get(name, form) != form for name, form in names.items()):
+        return "of another dtype or shape"
+    wide = [plain(p) for p in probe.members if p.is_floating_point() and p.dtype.itemsize > 2]
+    rounded = (d for d in (torch.bfloat16, torch.float16) if wide and all(bool((p == p.to(d)).all()) for p in wide))
+    return next((f"rounded to {dtype}" for dtype in rounded), "")
+
+
+def _other_rate(now: float, steps: Sequence[Left], place: int) -> list[str]:
+    """The problem with the rate after the step at `place`: the run had it at another step, and has another one next."""
+    same = [math.isclose(each.rate, now, rel_tol=1e-9) for each in steps]
+    # Only the start of a schedule is recognized if the next rate is not known, and not in a schedule of cycles.
+    known = same if place + 1 < len(steps) else same[:1]
+    cycles = any(later and not each for each, later in pairwise(same))
+    if same[place] or not any(known) or same[place + 1 : place + 2] == [True] or (known != same and cycles):
+        return []
+    was, of = steps[min(place + 1, len(steps) - 1)], steps[same.index(True)].step
+    return [f"the learning rate {now:.4g} is that of step {of}; step {was.step} had {was.rate:.4g}"]
+
+
+def _drawn_again(now: Mapping[str, str], steps: Sequence[Left], place: int) -> list[str]:
+    """The random streams that move at each update, and now are where they were before the resume."""
+    problems = []
+    for name in now.keys() & _STREAMS:
+        values = [each.values.get(name) for each in steps]
+        until, after = values[: place + 1], values[place + 1 :]
+        if len(until) > 1 and until[-1] != until[-2] and now[name] in until and now[name] not in after:
+            again = f"draws the numbers of step {steps[until.index(now[name])].step} again"
+            problems.append(f"the random {name} {again}: it was not restored, or seeded after the restore")
+    return problems
+
+
+def _unfinished_pass(steps: Sequence[Left], place: int) -> tuple[dict[str, int], int, int, float] | None:
+    """What `ResumedRun` stores of the pass that the step at `place` left unfinished. None: it is over, or not known."""
+    used, size = [int(each.values.get("in pass", 0)) for each in steps], int(steps[place].values.get("of", 0))
+    passes = list(accumulate(int(now <= before) for before, now in pairwise([0, *used])))
+    part = [each for each, number in zip(steps, passes, strict=True) if number == passes[place]]
+    per_update = used[place] / (1 + part.index(steps[place]))
+    # If the ledger does not show how the pass continues, it may be over.
+    if not used[place] or (part[-1] is steps[place] and (place + 1 < len(steps) or used[place] + per_update > size)):
+        return None
+    rows = {each.values["rows"]: each.step for each in part[-_MOST:] if "rows" in each.values}
+    return rows, used[place], size, _SLACK * per_update
+
+
+def read_steps(path: Path | None, index: int | None) -> tuple[Mapping[str, str], list[Left]]:
+    """The trained tensors, and the steps in the ledger at `path` of optimizer `index` that no resume took back."""
+    steps, trained, kept = list[Left](), dict[str, str](), math.inf
+    for record, _ in read_lines(path) if path is not None else ():
+        if isinstance(record, Start):
+            trained = dict(record.tensors or {})
+        elif isinstance(record, Resume):
+            kept = record.step
+        elif isinstance(record, Step) and record.optimizer_index == index:
+            # A resume that makes no step takes none back.
+            steps, kept = [each for each in steps if each.step <= kept] if kept < math.inf else steps, math.inf
+            digests = {name: digest or "" for name, digest in vars(record.digests).items()}
+            steps.append(Left(record.step, record.lr.value, record.world, {**digests, **(record.state or {})}))
+    return trained, steps
