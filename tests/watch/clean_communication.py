@@ -19,7 +19,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
-from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
+from tests.watch.clean import Kind, Seen, ignore, seen_by
 from tests.watch.clean_loops import RightLoop, adamw, by_hand, momentum, sgd
 from tests.watch.clean_models import LayerNormed, Normed
 from tests.watch.loop import Model, data
@@ -331,32 +331,6 @@ def alternating(steps: int) -> Seen:
     return seen_by(w)
 
 
-def resumed(steps: int) -> Seen:
-    """Half of the steps, a checkpoint, another model and optimizer that load it, and the other half."""
-    path, watches, kept = path_of_all_ranks(), [], None
-    for start, end in ((0, steps // 2), (steps // 2, steps)):
-        torch.manual_seed(start)
-        inner = Model()
-        optimizer = adamw([p for p in inner.parameters() if p.requires_grad])
-        if kept is not None:
-            inner.load_state_dict(kept[0])
-            optimizer.load_state_dict(kept[1])
-            torch.set_rng_state(kept[2])
-        model = DistributedDataParallel(inner)
-        with andon.watch(model, optimizer, action=ignore, start=start) as w:
-            if start:
-                w.loaded(path)
-            for _ in range(start, end):
-                optimizer.zero_grad()
-                backward(model)
-                optimizer.step()
-            if not start:
-                w.saved(path)
-        kept = copy.deepcopy((inner.state_dict(), optimizer.state_dict(), torch.get_rng_state()))
-        watches.append(w)
-    return seen_by(*watches)
-
-
 class Student(nn.Module):
     """A model, and one of the same layout that follows it: a momentum encoder, a mean teacher."""
 
@@ -432,7 +406,6 @@ LOOPS: dict[str, Callable[[int], Seen]] = {
     "average of weights": averaged(),
     "two optimizers": Course(model=Model, optimizer=lambda p: [adamw(p[:2]), momentum(p[2:])]),
     "two optimizers in turn": alternating,
-    "resumed in the middle": resumed,
     "step that reduces and deals out parameters": Course(wrap=by_hand, optimizer=Dealt),
     "step that reduces and deals out parameters, clipping": Course(wrap=by_hand, optimizer=Dealt, before=clipping),
     "step that deals out parameters, DDP": RightLoop(optimizer=dealt_behind),

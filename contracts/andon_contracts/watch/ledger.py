@@ -103,7 +103,8 @@ class Recorder:
         self._failure = ""
         self._violations = 0
         self._last: tuple[int, dict[str, str]] = (0, {})
-        self.path = None if file is None else file.path
+        self.earlier: Path | None = None
+        """The file, if it had lines of an earlier process."""
         self.left: dict[str, str] = {}
         """What the present update leaves for a resume, besides its digests."""
 
@@ -112,6 +113,7 @@ class Recorder:
         if self._file is None:
             return
         digests, resumed = self._weights(), bool(self._file.head[0])
+        self.earlier = self._file.path if resumed else None
         self._last = (start, dict(digests))
         if self._subject.frozen:
             digests["base"] = hex64(flat_digest(self._subject.frozen.values()))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import random
 import sys
 import weakref
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from andon_contracts.agree import real_of
 from andon_contracts.digest import hex64
 from andon_contracts.laws.law import Law, Observations, in_lockstep
 from andon_contracts.legible import log
@@ -26,7 +29,7 @@ from andon_contracts.watch.checks.optimizer import OptimizerState
 from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.intercept import LoaderPass, is_running
 from andon_contracts.watch.model_probe import random_state
-from andon_contracts.watch.values import learning_rate_of, lenient_digest, text_digest
+from andon_contracts.watch.values import text_digest
 
 _STREAMS = tuple(f"stream of {name}" for name in ("torch", "numpy", "random"))
 _SLACK, _MOST = 2, 4096
@@ -61,13 +64,12 @@ class ResumedRun(Check):
     the step, so that the ledger's steps keep their numbers.
 
     The invariant: a value is compared only with what was written for the same point of an update. A checkpoint may be
-    taken after any step, and no call shows when, because a loop may copy tensors by itself. So each update writes what
-    a resume needs. Weights, optimizer state and rate are read for other clauses. Digests of the random streams, just
-    before the optimizer's step, cost the host some microseconds. The sum of all ranks' row keys, which are gathered
-    already, is a digest of the global batch for any number of ranks.
+    taken after any step, and no call shows when. So each update writes what a resume needs. Weights, optimizer state
+    and rate are read anyway. Digests of the random streams just before the step take about 0.1 ms of the host. The sum
+    of all ranks' row keys, which are gathered anyway, is a digest of the global batch for any number of ranks.
 
-    Rank 0 reads the ledger and sends its result to all ranks, before the first update is numbered. Otherwise the ranks
-    would number it differently and no longer be at the same point.
+    Rank 0 reads the ledger and sends its result, before the first update is numbered. Ranks with different numbers
+    would not be at the same point.
     """
 
     def __init__(self, context: Context) -> None:
@@ -80,7 +82,10 @@ class ResumedRun(Check):
         """By the digest of their rows, the steps of the pass that the run before left unfinished."""
         self._before = self._size = self._total = 0
         """The rows that earlier processes used of the first pass, the size of a pass, the rows of the pass so far."""
-        self._slack = 0.0
+        self._slack, self._step = 0.0, 0
+        self._problems: list[str] = []
+        self._rates: dict[str, float] = {}
+        """By number, the rates of some steps of the run before, until two updates were compared with them."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {"resume-exact": Cover("live", "if the ledger has steps of an earlier process")}
@@ -99,21 +104,18 @@ class ResumedRun(Check):
         found: dict[str, Any] = {}
         if context.exchange.rank == 0:
             try:
-                found = self._compare(probe, state, now | _written(said))
+                found = self._compare(probe, now | _written(said))
             except (OSError, LedgerError) as error:
                 log(f"andon.watch: the ledger cannot be read, so a resume is not checked: {first_line(error)}")
         found = json.loads(context.exchange.gather_texts(step + 1, json.dumps(found))[0])
         if len(context.probes) == 1:
             self._earlier, self._before, self._size, self._slack = found.get("pass") or ({}, 0, 0, 0.0)
-            if not step and found.get("step"):
-                probe.updates = found["step"]
+            self._rates, self._step = found.get("rates", {}), found.get("step", 0)
+            if self._step and not step:
+                probe.updates = self._step
                 context.settings = replace(context.settings, start=probe.updates)
                 context.recorder.loaded(probe.updates, "the loop's own", context.world, [probe.optimizer])
-        if found:
-            self._judge(probe.updates + 1, found["problems"])
-
-    def _judge(self, step: int, problems: Sequence[str]) -> None:
-        self.context.verdicts.judge(_EXACT, (step, problems), self.context.scene())
+        self._problems = found.get("problems", [])
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         window = self.context.check(LoadedRows).window
@@ -131,91 +133,98 @@ class ResumedRun(Check):
     def _streams(self) -> Values:
         """Digests of this rank's global random streams; 0 for one that is not used."""
         numpy, gpu = sys.modules.get("numpy"), self.context.subject.gpu() or torch.device("cpu")
-        torchs = None if gpu.type == "cuda" and torch.cuda.is_current_stream_capturing() else random_state(gpu)
-        digests = (
-            lenient_digest(torchs),
-            lenient_digest(numpy.random.get_state(legacy=False)) if numpy is not None else 0,
-            hash(random.getstate()[1]) >> 2,
-        )
-        return dict(zip(_STREAMS, digests, strict=True))
+        known = gpu.type == "cpu" or not torch.cuda.is_current_stream_capturing()
+        state = random_state(gpu) if known else None
+        of_torch = 0 if state is None else zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))
+        bits: Any = None if numpy is None else numpy.random.get_bit_generator()
+        # In memory: 624 words and the position. Numpy takes 20 times as long to give them.
+        raw = ctypes.string_at(bits.ctypes.state_address, 2500) if type(bits).__name__ == "MT19937" else b""
+        of_numpy = zlib.crc32(raw)
+        return dict(zip(_STREAMS, (of_torch, of_numpy, hash(random.getstate()[1]) >> 2), strict=True))
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         step, ended, counts = said[0].step, [o.values["pass over"] for o in said], [o.values["in pass"] for o in said]
-        if self._before and all(ended):
+        problems, self._problems = self._problems, []
+        rate, written = real_of(said[0].values["rate"]), _written(said)
+        same = [int(number) for number, each in self._rates.items() if math.isclose(each, rate)]
+        if same and not {step, self._step} & {*same} and (str(step) in self._rates or step - self._step in same):
+            problems.append(f"the learning rate {rate:.4g} is that of step {same[0]}")
+        if step > self._step + 1:
+            self._rates = {}
+        if self._before and self._size and all(ended):
             extra = self._before + sum(ended) - self._size
             what = f"used about {extra} rows again" if extra > 0 else f"left out about {-extra} rows"
             what = f"the pass over {self._size} rows that went on after {self._before} of them {what}"
-            self._judge(step, [what] if abs(extra) > self._slack else [])
+            problems += [what] * (abs(extra) > self._slack)
         total = sum(counts) if all(counts) else 0
         if all(ended) or total < self._total:  # a new pass over the data
             self._earlier, self._before = {}, 0
-        self._total, written = total or self._total, _written(said)
+        earlier = self._earlier.get(written.get("rows", ""), step)
+        if earlier != step:
+            what = "came again" if earlier < step else "came too early, so that rows are skipped,"
+            problems.append(f"the rows of step {earlier} {what} in the same pass over the data")
+        self._total = total or self._total
         position = {"in pass": str(self._before + total), "of": str(self._pass_size(said))} if total else {}
         self.context.recorder.left, self._began = {**self._began, **written, **position}, {}
-        earlier = self._earlier.get(written.get("rows", ""), step)
-        what = "came again" if earlier < step else "came too early, so that rows are skipped,"
-        self._judge(step, [f"the rows of step {earlier} {what} in the same pass over the data"] * (earlier != step))
+        if problems or self._step:
+            self.context.verdicts.judge(_EXACT, (step, problems), self.context.scene())
 
     def _pass_size(self, said: Observations) -> int:
         source = self.context.check(LoadedRows).window[-1].source
-        size, padding = source.length * self.context.world, sum(o.values["drawn"] for o in said)
-        return self._size if self._before else source.size if 0 < size - source.size <= padding else size
+        size, update = source.length * self.context.world, sum(o.values["drawn"] for o in said)
+        return self._size if self._before else source.size if abs(size - source.size) <= update else size
 
-    def _compare(self, probe: OptimizerProbe, state: OptimizerState, now: Mapping[str, str]) -> dict[str, Any]:
+    def _compare(self, probe: OptimizerProbe, now: Mapping[str, str]) -> dict[str, Any]:
         """On rank 0: the step that `probe` resumes from, the problems, and the unfinished pass. {}: it is no resume."""
         context, problems, told = self.context, list[str](), list[str]()
         index = context.probes.index(probe) if len(context.probes) > 1 else None
-        trained, steps = read_steps(context.recorder.path, index)
+        trained, steps = read_steps(context.recorder.earlier, index)
         if not steps:
             return {}
 
         def place_of(name: str) -> int | None:
-            return max(
-                (at for at, each in enumerate(steps) if each.values.get(name) == now.get(name, "")), default=None
-            )
+            same = (at for at, each in enumerate(steps) if each.values.get(name) == now.get(name, ""))
+            return max(same, default=None)
 
         first, names = steps[0].values, context.recorder.trained()
         began, empty = (now[name] == first.get(f"{name} before") for name in ("weights", "optimizer"))
         of_weights, of_state = None if began else place_of("weights"), None if empty else place_of("optimizer")
+        of_start = next((at for at, each in enumerate(steps) if each.step == probe.updates), None)
         # The rows of a later step show that the loop goes on from the step before.
         of_rows = place_of("rows") if now.get("rows") != first.get("rows") else None
-        told_by_loop = next((at for at, each in enumerate(steps) if each.step == probe.updates), None)
-        places = (of_weights, of_state, told_by_loop, of_rows and of_rows - 1)
+        places = (of_weights, of_state, of_start, of_rows and of_rows - 1)
         place = next((at for at in places if at is not None), None)
         if began and place is None:
             return {}
         for what, only in (("lost", trained.keys() - names), ("new", names.keys() - trained if trained else ())):
             if only:
                 problems.append(f"{len(only)} trained tensors are {what} ({min(only)}{', ...' * (len(only) > 1)})")
-        before = steps[-1 if place is None else place]
-        reshaped = context.subject.sharded and before.world != context.world
+        left = steps[-1 if place is None else place]
+        where = "an unknown step" if place is None else f"step {left.step}"
+        reshaped = context.subject.sharded and left.world != context.world
+        other = "in other shards" if reshaped else _other_form(probe, names, trained)
         if began:
             problems.append("the weights are those of the start of the run, so they were not loaded")
+        elif of_weights is None and (other or place is None):
+            told.append(f"its weights are {other or 'of no step'}")
         elif of_weights is None:
-            other = "in shards of another size" * reshaped or _other_form(probe, names, trained)
-            if other or place is None:
-                told.append(f"its weights are {other or 'of no step'}")
-            else:
-                problems.append(f"the weights are not those that step {before.step} left")
-        where = "an unknown step" if place is None else f"step {before.step}"
-        if place is not None and now["optimizer"] != before.values["optimizer"] and not reshaped:
-            # A load may move the counts of updates to the GPU.
-            tensors = [each.cpu() if each.numel() == 1 else each for each in state._tensors]
-            moved = state.observer.look(tensors, extra=state._digest_of_rest).digest
-            if empty or not any(map(probe.optimizer.state.get, probe.members)):
-                problems.append(f"the optimizer state of {where} is lost and begins anew")
-            elif of_state is not None:
-                problems.append(f"the optimizer state is that of step {steps[of_state].step}")
-            elif hex64(moved) != before.values["optimizer"]:
-                told.append("its optimizer state has other bits")
-        if place is not None:
-            problems += _other_rate(learning_rate_of(probe.optimizer.param_groups[0], 0.0), steps, place)
-            problems += _drawn_again(now, steps, place) if before.world == context.world else []
-        if before.world != context.world:
-            told.append(f"it ran on {before.world} ranks, so random streams are not compared")
-        log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.path}", *told]))
-        unfinished = None if place is None else _unfinished_pass(steps, place)
-        return {"step": None if place is None else before.step, "problems": problems, "pass": unfinished}
+            problems.append(f"the weights are not those that {where} left")
+        differs = place is not None and not reshaped and now["optimizer"] != left.values["optimizer"]
+        if differs and (empty or not any(map(probe.optimizer.state.get, probe.members))):
+            problems.append(f"the optimizer state of {where} is lost and begins anew")
+        elif differs and of_state is not None:
+            problems.append(f"the optimizer state is that of step {steps[of_state].step}")
+        elif differs:
+            told.append("its optimizer state has other bits")
+        if left.world != context.world:
+            told.append(f"it ran on {left.world} ranks, so random streams are not compared")
+        elif place is not None:
+            problems += _drawn_again(now, steps, place)
+        log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.earlier}", *told]))
+        if place is None:
+            return {"problems": problems}
+        unfinished = _unfinished_pass(steps, place)
+        return {"problems": problems, "step": left.step, "rates": _rates(steps, place), "pass": unfinished}
 
 
 def _written(said: Observations) -> dict[str, str]:
@@ -234,22 +243,18 @@ def _other_form(probe: OptimizerProbe, names: Mapping[str, str], trained: Mappin
     return next((f"rounded to {dtype}" for dtype in rounded), "")
 
 
-def _other_rate(now: float, steps: Sequence[Left], place: int) -> list[str]:
-    """The problem with the rate after the step at `place`: the run had it at another step, and has another one next."""
-    same = [math.isclose(each.rate, now, rel_tol=1e-9) for each in steps]
-    # Only the start of a schedule is recognized if the next rate is not known, and not in a schedule of cycles.
-    known = same if place + 1 < len(steps) else same[:1]
-    cycles = any(later and not each for each, later in pairwise(same))
-    if same[place] or not any(known) or same[place + 1 : place + 2] == [True] or (known != same and cycles):
-        return []
-    was, of = steps[min(place + 1, len(steps) - 1)], steps[same.index(True)].step
-    return [f"the learning rate {now:.4g} is that of step {of}; step {was.step} had {was.rate:.4g}"]
+def _rates(steps: Sequence[Left], place: int) -> dict[str, float]:
+    """By number, the rates of the steps around `place`, and of the first two unless the schedule has cycles."""
+    of_first = [math.isclose(each.rate, steps[0].rate) for each in steps]
+    cycles = any(later and not each for each, later in pairwise(of_first))
+    near = {*range(max(place - 1, 0), place + 3)} | (set() if cycles else {0, 1})
+    return {str(steps[at].step): steps[at].rate for at in sorted(near) if at < len(steps)}
 
 
 def _drawn_again(now: Mapping[str, str], steps: Sequence[Left], place: int) -> list[str]:
     """The random streams that move at each update, and now are where they were before the resume."""
     problems = []
-    for name in now.keys() & _STREAMS:
+    for name in filter(now.__contains__, _STREAMS):
         values = [each.values.get(name) for each in steps]
         until, after = values[: place + 1], values[place + 1 :]
         if len(until) > 1 and until[-1] != until[-2] and now[name] in until and now[name] not in after:
