@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from andon_contracts.agree import real_of
-from andon_contracts.digest import hex64
+from andon_contracts.digest import hex64, mix64
 from andon_contracts.laws.law import Law, Observations, in_lockstep
 from andon_contracts.legible import log
 from andon_contracts.observe import Observer, plain
@@ -31,7 +31,7 @@ from andon_contracts.watch.intercept import LoaderPass, is_running
 from andon_contracts.watch.model_probe import random_state
 from andon_contracts.watch.values import text_digest
 
-_STREAMS = tuple(f"stream of {name}" for name in ("torch", "numpy", "random"))
+_STREAMS = tuple(f"random stream of {name}" for name in ("torch", "numpy", "Python"))
 _SLACK, _MOST = 2, 4096
 """The updates whose rows a pass may have too few or too many, for padding; the updates of a pass that are sent."""
 _LIKELY = "a part of the state was not saved, not loaded, or made anew after the load; another run needs another ledger"
@@ -82,7 +82,7 @@ class ResumedRun(Check):
         """By the digest of their rows, the steps of the pass that the run before left unfinished."""
         self._before = self._size = self._total = 0
         """The rows that earlier processes used of the first pass, the size of a pass, the rows of the pass so far."""
-        self._slack, self._step = 0.0, 0
+        self._slack, self._step, self._ordered = 0.0, 0, False
         self._problems: list[str] = []
         self._rates: dict[str, float] = {}
         """By number, the rates of some steps of the run before, until two updates were compared with them."""
@@ -94,8 +94,8 @@ class ResumedRun(Check):
         """Just before the first update of `probe`: find the step that it resumes from, and judge it. Collective."""
         context, state, step = self.context, OptimizerState(probe.optimizer, probe.members), probe.updates
         state.observer.portable = context.portable
-        own = {"optimizer": state.look().digest, **self._streams(), **context.check(LoadedRows).meanwhile(probe)}
-        own["weights"] = Observer(portable=context.portable).look(probe.members).digest
+        weights = Observer(portable=context.portable).look(probe.members)
+        own = {"weights": weights.digest, "optimizer": state.look().digest, **self._streams(), **self._rows()}
         said = context.exchange(step + 1, "resumed", own, judged=True)
         if not in_lockstep(said):
             return
@@ -110,7 +110,8 @@ class ResumedRun(Check):
         found = json.loads(context.exchange.gather_texts(step + 1, json.dumps(found))[0])
         if len(context.probes) == 1:
             self._earlier, self._before, self._size, self._slack = found.get("pass") or ({}, 0, 0, 0.0)
-            self._rates, self._step = found.get("rates", {}), found.get("step", 0)
+            self._step, self._rates = found.get("step", 0), found.get("rates", {})
+            self._ordered = found.get("ordered", False)
             if self._step and not step:
                 probe.updates = self._step
                 context.settings = replace(context.settings, start=probe.updates)
@@ -123,12 +124,15 @@ class ResumedRun(Check):
             self._first = self._first or batch.source
             self._counts[batch.source] = self._counts.get(batch.source, 0) + len(batch.ids or ())
         known = window and sum(map(is_running, self._counts)) <= 1
-        ended = self._first is not None and self._first.finished
-        return {
-            "in pass": self._counts[window[-1].source] if known else 0,
-            "pass over": self._counts[self._first] if ended and self._first is not None else 0,
-            **self._streams(),
-        }
+        over = self._counts[self._first] if self._first is not None and self._first.finished else 0
+        values = {"in pass": self._counts[window[-1].source] if known else 0, "pass over": over}
+        return {**values, **self._rows(), **self._streams()}
+
+    def _rows(self) -> Values:
+        """The number of rows of this update, and a digest of their indices; 0: not known."""
+        parts = [batch.ids for batch in self.context.check(LoadedRows).window]
+        ids = [row for part in parts for row in part or ()] if None not in parts else []
+        return {"used": len(ids), "used rows": int(mix64(torch.tensor(ids, dtype=torch.int64, device="cpu")).sum())}
 
     def _streams(self) -> Values:
         """Digests of this rank's global random streams; 0 for one that is not used."""
@@ -144,13 +148,14 @@ class ResumedRun(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         step, ended, counts = said[0].step, [o.values["pass over"] for o in said], [o.values["in pass"] for o in said]
-        problems, self._problems = self._problems, []
+        problems, self._problems, used = self._problems, [], sum(o.values["used"] for o in said)
         rate, written = real_of(said[0].values["rate"]), _written(said)
         same = [int(number) for number, each in self._rates.items() if math.isclose(each, rate)]
         if same and not {step, self._step} & {*same} and (str(step) in self._rates or step - self._step in same):
-            problems.append(f"the learning rate {rate:.4g} is that of step {same[0]}")
+            unless = ", unless its schedule has cycles" * (str(step) not in self._rates)
+            problems.append(f"the learning rate {rate:.4g} is that of step {same[0]}{unless}")
         if step > self._step + 1:
-            self._rates = {}
+            self._rates, self._ordered = {}, False
         if self._before and self._size and all(ended):
             extra = self._before + sum(ended) - self._size
             what = f"used about {extra} rows again" if extra > 0 else f"left out about {-extra} rows"
@@ -159,20 +164,22 @@ class ResumedRun(Check):
         total = sum(counts) if all(counts) else 0
         if all(ended) or total < self._total:  # a new pass over the data
             self._earlier, self._before = {}, 0
-        earlier = self._earlier.get(written.get("rows", ""), step)
-        if earlier != step:
+        earlier, due = self._earlier.get(written.get("rows", "")), step in self._earlier.values()
+        if earlier not in (None, step):
             what = "came again" if earlier < step else "came too early, so that rows are skipped,"
             problems.append(f"the rows of step {earlier} {what} in the same pass over the data")
+        elif earlier is None and due and self._ordered and used * _SLACK == self._slack:
+            problems.append(f"step {step} has not the rows that it had, in the same pass over the data")
         self._total = total or self._total
-        position = {"in pass": str(self._before + total), "of": str(self._pass_size(said))} if total else {}
+        position = {"in pass": str(self._before + total), "of": str(self._pass_size(used))} if total else {}
         self.context.recorder.left, self._began = {**self._began, **written, **position}, {}
         if problems or self._step:
             self.context.verdicts.judge(_EXACT, (step, problems), self.context.scene())
 
-    def _pass_size(self, said: Observations) -> int:
+    def _pass_size(self, used: int) -> int:
         source = self.context.check(LoadedRows).window[-1].source
-        size, update = source.length * self.context.world, sum(o.values["drawn"] for o in said)
-        return self._size if self._before else source.size if abs(size - source.size) <= update else size
+        size = source.length * self.context.world
+        return self._size if self._before else source.size if abs(size - source.size) <= used else size
 
     def _compare(self, probe: OptimizerProbe, now: Mapping[str, str]) -> dict[str, Any]:
         """On rank 0: the step that `probe` resumes from, the problems, and the unfinished pass. {}: it is no resume."""
@@ -188,11 +195,13 @@ class ResumedRun(Check):
 
         first, names = steps[0].values, context.recorder.trained()
         began, empty = (now[name] == first.get(f"{name} before") for name in ("weights", "optimizer"))
-        of_weights, of_state = None if began else place_of("weights"), None if empty else place_of("optimizer")
+        of_weights, of_state = place_of("weights"), None if empty else place_of("optimizer")
         of_start = next((at for at, each in enumerate(steps) if each.step == probe.updates), None)
         # The rows of a later step show that the loop goes on from the step before.
         of_rows = place_of("rows") if now.get("rows") != first.get("rows") else None
-        places = (of_weights, of_state, of_start, of_rows and of_rows - 1)
+        # An update at rate 0 leaves the weights of the step before.
+        both = of_state if of_state is not None and steps[of_state].values["weights"] == now["weights"] else None
+        places = (both, None if began else of_weights, of_state, of_start, of_rows and of_rows - 1)
         place = next((at for at in places if at is not None), None)
         if began and place is None:
             return {}
@@ -203,7 +212,7 @@ class ResumedRun(Check):
         where = "an unknown step" if place is None else f"step {left.step}"
         reshaped = context.subject.sharded and left.world != context.world
         other = "in other shards" if reshaped else _other_form(probe, names, trained)
-        if began:
+        if began and left.values["weights"] != now["weights"]:
             problems.append("the weights are those of the start of the run, so they were not loaded")
         elif of_weights is None and (other or place is None):
             told.append(f"its weights are {other or 'of no step'}")
@@ -223,14 +232,14 @@ class ResumedRun(Check):
         log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.earlier}", *told]))
         if place is None:
             return {"problems": problems}
-        unfinished = _unfinished_pass(steps, place)
-        return {"problems": problems, "step": left.step, "rates": _rates(steps, place), "pass": unfinished}
+        found = {"step": left.step, "rates": _rates(steps, place), "pass": _unfinished_pass(steps, place)}
+        return {"problems": problems, "ordered": left.world == context.world, **found}
 
 
 def _written(said: Observations) -> dict[str, str]:
     """Digests of an update's rows and of the random streams before it, as far as they are known."""
-    columns = {name: [o.values[name] for o in said] for name in ("drawn", "drawn keys", *_STREAMS)}
-    rows = {"rows": hex64(sum(columns["drawn keys"]))} if all(columns["drawn"]) else {}
+    columns = {name: [o.values[name] for o in said] for name in ("used", "used rows", *_STREAMS)}
+    rows = {"rows": hex64(sum(columns["used rows"]))} if all(columns["used"]) else {}
     return {**rows, **{name: hex64(text_digest(columns[name])) for name in _STREAMS if any(columns[name])}}
 
 
@@ -252,15 +261,16 @@ def _rates(steps: Sequence[Left], place: int) -> dict[str, float]:
 
 
 def _drawn_again(now: Mapping[str, str], steps: Sequence[Left], place: int) -> list[str]:
-    """The random streams that move at each update, and now are where they were before the resume."""
-    problems = []
+    """The problem with random streams that move at each update, and are where they were before the resume."""
+    again: dict[str, int] = {}
     for name in filter(now.__contains__, _STREAMS):
         values = [each.values.get(name) for each in steps]
         until, after = values[: place + 1], values[place + 1 :]
         if len(until) > 1 and until[-1] != until[-2] and now[name] in until and now[name] not in after:
-            again = f"draws the numbers of step {steps[until.index(now[name])].step} again"
-            problems.append(f"the random {name} {again}: it was not restored, or seeded after the restore")
-    return problems
+            again[name] = steps[until.index(now[name])].step
+    what = "draws the numbers of step"
+    why = "it was not restored, or seeded after the restore"
+    return [f"the {name} {what} {step} again: {why}" for name, step in again.items()][:1]
 
 
 def _unfinished_pass(steps: Sequence[Left], place: int) -> tuple[dict[str, int], int, int, float] | None:
