@@ -75,9 +75,10 @@ class ResumedRun(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._began: dict[str, str] = {}
-        self._counts: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
-        """The rows of each pass of a data loader on which this rank has trained."""
+        self._passes: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
         self._first: LoaderPass | None = None
+        """The first pass of this process. A resumed loop may have thrown away the `_skipped` rows that came first."""
+        self._skipped = 0
         self._earlier: dict[str, int] = {}
         """By the digest of their rows, the steps of the pass that the run before left unfinished."""
         self._before = self._size = self._total = 0
@@ -119,13 +120,14 @@ class ResumedRun(Check):
         self._problems = found.get("problems", [])
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        window = self.context.check(LoadedRows).window
-        for batch in window:
-            self._first = self._first or batch.source
-            self._counts[batch.source] = self._counts.get(batch.source, 0) + len(batch.ids or ())
-        known = window and sum(map(is_running, self._counts)) <= 1
-        over = self._counts[self._first] if self._first is not None and self._first.finished else 0
-        values = {"in pass": self._counts[window[-1].source] if known else 0, "pass over": over}
+        window, first, reached = self.context.check(LoadedRows).window, self._first, 0
+        if window and first is None:
+            self._first = first = window[0].source
+            self._skipped = window[0].so_far - len(window[0].ids or ()) if self._step else 0
+        self._passes.update(batch.source for batch in window)
+        if window and sum(map(is_running, self._passes)) <= 1:
+            reached = window[-1].so_far - (self._skipped if window[-1].source is first else 0)
+        values = {"in pass": reached, "pass over": first.rows - self._skipped if first and first.finished else 0}
         return {**values, **self._rows(), **self._streams()}
 
     def _rows(self) -> Values:
