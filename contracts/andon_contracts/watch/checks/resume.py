@@ -34,6 +34,16 @@ from andon_contracts.watch.values import text_digest
 _STREAMS = tuple(f"random stream of {name}" for name in ("torch", "numpy", "Python"))
 _SLACK, _MOST = 2, 4096
 """The updates whose rows a pass may have too few or too many, for padding; the updates of a pass that are sent."""
+_NOTHING: Mapping[str, Any] = {
+    "problems": (),
+    "step": 0,
+    "same ranks": False,
+    "rates": {},  # rates: by step
+    "rows": {},
+    "used": 0,
+    "size": 0,
+    "slack": 0.0,  # the unfinished pass: steps by rows, rows so far, all rows
+}
 _LIKELY = "a part of the state was not saved, not loaded, or made anew after the load; another run needs another ledger"
 
 
@@ -58,18 +68,15 @@ class ResumedRun(Check):
     """Compares the first update of a process with the steps that an earlier process left in the same ledger.
 
     A loop does not say that it resumes, and not from where. So digests decide: the step that left the weights (else the
-    optimizer state) of this first update is the step that it resumes from. The weights with which the earlier run began
-    mean that the run is made again, unless optimizer state, `start=` or rows are of a later step: then the weights were
-    not loaded. Without such a step one line says so, and nothing more is judged. The count of updates continues from
-    the step, so that the ledger's steps keep their numbers.
+    optimizer state) of this update is the one that the process resumes from. The weights with which the earlier run
+    began mean that the run is made again, unless optimizer state, `start=` or rows are of a later step: then they were
+    not loaded. Without such a step one line says so, and nothing more is judged. Steps continue the earlier numbers.
 
     The invariant: a value is compared only with what was written for the same point of an update. A checkpoint may be
     taken after any step, and no call shows when. So each update writes what a resume needs. Weights, optimizer state
-    and rate are read anyway. Digests of the random streams just before the step take about 0.1 ms of the host. The sum
-    of all ranks' row keys, which are gathered anyway, is a digest of the global batch for any number of ranks.
-
-    Rank 0 reads the ledger and sends its result, before the first update is numbered. Ranks with different numbers
-    would not be at the same point.
+    and rate are read anyway. The rows of all ranks are one sum, for any number of ranks. The digests of random streams
+    take about 0.1 ms of the host. Rank 0 reads the ledger, and all ranks get the result before they number the update,
+    because ranks with different numbers would not be at the same point.
     """
 
     def __init__(self, context: Context) -> None:
@@ -78,15 +85,9 @@ class ResumedRun(Check):
         self._passes: weakref.WeakSet[LoaderPass] = weakref.WeakSet()
         self._first: LoaderPass | None = None
         """The first pass of this process. A resumed loop may have thrown away the `_skipped` rows that came first."""
-        self._skipped = 0
-        self._earlier: dict[str, int] = {}
-        """By the digest of their rows, the steps of the pass that the run before left unfinished."""
-        self._before = self._size = self._total = 0
-        """The rows that earlier processes used of the first pass, the size of a pass, the rows of the pass so far."""
-        self._slack, self._step, self._ordered = 0.0, 0, False
-        self._problems: list[str] = []
-        self._rates: dict[str, float] = {}
-        """By number, the rates of some steps of the run before, until two updates were compared with them."""
+        self._skipped = self._total = 0
+        self._left = _NOTHING
+        """What rank 0 found in the ledger."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {"resume-exact": Cover("live", "if the ledger has steps of an earlier process")}
@@ -102,28 +103,23 @@ class ResumedRun(Check):
             return
         now = {name: context.recorder.whole(name, [o.values[name] for o in said]) for name in ("weights", "optimizer")}
         self._began = {f"{name} before": digest for name, digest in now.items()}
-        found: dict[str, Any] = {}
+        found: Mapping[str, Any] = {}
         if context.exchange.rank == 0:
             try:
                 found = self._compare(probe, now | _written(said))
             except (OSError, LedgerError) as error:
                 log(f"andon.watch: the ledger cannot be read, so a resume is not checked: {first_line(error)}")
-        found = json.loads(context.exchange.gather_texts(step + 1, json.dumps(found))[0])
-        if len(context.probes) == 1:
-            self._earlier, self._before, self._size, self._slack = found.get("pass") or ({}, 0, 0, 0.0)
-            self._step, self._rates = found.get("step", 0), found.get("rates", {})
-            self._ordered = found.get("ordered", False)
-            if self._step and not step:
-                probe.updates = self._step
-                context.settings = replace(context.settings, start=probe.updates)
-                context.recorder.loaded(probe.updates, "the loop's own", context.world, [probe.optimizer])
-        self._problems = found.get("problems", [])
+        self._left = {**_NOTHING, **json.loads(context.exchange.gather_texts(step + 1, json.dumps(found))[0])}
+        if self._left["step"] and not step:
+            probe.updates = self._left["step"]
+            context.settings = replace(context.settings, start=probe.updates)
+            context.recorder.loaded(probe.updates, "the loop's own", context.world, [probe.optimizer])
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         window, first, reached = self.context.check(LoadedRows).window, self._first, 0
         if window and first is None:
             self._first = first = window[0].source
-            self._skipped = window[0].so_far - len(window[0].ids or ()) if self._step else 0
+            self._skipped = window[0].so_far - len(window[0].ids or ()) if self._left["step"] else 0
         self._passes.update(batch.source for batch in window)
         if window and sum(map(is_running, self._passes)) <= 1:
             reached = window[-1].so_far - (self._skipped if window[-1].source is first else 0)
@@ -150,38 +146,37 @@ class ResumedRun(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         step, ended, counts = said[0].step, [o.values["pass over"] for o in said], [o.values["in pass"] for o in said]
-        problems, self._problems, used = self._problems, [], sum(o.values["used"] for o in said)
-        rate, written = real_of(said[0].values["rate"]), _written(said)
-        same = [int(number) for number, each in self._rates.items() if math.isclose(each, rate)]
-        if same and not {step, self._step} & {*same} and (str(step) in self._rates or step - self._step in same):
-            unless = ", unless its schedule has cycles" * (str(step) not in self._rates)
+        left, rate, written = self._left, real_of(said[0].values["rate"]), _written(said)
+        problems, used = [*left["problems"]], sum(o.values["used"] for o in said)
+        same = [int(number) for number, each in left["rates"].items() if math.isclose(each, rate)]
+        if same and not {step, left["step"]} & {*same} and (str(step) in left["rates"] or step - left["step"] in same):
+            unless = ", unless its schedule has cycles" * (str(step) not in left["rates"])
             problems.append(f"the learning rate {rate:.4g} is that of step {same[0]}{unless}")
-        if step > self._step + 1:
-            self._rates, self._ordered = {}, False
-        if self._before and self._size and all(ended):
-            extra = self._before + sum(ended) - self._size
+        if left["used"] and left["size"] and all(ended):
+            extra = left["used"] + sum(ended) - left["size"]
             what = f"used about {extra} rows again" if extra > 0 else f"left out about {-extra} rows"
-            what = f"the pass over {self._size} rows that went on after {self._before} of them {what}"
-            problems += [what] * (abs(extra) > self._slack)
+            what = f"the pass over {left['size']} rows that went on after {left['used']} of them {what}"
+            problems += [what] * (abs(extra) > left["slack"])
         total = sum(counts) if all(counts) else 0
         if all(ended) or total < self._total:  # a new pass over the data
-            self._earlier, self._before = {}, 0
-        earlier, due = self._earlier.get(written.get("rows", "")), step in self._earlier.values()
+            left = {**left, "rows": {}, "used": 0}
+        earlier, due = left["rows"].get(written.get("rows", "")), step in left["rows"].values()
         if earlier not in (None, step):
             what = "came again" if earlier < step else "came too early, so that rows are skipped,"
             problems.append(f"the rows of step {earlier} {what} in the same pass over the data")
-        elif earlier is None and due and self._ordered and used * _SLACK == self._slack:
-            problems.append(f"step {step} has not the rows that it had, in the same pass over the data")
-        self._total = total or self._total
-        position = {"in pass": str(self._before + total), "of": str(self._pass_size(used))} if total else {}
+        elif earlier is None and due and left["same ranks"] and used * _SLACK == left["slack"]:
+            problems.append(f"the rows are not those that step {step} had in the same pass over the data")
+        # Two updates show a schedule that begins anew: the optimizer may still hold the rate of the first.
+        over = {"same ranks": False, "rates": {}} if step > left["step"] + 1 else {}
+        self._left, self._total, position = {**left, "problems": (), **over}, total or self._total, dict[str, str]()
+        if total:
+            source = self.context.check(LoadedRows).window[-1].source
+            size = source.length * self.context.world
+            size = left["size"] if left["used"] else source.size if abs(size - source.size) <= used else size
+            position = {"in pass": str(left["used"] + total), "of": str(size)}
         self.context.recorder.left, self._began = {**self._began, **written, **position}, {}
-        if problems or self._step:
+        if problems or left["step"]:
             self.context.verdicts.judge(_EXACT, (step, problems), self.context.scene())
-
-    def _pass_size(self, used: int) -> int:
-        source = self.context.check(LoadedRows).window[-1].source
-        size = source.length * self.context.world
-        return self._size if self._before else source.size if abs(size - source.size) <= used else size
 
     def _compare(self, probe: OptimizerProbe, now: Mapping[str, str]) -> dict[str, Any]:
         """On rank 0: the step that `probe` resumes from, the problems, and the unfinished pass. {}: it is no resume."""
@@ -232,10 +227,10 @@ class ResumedRun(Check):
         elif place is not None:
             problems += _drawn_again(now, steps, place)
         log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.earlier}", *told]))
-        if place is None:
+        if place is None or index is not None:
             return {"problems": problems}
-        found = {"step": left.step, "rates": _rates(steps, place), "pass": _unfinished_pass(steps, place)}
-        return {"problems": problems, "ordered": left.world == context.world, **found}
+        found = {"problems": problems, "step": left.step, "same ranks": left.world == context.world}
+        return {**found, "rates": _rates(steps, place), **_unfinished_pass(steps, place)}
 
 
 def _written(said: Observations) -> dict[str, str]:
@@ -263,29 +258,27 @@ def _rates(steps: Sequence[Left], place: int) -> dict[str, float]:
 
 
 def _drawn_again(now: Mapping[str, str], steps: Sequence[Left], place: int) -> list[str]:
-    """The problem with random streams that move at each update, and are where they were before the resume."""
-    again: dict[str, int] = {}
+    """The problem with a random stream that moves at each update, and is where it was before the resume."""
     for name in filter(now.__contains__, _STREAMS):
         values = [each.values.get(name) for each in steps]
         until, after = values[: place + 1], values[place + 1 :]
         if len(until) > 1 and until[-1] != until[-2] and now[name] in until and now[name] not in after:
-            again[name] = steps[until.index(now[name])].step
-    what = "draws the numbers of step"
-    why = "it was not restored, or seeded after the restore"
-    return [f"the {name} {what} {step} again: {why}" for name, step in again.items()][:1]
+            what = f"draws the numbers of step {steps[until.index(now[name])].step} again"
+            return [f"the {name} {what}: it was not restored, or seeded after the restore"]
+    return []
 
 
-def _unfinished_pass(steps: Sequence[Left], place: int) -> tuple[dict[str, int], int, int, float] | None:
-    """What `ResumedRun` stores of the pass that the step at `place` left unfinished. None: it is over, or not known."""
+def _unfinished_pass(steps: Sequence[Left], place: int) -> dict[str, Any]:
+    """What `_NOTHING` lists of the pass that the step at `place` left unfinished. {}: it is over, or not known."""
     used, size = [int(each.values.get("in pass", 0)) for each in steps], int(steps[place].values.get("of", 0))
     passes = list(accumulate(int(now <= before) for before, now in pairwise([0, *used])))
     part = [each for each, number in zip(steps, passes, strict=True) if number == passes[place]]
     per_update = used[place] / (1 + part.index(steps[place]))
     # If the ledger does not show how the pass continues, it may be over.
     if not used[place] or (part[-1] is steps[place] and (place + 1 < len(steps) or used[place] + per_update > size)):
-        return None
+        return {}
     rows = {each.values["rows"]: each.step for each in part[-_MOST:] if "rows" in each.values}
-    return rows, used[place], size, _SLACK * per_update
+    return {"rows": rows, "used": used[place], "size": size, "slack": _SLACK * per_update}
 
 
 def read_steps(path: Path | None, index: int | None) -> tuple[Mapping[str, str], list[Left]]:
