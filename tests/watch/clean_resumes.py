@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -36,17 +36,6 @@ class Skipping(DistributedSampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         begin, self.skip = self.skip, 0
         return iter(list(super().__iter__())[begin:])
-
-
-class Wrapped(nn.Module):
-    """An adapter around the old model, whose own adapter is frozen."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.lora = inner.requires_grad_(False), nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + self.lora(x)
 
 
 @dataclass(frozen=True)
@@ -79,7 +68,8 @@ def process(course: Course, number: int, folder: Path, group: Any) -> Watch:
     saved: dict[str, Any] = torch.load(folder / f"{begin}-{rank % course.worlds[0]}.pt") if begin else {}
     if begin and fault != "weights":
         inner.load_state_dict(saved["weights"], strict=False)
-    inner = Wrapped(inner) if fault == "wrapped" else inner
+    if fault == "wrapped":  # the adapter of the checkpoint is frozen under a new one
+        inner = nn.Sequential(inner.requires_grad_(False), nn.Linear(CLASSES, CLASSES))
     model, average = DistributedDataParallel(inner, process_group=group), copy.deepcopy(inner)
     optimizer = course.make([p for p in model.parameters() if p.requires_grad])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n) if course.scheduled else 1.0)

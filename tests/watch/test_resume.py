@@ -29,7 +29,7 @@ WRONG = [
     ),
     (ADAMW, "weights", 6, "the weights are those of the start of the run, so they were not loaded"),
     (replace(LATER, make=PLAIN.make), "weights", 6, "the weights are those of the start of the run"),
-    (ADAPTER, "wrapped", 1, "4 trained tensors are lost (head.bias, ...); 2 trained tensors are new (lora.bias, ...)"),
+    (ADAPTER, "wrapped", 1, "4 trained tensors are lost (head.bias, ...); 2 trained tensors are new (1.bias, ...)"),
     (DROPOUT, "seeded again", 6, "the random stream of torch draws the numbers of step 1 again"),
 ]
 

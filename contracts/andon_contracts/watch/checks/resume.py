@@ -138,7 +138,7 @@ class ResumedRun(Check):
         known = gpu.type == "cpu" or not torch.cuda.is_current_stream_capturing()
         state = random_state(gpu) if known else None
         of_torch = 0 if state is None else zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))
-        bits: Any = None if numpy is None else numpy.random.get_bit_generator()
+        bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
         # In memory: 624 words and the position. Numpy takes 20 times as long to give them.
         raw = ctypes.string_at(bits.ctypes.state_address, 2500) if type(bits).__name__ == "MT19937" else b""
         of_numpy = zlib.crc32(raw)
