@@ -536,23 +536,14 @@ def test_same_everywhere() -> None:
     assert len(verdict.counterexamples) == 1
     says(same_everywhere.compare(pair(TWO.replace("w=5", "w=6"))), FALSIFIED, "the initial weights differ")
     shorter = "start fingerprint=x w=5 | 1: 0[a] 1[b] | end"
-    says(
-        same_everywhere.compare(pair(shorter)),
-        FALSIFIED,
-        "another number of updates",
-        "expected 2 updates, seen 1",
-    )
+    says(same_everywhere.compare(pair(shorter)), FALSIFIED, "another number of updates", "expected 2 updates, seen 1")
 
 
 def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
     says(same_everywhere.compare(pair(TWO.replace("=x", "=y"))), INAPPLICABLE, "not comparable")
     says(same_everywhere.compare([history(ONE), history(ONE)]), UNKNOWN, "every history ran on world 1 inline")
     says(same_everywhere.compare([history(ONE)]), UNKNOWN, "at least two")
-    says(
-        same_everywhere.compare(pair("start fingerprint=x | 3: 0[e] 1[f]")),
-        UNKNOWN,
-        "nothing that can be compared",
-    )
+    says(same_everywhere.compare(pair("start fingerprint=x | 3: 0[e] 1[f]")), UNKNOWN, "nothing that can be compared")
     bare = raw('{"v":4,"kind":"step","step":1,"world":9,"digests":{"content":"00000000000000d1"}}')
     says(same_everywhere.compare([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
 

@@ -34,16 +34,9 @@ CLAIM = Claim(
     trial="halt",
     runs=("poisoned",),
     needs=(_halts, _is_poisoned),
-    clauses=(
-        Clause("finite", "other"),
-        Clause(
-            "halt-together",
-            "other",
-            "only the halt that a NaN must cause",
-        ),
-    ),
+    clauses=(Clause("finite", "other"), Clause("halt-together", "other", "only the halt that a NaN must cause")),
     statements={
-        "loop": "A NaN in one rank's gradient stops all ranks before that update, by any error. No weight changes.",
+        "loop": "A NaN in one rank's gradient stops all ranks before that update, by any error. No weight changes."
     },
 )
 

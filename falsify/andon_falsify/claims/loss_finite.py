@@ -23,13 +23,7 @@ CLAIM = Claim(
     order=80,
     subjects=("trainer", "loop", "script", "ledger"),
     needs=(_reports_losses,),
-    clauses=(
-        Clause(
-            "finite",
-            "other",
-            "a planted NaN, and the reported losses and norms",
-        ),
-    ),
+    clauses=(Clause("finite", "other", "a planted NaN, and the reported losses and norms"),),
 )
 
 

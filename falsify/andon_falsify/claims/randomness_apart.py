@@ -13,11 +13,7 @@ CLAIM = Claim(
     subjects=("loop",),
     runs=("random",),
     needs=(tensors("state of a generator"),),
-    clauses=(
-        Clause("modes-agree"),
-        Clause("training-mode"),
-        Clause("randomness-declared"),
-    ),
+    clauses=(Clause("modes-agree"), Clause("training-mode"), Clause("randomness-declared")),
 )
 
 

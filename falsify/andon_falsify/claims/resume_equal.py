@@ -25,10 +25,7 @@ CLAIM = Claim(
     trial="resume",
     runs=("cut", "resumed"),
     needs=(lambda evidence: "" if evidence.declares("restores") else _UNSAVED,),
-    clauses=(
-        Clause("checkpoint-whole"),
-        Clause("resume-exact", "same"),
-    ),
+    clauses=(Clause("checkpoint-whole"), Clause("resume-exact", "same")),
     statements={
         "loop": "A resumed run makes the remaining updates with the same rows and learning rates. The weights differ "
         "by at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",

@@ -143,12 +143,11 @@ def stops(deadline_s: float | None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def reread(path: Path, files: ReportFiles) -> int:
-    """Write and print the report in `path`; the exit code of its campaign. Raises `InputError`."""
+def reread(path: Path, files: ReportFiles) -> None:
+    """Write and print the report in `path`. Raises `InputError`."""
     report = read_json(path)
     files.write(report)
     show(report, files)
-    return report.exit_code
 
 
 def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None:

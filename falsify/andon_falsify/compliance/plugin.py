@@ -147,7 +147,7 @@ class Count:
             if len(failed) > 1:
                 terminalreporter.write_line(f"  and in {len(failed) - 1} more failed tests")
             if reason := self._expected_failed.get(verdict.claim):
-                expected = "as expected" if verdict.outcome is Outcome.FALSIFIED else "but expected to fall"
+                expected = "as expected" if verdict.outcome is Outcome.FALSIFIED else "but expected to be falsified"
                 terminalreporter.write_line(f"{verdict.claim}: {verdict.outcome.value}, {expected}: {reason}")
         terminalreporter.write_line(closing_line(verdicts, self._runs, len(self._claims) - len(verdicts)))
 

@@ -97,7 +97,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 if a claim is falsified and not excused; 2 if one is unknown, none was checked, a requested backend was not
-        tried, the campaign was cut short, or an excused claim holds; otherwise 0.
+        tried, or the campaign was cut short; 3 if an excused claim holds; otherwise 0.
         """
         cells = self.cells
         excused = [cell for cell in cells if cell.expected is not None and cell.expected.excused]
@@ -105,7 +105,7 @@ class Report:
         counted = [cell.verdict for cell in cells if cell not in fell]
         counted += [Verdict(cell.claim, Outcome.HOLDS, checked=max(cell.verdict.checked, 1)) for cell in fell]
         passed = any(cell.verdict.outcome is Outcome.HOLDS for cell in excused)
-        return exit_code(counted) or (2 if self.untried or self.unfinished or passed else 0)
+        return exit_code(counted) or (2 if self.untried or self.unfinished else 3 * passed)
 
 
 class Mark(StrEnum):
@@ -284,5 +284,8 @@ def _places(findings: Sequence[Finding]) -> str:
 def _expected(cell: Cell) -> str:
     if cell.expected is None:
         return ""
-    fell = "as expected" if cell.expected.excused else "known"
-    return f", {fell if cell.verdict.outcome is Outcome.FALSIFIED else 'but expected to fall'}: {cell.expected.reason}"
+    if cell.verdict.outcome is Outcome.FALSIFIED:
+        return f", {'as expected' if cell.expected.excused else 'known'}: {cell.expected.reason}"
+    passed = cell.expected.excused and cell.verdict.outcome is Outcome.HOLDS
+    remedy = "; remove its --expected-failed (exit code 3)" if passed else ""
+    return f", but expected to be falsified: {cell.expected.reason}{remedy}"

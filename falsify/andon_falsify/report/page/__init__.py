@@ -32,9 +32,9 @@ _FELL = (Mark.FALSIFIED, Mark.EXPECTED)
 _MEANINGS = {
     Mark.FALSIFIED: "a counterexample was found",
     Mark.EXPECTED: "a counterexample was found, and the reason is known",
-    Mark.UNEXPECTED_PASS: "was to be falsified for a known reason and holds: the reason is out of date",
-    Mark.UNKNOWN: "nothing could be inferred",
-    Mark.HOLDS: "comparisons were made and none contradicts it",
+    Mark.UNEXPECTED_PASS: "expected to be falsified for a known reason, but holds: the reason is out of date",
+    Mark.UNKNOWN: "could not be decided: the reason says why",
+    Mark.HOLDS: "comparisons were made, and none contradicts the claim",
     Mark.NOT_APPLICABLE: "the claim says nothing about this subject",
 }
 _CLASSES = {
@@ -181,7 +181,7 @@ def draw(finding: Finding) -> Curve | None:
     ticks = [] if finding.curve_law is None else [finding.curve_law]
     if not finite:
         return None
-    words = f"{finding.curve_name or 'one number an update'}: {total} numbers; first {finite[0]:.4g}, "
+    words = f"{finding.curve_name or 'one number per update'}: {total} numbers; first {finite[0]:.4g}, "
     words += f"last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
     words += "".join(f"; it should be {law:.4g}" for law in ticks)
     words += f"; {total - len(finite)} not finite" if total > len(finite) else ""
