@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
@@ -166,6 +167,8 @@ def test_a_wrong_gradient_is_named_by_what_was_not_divided_or_counts_more(pools:
     undivided, twice = (LoopSubject(f"{HERE}:{name}", pools=pools).run(SGD) for name in ("Undivided", "Twice"))
     for trace in (undivided, twice):
         assert falsified(verdicts(trace)) == {"gradient-law", "losses-close"}
+        unseen = replace(trace, parts=tuple(replace(part, rowless=[*part.made]) for part in trace.parts))
+        assert verdicts(unseen)["losses-close"].why == "the rows of step 1 are not known (told.rows), only its loss"
     (first, *_) = verdicts(undivided)["gradient-law"].counterexamples
     assert first.equals.startswith("4.000 = accumulation 2 x world 2")
     assert "by the law every row counts once, here row 5 counts 2 times" in str(verdicts(twice)["gradient-law"])

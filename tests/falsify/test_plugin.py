@@ -70,7 +70,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ..
     assert resume.startswith("skipped: the command does not say how it resumes")
     assert {claim: said[:30] for claim, said in ended["2"].items()} == {
         "replicas-agree": "failure: Failed: replicas-agre",
-        "samples-once": "skipped: the script tells no r",
+        "samples-once": "skipped: the script does not r",
         "same-everywhere": "passed",
         "loss-finite": "passed",
         "chain-intact": "passed",

@@ -50,6 +50,8 @@ def test_words_for_resuming_may_have_places_and_braces(resume: str, words: list[
     assert command.words(case, "f g") == ["run", "3", "4", "--to", "f g", "--last"]
     counted = Command.read("run {world} {local_batch} {accumulation}")
     assert counted.words(Case(batch_size=12, world=3, micro_batches=6), "f") == ["run", "3", "2", "2"]
+    literal = Command.read("run {world} {local_batch} {{name}} ${HOME}")
+    assert literal.words(case, "f") == ["run", "3", "4", "{name}", "${HOME}"]
 
 
 def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> None:
@@ -69,6 +71,7 @@ def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> N
         ("run", ["{world}", "{local_batch}"]),
         ("run {world} {local_batch} {resume:again}", ["{folder}"]),
         ("run {world} {local_batch} 'x", ["quotation"]),
+        ("run {world} {local_batch} {foo}", ["{foo} is not a placeholder", "{folder} and {resume:", "write {{foo}}"]),
     ],
 )
 def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) -> None:
@@ -193,9 +196,19 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
 
 
 @pytest.mark.parametrize(
+    ("epochs", "said"),
+    [([1, 1], "two epochs have the same order"), ([1, -1], ""), ([1], "orders of epochs were not compared")],
+)
+def test_epochs_in_one_order_are_noted(epochs: list[int], said: str) -> None:
+    verdict = samples(ledger(*({"ids": [3, 1, 4, 0, 5, 2, 6, 7][::step]} for step in epochs)))
+    assert (verdict.outcome, verdict.why[: len(said)], bool(verdict.why)) == (Outcome.HOLDS, said, bool(said))
+
+
+@pytest.mark.parametrize(
     ("clause", "action", "outcome"),
     [
         ("samples-once", "warned", Outcome.FALSIFIED),
+        ("order-renewed", "warned", Outcome.FALSIFIED),
         ("samples-once", "suspected", Outcome.NOT_APPLICABLE),
         ("clip-once", "warned", Outcome.NOT_APPLICABLE),
     ],

@@ -35,12 +35,14 @@ from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
 
 _GLOBAL_BATCH = 12
-"""Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
+"""Rows of a global batch: divisible by 1, 2, 3, 4 and 6 micro-batches."""
 _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip_norm=None, backend="script").but(
     hidden=8, heads=1, inner=8, rank=1, dropout=0.0
 )
 """A script receives only the layout of a case: rows, model and seed are its own."""
 _RESUME = "{resume:"
+_PLACES = ("world", "local_batch", "accumulation", "folder")
+_PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
 _MARK = "ANDON_FALSIFY_RUN"
 """Set in the command's environment: every process that descends from the run inherits it."""
 _POLL_S, _CLOSE_POLL_S = 0.02, 0.001
@@ -164,7 +166,7 @@ class Command:
 
     `{folder}` becomes a folder that is new for every run, and shared by a run and its resumption. `{resume:WORDS}`
     becomes `WORDS` when a killed run is resumed, and is empty otherwise. `WORDS` may contain placeholders and balanced
-    braces. A path with `*` in it becomes the newest file that matches.
+    braces. A path with `*` in it becomes the newest file that matches. `{{name}}` becomes `{name}`; `${name}` stays.
     """
 
     text: str
@@ -172,16 +174,19 @@ class Command:
     @classmethod
     def read(cls, text: str) -> Command:
         """Raises `InputError` with everything that is missing or malformed."""
+        names = {match["name"] for match in _PLACE.finditer(text) if match["name"]}
+        needed = {"world": "the number of ranks", "local_batch": "the rows of one micro-batch of one rank"}
         wrong = [
-            Problem("--script", f"has no {{{name}}}, {why}")
-            for name, why in (
-                ("world", "so that the number of ranks cannot be varied"),
-                ("local_batch", "so that the global batch would grow with the number of ranks"),
-            )
-            if f"{{{name}}}" not in text
+            Problem("--script", f"has no placeholder {{{name}}}; put it where the command takes {what}")
+            for name, what in needed.items()
+            if name not in names
         ]
+        known = f"{', '.join(f'{{{name}}}' for name in _PLACES)} and {{resume:WORDS}}"
+        for name in sorted(names - {*_PLACES}):
+            what = f"is not a placeholder; known are {known}. For a literal {{{name}}} write {{{{{name}}}}}"
+            wrong.append(Problem("--script", f"{{{name}}} {what}"))
         if _RESUME in text and "{folder}" not in text:
-            wrong.append(Problem("--script", "has {resume:...} but no {folder}: where is what is to be resumed?"))
+            wrong.append(Problem("--script", "has {resume:...} but no {folder}, where checkpoints are written"))
         try:
             parts = list(_parts(text))
             shlex.split("".join(part for part, _ in parts))
@@ -194,7 +199,7 @@ class Command:
 
     @property
     def accumulates(self) -> bool:
-        return "{accumulation}" in self.text
+        return any(match["name"] == "accumulation" for match in _PLACE.finditer(self.text))
 
     @property
     def resumes(self) -> bool:
@@ -202,11 +207,10 @@ class Command:
 
     def words(self, case: Case, folder: str, *, resumed: bool = False) -> list[str]:
         """The command for the layout of `case`, split into words."""
-        values = {"world": case.world, "local_batch": case.local_batch, "accumulation": case.accumulation}
+        values = dict(zip(_PLACES, (case.world, case.local_batch, case.accumulation, shlex.quote(folder)), strict=True))
         filled = ""
-        for part, resuming in _parts(self.text):
-            for name, value in {**values, "folder": shlex.quote(folder)}.items():
-                part = part.replace(f"{{{name}}}", str(value))
+        for text, resuming in _parts(self.text):
+            part = _PLACE.sub(lambda match: str(values.get(match["name"], match["literal"] or match[0])), text)
             if not resuming:
                 filled += part
             elif resumed:
@@ -222,8 +226,7 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
         depth, end = 1, 0
         while depth:
             if end == len(rest):
-                msg = "a {resume: is not closed"
-                raise ValueError(msg)
+                raise ValueError("a {resume: is not closed")
             depth += {"{": 1, "}": -1}.get(rest[end], 0)
             end += 1
         yield rest[: end - 1], True

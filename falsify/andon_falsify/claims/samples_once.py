@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -134,29 +135,35 @@ def check_history(history: History) -> Verdict:
 
 
 def check_visits(history: History) -> Verdict:
-    """The same for the ledger of a script, which tells the rows of its ranks but not the plan.
+    """The same for the ledger of a script, which has the rows of its ranks but not the plan.
 
-    Of R different rows, every R visits in a row must visit each once: these are the epochs, wherever they begin. For a
-    script that tells no rows, a violation that its watch saw at the data loaders falsifies; none proves nothing.
+    Of R different rows, every R consecutive visits must visit each once: these are the epochs. A violation that the
+    watch saw at the data loader falsifies: of the order, or of any kind if the script does not report its rows. Only
+    the watch knows whether a sampler shuffles, so an order that it did not see is noted.
     """
     visits = [row for step in history.trajectory.values() for row in step.ids]
+    seen = [event.fields for event in history.of_kind("violation") if event.fields.get("action") != "suspected"]
+    clauses = ("order-renewed",) if visits else ("order-renewed", CLAIM.name)
+    if broken := [fields for fields in seen if fields.get("clause") in clauses]:
+        what, where = f"{broken[0].get('seen')}", f"step {broken[0].get('step')}, at its data loader"
+        return conclude(CLAIM, len(broken), [_rows(what, where, "", "")])
     if not visits:
-        seen = [event.fields for event in history.of_kind("violation") if event.fields.get("clause") == CLAIM.name]
-        broken = [fields for fields in seen if fields.get("action") != "suspected"]
-        if broken:
-            what, where = f"{broken[0].get('seen')}", f"step {broken[0].get('step')}, at its data loader"
-            return conclude(CLAIM, len(broken), [_rows(what, where, "", "")])
-        return not_applicable(CLAIM, "the script tells no rows (w.batch)")
+        return not_applicable(CLAIM, "the script does not report its rows (w.batch)")
     rows = set(visits)
-    for epoch, start in enumerate(range(0, len(visits), len(rows))):
-        own = visits[start : start + len(rows)]
+    epochs = [visits[start : start + len(rows)] for start in range(0, len(visits), len(rows))]
+    for epoch, own in enumerate(epochs):
         if twice := _repeated(own):
+            start = epoch * len(rows)
             lost = rows - set(own)
             what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
             shown = ("each once", f"{never}more than once {listed(twice)}")
             return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
-    return conclude(CLAIM, -(-len(visits) // len(rows)), [])
+    whole = [own for own in epochs if len(own) == len(rows) >= _ORDERED]
+    same = any(one == other for one, other in pairwise(whole))
+    note = "two epochs have the same order: if they should be shuffled, call sampler.set_epoch(epoch)" if same else ""
+    once = f"orders of epochs were not compared: the run has no two whole epochs of at least {_ORDERED} rows"
+    return conclude(CLAIM, len(epochs), [], note=note if len(whole) > 1 else once)
 
 
 def _split(event: StepEvent) -> list[Counterexample]:
