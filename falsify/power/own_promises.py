@@ -1,4 +1,4 @@
-"""Faults against our trainer's own promises, including memory, so that every claim is shown to be able to fall."""
+"""Faults against the promises of Andon's trainer, one for each claim. tests/inspection has those of `heads-quoted`."""
 
 from __future__ import annotations
 

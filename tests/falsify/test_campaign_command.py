@@ -143,11 +143,12 @@ def test_130_after_an_interruption_with_whole_reports(asked: Asked, tmp_path: Pa
     code, lines, said = asked(says, *(f"--{name}={path}" for name, path in paths.items()), world="2,3")
     last = read_json(paths["json"])
     first, *_, before = ((each.findings[0].outcome, each.unfinished) for each in seen)
-    assert (first, before) == ((Outcome.UNKNOWN, "it goes on"), (Outcome.HOLDS, "it goes on"))
+    running = "the campaign is still running"
+    assert (first, before) == ((Outcome.UNKNOWN, running), (Outcome.HOLDS, running))
     assert (last.findings[0].outcome, last.unfinished, last.exit_code) == (Outcome.HOLDS, "interrupted", 2)
-    assert (code, lines[-2], said.strip()) == (130, "not all was tried: interrupted", "andon: interrupted")
+    assert (code, lines[-2], said.strip()) == (130, "incomplete: interrupted", "andon: interrupted")
     assert CLOSING.fullmatch(lines[-1])
-    assert "not all was tried: interrupted" in paths["html"].read_text()
+    assert "incomplete: interrupted" in paths["html"].read_text()
     assert [path.name for path in tmp_path.iterdir() if path not in paths.values()] == []
 
 
@@ -249,11 +250,11 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
         (["--budget", "huge"], "--budget: must be one of quick, standard, deep, not 'huge'"),
         (["--subject", "plane"], "did you mean plain?"),
         (["--subject", "nope_of_all:make"], "--subject: there is no module 'nope_of_all', in the current folder"),
-        (["--subject", "a:b", "--script", "x"], "two ways to name one thing"),
-        (["--script", " "], "--script: names no command"),
-        (["--case", "{}"], "--case: is one case, so that it needs one each of"),
+        (["--subject", "a:b", "--script", "x"], "exclude each other"),
+        (["--script", " "], "--script: is empty; give"),
+        (["--case", "{}"], "--case: needs exactly one value for each of"),
         (["--deadline", "0"], "--deadline: must be seconds, more than 0, not 0"),
-        (["--name", " "], "--name: names nothing"),
+        (["--name", " "], "--name: is empty"),
         (["--expected-failed", "gradient-law"], "--expected-failed: must be CLAIM: REASON, not 'gradient-law'"),
         (["--expected-failed", "gradient: x"], "--expected-failed: there is no claim 'gradient'; did you mean gradi"),
         (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at is not a folder"),

@@ -112,7 +112,7 @@ def test_other_suites_notice_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--world", "2"], "--world: of which trainer? add --subject or --script (--subject andon for our own)"),
+        (["--world", "2"], "--world: also give --subject or --script (--subject andon tests Andon's trainer)"),
         (["--subject", "andon", "--world", "two"], "--world: must be numbers from 1 to 64"),
         (["--subject", "plain", "--claim", "samples"], "there is no claim 'samples'; did you mean samples-once?"),
     ],

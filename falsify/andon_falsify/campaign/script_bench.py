@@ -115,7 +115,7 @@ class ScriptBench(Bench):
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
-        """A run that is killed half-way, and its resumption in the same folder."""
+        """Kill a run half-way, and resume it in the same folder."""
         updates = len(self._run(case).history.trajectory)
         half = -(-updates // 2)
         for after in (half, 1, 1):  # a short run may be over before it is killed
@@ -127,7 +127,7 @@ class ScriptBench(Bench):
                     self._runs += 1
                     again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
                     return {"cut": _evidence(cut, case), "resumed": _sound(again, case)}
-        raise RunUnavailable(cut.error or "it ended by itself, three times, before it could be killed half-way")
+        raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
 
 def _sound(done: Done, case: Case, what: str = "") -> Evidence:
@@ -135,11 +135,11 @@ def _sound(done: Done, case: Case, what: str = "") -> Evidence:
     worlds = {step.world for step in done.history.steps} - {case.world}
     why = done.error
     if not why and done.stray:
-        why = f"it left processes behind, which were ended: {', '.join(done.stray)}"
+        why = f"it left processes running, which were killed: {', '.join(done.stray)}"
     elif not why and not done.history.steps:
         why = "its ledger has no update: the watch observed no step of its optimizer"
     elif not why and worlds:
-        why = f"it was to train on {case.world} ranks, and its ledger says {worlds.pop()}"
+        why = f"it should have trained on {case.world} ranks, but its ledger says {worlds.pop()}"
     if why:
         raise RunUnavailable(f"{what}{why}")
     return _evidence(done, case)
@@ -273,7 +273,7 @@ def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[P
             stray = _end_all(mark, process)
     history, why = read_history(ledger) if ledger.exists() else History(str(ledger), ()), ""
     if code is None and not stopped:
-        why = f"no end within {deadline_s:.0f} s"
+        why = f"the command did not end within {deadline_s:.0f} s"
     elif code and not stopped:
         why = f"the command ended with {code}: {_last_words(output)}"
     elif not ledger.exists() and not stopped:
@@ -331,7 +331,7 @@ def _last_words(output: Path) -> str:
     """The error, if the output has a traceback; otherwise the last line that says something."""
     found = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
     lines = [line for line in found if not _NO_REASON.match(line)]
-    lines = _without_launcher(lines) or lines or ["it said nothing"]
+    lines = _without_launcher(lines) or lines or ["it printed nothing"]
     raised = lines[lines.index(_TRACEBACK) :] if _TRACEBACK in lines else lines
     return next(filter(_is_error, raised), lines[-1]).removeprefix("traceback : ")[:_SHOWN]
 

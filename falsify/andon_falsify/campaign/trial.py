@@ -177,7 +177,7 @@ BUDGETS: Mapping[str, Budget] = {
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where a subject is tried: all combinations of these."""
+    """Where a subject is tested: all combinations of these."""
 
     backends: tuple[str, ...]
     worlds: tuple[int, ...]

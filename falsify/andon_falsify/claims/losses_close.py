@@ -1,4 +1,4 @@
-"""The reported loss of every update against that of the law from the same weights."""
+"""Compares the reported loss of each update with the reference loss from the same weights."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _of_loop(evidence: Evidence) -> Verdict:
             told, wanted = {step: law.first.told_losses[step]}, {step: expected.loss}
             one, what = (
                 compare(told, wanted, evidence.noise.loss, law.factors),
-                "the reported loss is not that of the law",
+                "the reported loss is not that of the float64 reference",
             )
             found = (replace(each, what=what, where=f"step {step}") for each in one.counterexamples)
             verdicts[step] = replace(one, counterexamples=tuple(found))

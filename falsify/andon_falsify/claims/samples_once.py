@@ -45,7 +45,7 @@ def check(evidence: Evidence) -> Verdict:
     if evidence.of_script:
         return check_visits(history)
     if history.start is not None and history.start.watched and not any(step.ids for step in history.steps):
-        return not_applicable(CLAIM, "the loop told its watch no rows (w.batch)")
+        return not_applicable(CLAIM, "the loop does not report its rows (w.batch)")
     return check_history(history)
 
 
@@ -57,12 +57,12 @@ def _of_loop(law: LoopLaw) -> Verdict:
     """Rows as they were recognised at the model on all ranks, each in the update whose gradient it is part of."""
     made, parts = sorted(law.first.made), law.parts
     if made and all(set(part.rowless) >= set(made) for part in parts):
-        return not_applicable(CLAIM, "the model is not called with `input_ids`, and the loop tells no rows (told.rows)")
+        return not_applicable(CLAIM, "the model gets no `input_ids`, and the loop reports no rows (told.rows)")
     found: list[Counterexample] = []
     if strangers := [stranger for part in parts for stranger in part.strangers]:
         first = min(strangers, key=lambda stranger: (stranger.step, stranger.rank))
         where, shown = f"step {first.step}, rank {first.rank}", "; ".join(each.text for each in strangers[:3])
-        found.append(_rows(f"{len(strangers)} rows of no data set", where, "rows of the case, as they are", shown))
+        found.append(_rows(f"{len(strangers)} rows are not in the dataset", where, "unchanged rows of the case", shown))
     left = sorted(row for part in parts for row in part.leftover)
     if left and law.first.violation is None:
         shown = f"rows {', '.join(map(str, left))}"
@@ -75,13 +75,13 @@ def _of_loop(law: LoopLaw) -> Verdict:
     planned, updates = law.case.updates(size), len(made) + law.first.resumed_from
     stopped = law.first.violation is not None or law.case.stop_after is not None
     if updates > planned or (updates < planned and not stopped):
-        sizes.append(_rows("another number of updates than planned", "", str(planned), str(updates)))
+        sizes.append(_rows("a different number of updates than planned", "", str(planned), str(updates)))
     known, counted = conclude(CLAIM, len(made), found, missing), conclude(CLAIM, len(made), sizes)
     verdict = merge([known, check_history(law.trace.seen), counted])
     if not (weightless := sorted({row for part in parts for row in part.weightless})):
         return verdict
     shown = first_of_many(weightless, 3)
-    note = f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
+    note = f"forward passes of rows {shown} did not contribute to a gradient and are not counted"
     return replace(verdict, reasons=(*verdict.reasons, note))
 
 
@@ -121,7 +121,7 @@ def check_history(history: History) -> Verdict:
         if whole and len(seen) >= _ORDERED:
             before = first_with.setdefault(order.digest(), epoch)
             if before != epoch:
-                what = f"the rows came in the order of epoch {before}"
+                what = f"the rows have the order of epoch {before}"
                 repeats.append(_rows(what, f"epoch {epoch}", "another order", "the same order"))
     found += repeats
     if not complete:
@@ -142,11 +142,12 @@ def check_visits(history: History) -> Verdict:
     the watch knows whether a sampler shuffles, so an order that it did not see is noted.
     """
     visits = [row for step in history.trajectory.values() for row in step.ids]
-    seen = [event.fields for event in history.of_kind("violation") if event.fields.get("action") != "suspected"]
     clauses = ("order-renewed",) if visits else ("order-renewed", CLAIM.name)
-    if broken := [fields for fields in seen if fields.get("clause") in clauses]:
-        what, where = f"{broken[0].get('seen')}", f"step {broken[0].get('step')}, at its data loader"
-        return conclude(CLAIM, len(broken), [_rows(what, where, "", "")])
+    found = [each.fields for each in history.of_kind("violation") if each.fields.get("clause") in clauses]
+    if broken := [fields for fields in found if fields.get("action") != "suspected"]:
+        seen, where = broken[0].get("seen"), f"step {broken[0].get('step')}, at its data loader"
+        remedy = ": call sampler.set_epoch(epoch)" if broken[0].get("clause") == "order-renewed" else ""
+        return conclude(CLAIM, len(broken), [_rows(f"{seen}{remedy}", where, "", "")])
     if not visits:
         return not_applicable(CLAIM, "the script does not report its rows (w.batch)")
     rows = set(visits)
@@ -219,14 +220,13 @@ def _epoch(
         if lost := set(rows) - times.keys():
             found.append(_rows("rows that were never visited", where, _named(lost), "", _LOST))
         if strange := times.keys() - set(rows):
-            found.append(_rows("rows that are not for training", where, "", _named(strange), _STRANGE))
+            found.append(_rows("rows outside the training set", where, "", _named(strange), _STRANGE))
     elif size is not None and len(times) != size:
-        found.append(_rows("another number of rows was visited", where, str(size), str(len(times))))
+        found.append(_rows("a different number of rows was visited", where, str(size), str(len(times))))
     return found
 
 
 def _repeated(visits: Iterable[RowId]) -> Counter[RowId]:
-    """The rows that occur more than once, with how often they do."""
     return Counter({row: times for row, times in Counter(visits).items() if times > 1})
 
 

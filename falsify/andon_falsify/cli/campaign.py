@@ -18,7 +18,7 @@ from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.report.document import read_json, write_json
-from andon_falsify.report.findings import Report, verdict_lines
+from andon_falsify.report.findings import Column, Report, verdict_lines
 from andon_falsify.report.junit import write_junit
 from andon_falsify.verdict import Outcome, Verdict
 
@@ -62,7 +62,7 @@ class ReportFiles:
         """Write the files that can be read before the end. An error is logged once, and the next call tries again."""
         try:
             if self.paths.keys() & {"--json", "--junit"}:
-                self.write(campaign.report("it goes on", explained=False), html=False)
+                self.write(campaign.report("the campaign is still running", explained=False), html=False)
         except InputError as error:
             if str(error) not in self._refused:
                 self._refused.add(str(error))
@@ -164,7 +164,7 @@ def opening_line(campaign: Campaign) -> str:
     backends = dict.fromkeys(trial.place[0] for trial in campaign.trials)
     seeds = sorted({trial.seed for trial in campaign.trials})
     shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
-    name = f"{bench.subject} {bench.version}".strip()
+    name = f"{Column(bench.subject, '').short} {bench.version}".strip()
     how = "exactly one case" if campaign.exact else f"budget {campaign.budget.name}"
     claims = f"{len(campaign.claims)} of {len(bench.claims)} claims"
     return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {len(campaign.trials)} trials, {claims}"
@@ -187,7 +187,6 @@ class Progress:
         return self
 
     def begin(self, trials: int) -> None:
-        """There are `trials` trials."""
         self._began, self._trials = time.monotonic(), trials
         if sys.stderr is not None and sys.stderr.isatty():
             self._bar = _bar(trials)

@@ -49,7 +49,7 @@ class Number(NamedTuple):
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses a name that is given twice, since readers of JSON disagree on which of the two values counts."""
+    """Rejects a duplicate name: readers of JSON disagree on which of the two values counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

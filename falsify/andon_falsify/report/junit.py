@@ -39,7 +39,7 @@ def _add_suite(root: ElementTree.Element, report: Report, subject: Column, cells
     suite = _add(root, "testsuite", name=str(subject), timestamp=report.started)
     about = {"subject": subject.name, "version": subject.version}
     about |= {"not selected": ", ".join(report.not_selected)} if report.not_selected else {}
-    about |= {"not all was tried": report.unfinished} if report.unfinished else {}
+    about |= {"incomplete": report.unfinished} if report.unfinished else {}
     _add_properties(suite, {**report.versions, **report.machine, **about})
     for cell in cells:
         by_world: dict[tuple[str, int], list[Finding]] = {}
@@ -48,7 +48,7 @@ def _add_suite(root: ElementTree.Element, report: Report, subject: Column, cells
         for (backend, world), findings in by_world.items():
             place = "-".join(str(part) for part in (backend, world) if part)
             name = f"{cell.claim}[{place}]" if place else cell.claim
-            case = _add(suite, "testcase", classname=subject.name, name=name)
+            case = _add(suite, "testcase", classname=subject.short, name=name)
             numbers = {
                 "claim version": ", ".join(dict.fromkeys(str(finding.version) for finding in findings)),
                 "accumulation": ", ".join(dict.fromkeys(str(finding.accumulation) for finding in findings)),
@@ -58,8 +58,8 @@ def _add_suite(root: ElementTree.Element, report: Report, subject: Column, cells
             _add_properties(case, numbers)
             _add_result(case, cell, findings, report.unfinished)
     if report.unfinished:
-        campaign = _add(suite, "testcase", classname=subject.name, name="campaign")
-        _add(campaign, "error", type="unfinished", message=f"not all was tried: {report.unfinished}")
+        campaign = _add(suite, "testcase", classname=subject.short, name="campaign")
+        _add(campaign, "error", type="unfinished", message=f"incomplete: {report.unfinished}")
 
 
 def _add_properties(parent: ElementTree.Element, values: Mapping[str, str]) -> None:
