@@ -89,7 +89,7 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], list[str]]] = {
     ),
     "NaN": (
         lambda plain: plain["findings"][16]["counterexamples"][0].update(ratio=math.nan),
-        ["is not JSON: JSON does not have the number NaN"],
+        ["is not a report of andon falsify --json: JSON does not have the number NaN"],
     ),
 }
 

@@ -194,7 +194,6 @@ class Progress:
             self._logger.start()
 
     def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
-        """A trial has ended."""
         self._done += 1
         self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
         if self._bar is not None:
@@ -216,11 +215,12 @@ class Progress:
     def _log(self) -> None:
         while not self._over.wait(self._every_s):
             seconds, done = time.monotonic() - self._began, self._done
-            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if done else ""
+            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if 0 < done < self._trials else ""
             say(f"{done} of {self._trials} trials after {seconds:.0f} s{left}, {self._summary()}")
 
     def _summary(self) -> str:
-        return f"falsified: {', '.join(sorted(self._fallen))}" if self._fallen else "none falsified"
+        then = "; searching for smaller counterexamples" if self._done == self._trials else ""
+        return f"falsified: {', '.join(sorted(self._fallen))}{then}" if self._fallen else "none falsified"
 
 
 def _trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
