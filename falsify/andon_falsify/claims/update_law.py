@@ -57,7 +57,7 @@ def check(evidence: Evidence) -> Verdict:
             target = wanted[name]
             moved, off = float((target - before[name]).norm()), float((tensor - target).norm())
             if not off <= evidence.noise.update * moved + 2.0**-23 * float(target.norm()) + 1e-12:
-                what = f"{name} is not where one step of {optimizer} leads"
+                what = f"{name} is not the result of one step of {optimizer}"
                 shown = (f"a step of length {moved:.3g}", f"a step that ends {off:.3g} away")
                 found.append(Counterexample(what, f"step {step}", *shown, quantity="weights"))
     return conclude(CLAIM, checked, found)

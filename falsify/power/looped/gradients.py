@@ -235,6 +235,6 @@ FAULTS = (
               "its updates are rounded away, which is another fault of this list"),
     LoopFault("F44", "updates of a 16-bit head rounded away", _HALF_HEAD, Inside("update-applied", 2, case=_ROUNDED),
               Outside("update-law",
-                      r"score\.weight is not where.*a step of length (\S+), seen a step that ends \1 away",
+                      r"score\.weight is not the result.*a step of length (\S+), seen a step that ends \1 away",
                       SGD.but(lr=2e-6))),
 )  # fmt: skip
