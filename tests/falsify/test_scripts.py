@@ -114,7 +114,7 @@ SAID = ["dropout in drop (p = 0.1). Switch this off (p = 0) in the run that is c
         (KNOWN, {}, ["dropout"]),
         ({**PLAIN, **DRAWN}, {}, SAID),
         ({**KNOWN, **DRAWN}, {}, SAID),
-        ({**KNOWN, "ids": [1, 2, 3]}, {"ids": [3, 1, 4]}, ["on (expected 2, seen 4)", "use_seedable_sampler"]),
+        ({**KNOWN, "ids": [1, 2, 3]}, {"ids": [3, 1, 4]}, ["rows (expected 2, seen 4)", "use_seedable_sampler"]),
     ],
 )
 def test_a_gradient_of_other_rows_or_draws_proves_nothing(base: Fields, other: Fields, said: list[str]) -> None:
@@ -138,7 +138,7 @@ def test_the_first_uneven_update_is_named() -> None:
     even, uneven = ({"ids": list(range(count)), "grad_norm": 1.0} for count in (4, 5))
     wrong = {**uneven, "grad_norm": 1.1}
     (found,) = same(ledger(even, uneven), ledger(even, wrong)).counterexamples
-    assert "5 rows on 2 ranks, the first that do not divide evenly: a mean of unequal means?" in found.what
+    assert "5 rows on 2 ranks are the first that do not divide evenly: is the loss a mean of the" in found.what
     first = same(ledger(uneven, even), ledger(wrong, even))
     assert (first.outcome, "evenly" in first.why) == (Outcome.UNKNOWN, False)
 
@@ -161,7 +161,7 @@ def test_later_updates_are_compared_by_rows_and_rates_alone_and_the_verdict_says
     said = f"losses and norms are compared in the first {COMPARED} of {COMPARED + 2} updates"
     assert (verdict.outcome, verdict.why) == (outcome, said if outcome is Outcome.HOLDS else "")
     other = same(ledger(*long, KNOWN), ledger(*long, {**KNOWN, "ids": [7, 8]}))
-    assert f"step {COMPARED + 1}, ledger: other rows are trained on" in other.why
+    assert f"step {COMPARED + 1}, ledger: the two runs train on different rows" in other.why
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_runs_of_different_jobs_are_not_comparable(changes: dict[str, object], s
     other = write(tmp_path / "2.jsonl", [start(**(ours | changes)), *steps[1:]])
     verdicts = {verdict.claim: verdict for verdict in verify([read_run(one), read_run(other)])}
     for claim in ("same-everywhere", "resume-equal"):
-        why = f"not comparable: {other} is of another job than {one}, with {said}"
+        why = f"not comparable: {one} and {other} are different jobs: {said}"
         assert (verdicts[claim].outcome, verdicts[claim].why) == (Outcome.UNKNOWN, why)
     assert verdicts["chain-intact"].outcome is HOLDS
     assert exit_code(verdicts.values()) == 2
@@ -181,7 +181,7 @@ def test_the_settings_of_different_jobs_are_named_where_they_are_at_hand(tmp_pat
         write(folder / "ledger.jsonl", [start(identity=f"{number}" * 64), *whole_run()[1:]])
     runs = [read_run(folder) for folder in folders]
     (verdict,) = (each for each in verify(runs[:2]) if each.claim == "same-everywhere")
-    assert verdict.why.endswith("with other seed")
+    assert verdict.why.endswith("different jobs: other seed")
     (verdict,) = (each for each in verify([runs[0], runs[2]]) if each.claim == "same-everywhere")
     assert "not comparable" not in verdict.why
 

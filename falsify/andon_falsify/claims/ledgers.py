@@ -98,7 +98,7 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
         digests = [each.get(name) if isinstance(each, Mapping) else None for each in held]
         if None not in digests and digests[0] != digests[1]:
             found.append(called)
-    return f"{other.path} is of another job than {first.path}, with other {', '.join(found)}" if found else ""
+    return f"{first.path} and {other.path} are different jobs: other {', '.join(found)}" if found else ""
 
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:

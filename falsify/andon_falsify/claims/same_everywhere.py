@@ -56,8 +56,8 @@ _DEAL = (
     "(DistributedSampler; Accelerate: DataLoaderConfiguration(use_seedable_sampler=True))"
 )
 _DRAWS = (
-    "dropout and augmentation that draw by rank do this, and so does a mean of unequal means. Switch those off, or "
-    "tell the loss with w.loss: the same loss on both shows that nothing else was drawn"
+    "dropout and augmentation that draw by rank do this, and so does a mean of the ranks' means over unequal numbers "
+    "of rows. Switch those off, or report the loss with w.loss: the same loss on both shows that nothing else was drawn"
 )
 _SCHEDULED = "another number of updates, and so other learning rates where a schedule is as long as the run"
 _NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
@@ -191,7 +191,7 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int]) -> V
     for place, number in enumerate(sorted(ours.keys() & theirs.keys())):
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
         if rows := different_rows(step, twin, where):
-            said = f"{where}: other rows are trained on (expected {rows[0].expected}, seen {rows[0].seen})"
+            said = f"{where}: the two runs train on different rows (expected {rows[0].expected}, seen {rows[0].seen})"
             return unknown(CLAIM, f"{said}, so that nothing can be compared. {_DEAL}", checked)
         compared, apart = different_numbers(step, twin, where, number)
         if place >= COMPARED:
@@ -266,4 +266,4 @@ def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
     if len(uneven) < 2 or not uneven.pop(number) or any(uneven.values()):
         return ""
     ranks = f"{len(theirs[number].ids)} rows on {theirs[number].world} ranks"
-    return f"{ranks}, the first that do not divide evenly: a mean of unequal means?"
+    return f"{ranks} are the first that do not divide evenly: is the loss a mean of the ranks' means?"

@@ -61,7 +61,7 @@ def _of_loop(law: LoopLaw) -> Verdict:
     if strangers := [stranger for part in parts for stranger in part.strangers]:
         first = min(strangers, key=lambda stranger: (stranger.step, stranger.rank))
         where, shown = f"step {first.step}, rank {first.rank}", "; ".join(each.text for each in strangers[:3])
-        found.append(_rows(f"{len(strangers)} rows of no data set", where, "rows of the case, as they are", shown))
+        found.append(_rows(f"{len(strangers)} rows that no data set has", where, "unchanged rows of the case", shown))
     left = sorted(row for part in parts for row in part.leftover)
     if left and law.first.violation is None:
         shown = f"rows {', '.join(map(str, left))}"

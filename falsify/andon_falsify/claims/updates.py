@@ -86,7 +86,7 @@ def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Count
     if not mine or not others or mine == others:
         return []
     shown = (listed(mine - others) or "no further", listed(others - mine) or "none")
-    return [Counterexample("other rows are trained on", where, *shown, quantity="rows")]
+    return [Counterexample("the two runs train on different rows", where, *shown, quantity="rows")]
 
 
 def first_difference(first: History, again: History, *, exact: bool = False) -> str:
