@@ -80,7 +80,7 @@ def read_range(text: str, recorded: Recorded) -> tuple[int, int]:
     first = int(match[1]) if match[1] else steps[0]
     last = int(match[3]) if match[3] else (steps[-1] if match[2] else first)
     if not steps[0] <= first <= last <= steps[-1]:
-        raise InputError.at("--steps", f"{text} is outside of {steps[0]}:{steps[-1]}, the steps in the ledger")
+        raise InputError.at("--steps", f"{text} is not a range within {steps[0]}:{steps[-1]}, the steps in the ledger")
     return first, last
 
 
