@@ -385,7 +385,7 @@ def test_an_output_is_whole_or_not_there(run: Path, texts: Path, tmp_path: Path)
     with pytest.raises(InputError, match=r"texts\.csv:8: text is only white space"):
         predicted(run, texts, "--output", output)
     before = texts.read_bytes()
-    with pytest.raises(InputError, match="is the input file"):
+    with pytest.raises(InputError, match="is the file that is read"):
         predicted(run, texts, "--output", texts)
     assert (output.read_text(), texts.read_bytes()) == ("mine", before)
     assert tree(tmp_path) == {"texts.csv", "out.csv"}
@@ -433,7 +433,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, 
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(InputError, match="exists and is not a regular file"):
         predicted(run, "--output", tmp_path / "folder.csv")
-    with pytest.raises(InputError, match="are two files; give one"):
+    with pytest.raises(InputError, match="name one file of texts"):
         predicted(run, "a.csv", "--data", "b.csv")
 
 
@@ -455,7 +455,9 @@ def test_a_table_on_standard_input_is_not_guessed_but_told(run: Path, first: str
 
 
 def test_a_column_of_standard_input_is_refused(run: Path) -> None:
-    with pytest.raises(InputError, match=r"--text-column: needs a file.* --data FILE\.csv --text-column what"):
+    with pytest.raises(
+        InputError, match=r"--text-column: names a column of a file.* --data FILE\.csv --text-column what"
+    ):
         predicted(run, "--text-column", "what", stdin=b"what\nred\n")
 
 

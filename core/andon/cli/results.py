@@ -48,7 +48,7 @@ def cell(value: object, output: Path | None) -> object:
 
 def one_file(file: Path | None, data: Path | None) -> Path | None:
     if file is not None and data is not None:
-        raise InputError.at("--data", f"{data} and {file} are two files; give one")
+        raise InputError.at("--data", f"{data} and {file}: name one file of texts")
     return file if file is not None else data
 
 
@@ -61,7 +61,7 @@ def check_output(output: Path | None, data: Path | None) -> None:
     if not output.parent.is_dir():
         raise InputError.at("--output", f"folder {output.parent} does not exist")
     if data is not None and is_there(data) and is_there(output) and output.samefile(data):
-        raise InputError.at("--output", f"{output} is the input file; choose another")
+        raise InputError.at("--output", f"{output} is the file that is read; name another")
 
 
 def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
@@ -70,15 +70,17 @@ def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> T
     if data is not None:
         return read_texts(data, text_column=column, text_pair_column=config.data.text_pair_column, words=words)
     if text_column is not None:
-        what = f"needs a file; standard input has no columns. Use: {_typed(folder, text_column)}"
+        what = f"names a column of a file, and standard input has a text a line: {_typed(folder, text_column)}"
         raise InputError.at("--text-column", what)
     texts = read_lines(sys.stdin.buffer)
     first = texts[0]
     fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", first)]
     names = any(name in fields for name in ((column,) if column else TEXT_COLUMNS))
     if (len(fields) > 1 and names) or first.lstrip().startswith('{"'):
-        header = "the first line of standard input reads like the header of a table, but each line is one text"
-        say(f"warning: {header}; for a table use: {_typed(folder, column)}")
+        say(
+            "warning: the first line of standard input reads like the header of a table, and was labelled as a text, as"
+        )
+        say(f"every line is; for a table: {_typed(folder, column)}")
     return Texts((), lambda: map(TextRow, texts))
 
 
@@ -134,6 +136,6 @@ def read_lines(lines: Iterable[bytes]) -> list[str]:
             problems.add(where, f"the text {fault}")
         texts.append(text)
     if not texts and not problems:
-        problems.add("stdin", "is empty; write one text per line")
+        problems.add("stdin", "holds no texts; write one a line")
     problems.raise_if_any()
     return texts
