@@ -319,7 +319,6 @@ def test_the_caller_s_settings_change_no_bit_and_are_found_again(
 
 
 def steps(run: andon.TrainingRun) -> list[dict[str, Any]]:
-    """The history as a list, whether pandas is installed or not."""
     found: Any = run.history
     return list(found if isinstance(found, list) else found.to_dict(orient="records"))
 

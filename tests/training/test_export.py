@@ -103,7 +103,6 @@ def ours(run: Path) -> list[dict[str, float]]:
 
 
 def same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    """One class's probability may differ by rounding alone."""
     assert found == [pytest.approx(other, abs=1e-6) for other in wanted]
 
 

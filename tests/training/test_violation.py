@@ -48,7 +48,7 @@ def test_every_rank_process_ends_with_70(
     assert outcome(folder) == outcome(whole)
     assert summary(folder)["violations"] == 1
     last = capfd.readouterr().err
-    assert "violations before it was resumed: 1\n" in last
+    assert "violations before the run was resumed: 1; " in last
     assert "no violation" not in last
 
 

@@ -77,10 +77,8 @@ def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> T
     fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", first)]
     names = any(name in fields for name in ((column,) if column else TEXT_COLUMNS))
     if (len(fields) > 1 and names) or first.lstrip().startswith('{"'):
-        say(
-            "warning: the first line of standard input reads like the header of a table, and was labelled as a text, as"
-        )
-        say(f"every line is; for a table: {_typed(folder, column)}")
+        header = "the first line of standard input reads like the header of a table, but each line is one text"
+        say(f"warning: {header}; for a table use: {_typed(folder, column)}")
     return Texts((), lambda: map(TextRow, texts))
 
 

@@ -32,8 +32,6 @@ _OWNER_LIMIT = 4096
 
 
 class State(Enum):
-    """The state of the path of a run folder."""
-
     EMPTY = "empty"
     """Nothing, or an empty folder: a run may start here."""
     UNFINISHED = "unfinished"
@@ -103,7 +101,6 @@ class RunFolder:
         return saved or _starts_a_ledger(self.ledger) or bool(_head(self.metrics, 1))
 
     def names(self) -> frozenset[str]:
-        """The names in the folder; empty if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(os.listdir(self.path))
         return frozenset()
@@ -204,7 +201,6 @@ class RunFolder:
             os.close(handle)
 
     def _take(self, handle: int, file: Path) -> None:
-        """Lock the open `file` exclusively. Raises `InputError` if another process holds or just removed it."""
         with storage(file):
             self._lock(handle, fcntl.LOCK_EX)
             current = _is_at(handle, file)

@@ -209,7 +209,7 @@ class TrainingRun:
 
         Raises `InputError` for items that are not valid texts, and for a run of `sft`, which has `generate` instead.
         """
-        require_task(require_run(self.path), TEXT_TASKS, "generate")
+        require_task(require_run(self.path, self._checkpoint), TEXT_TASKS, "generate")
         checked = _texts(texts)
         from andon.training.inference import predict
 
@@ -248,7 +248,8 @@ class TrainingRun:
     def _model(self) -> TrainedRun:
         from andon.training.inference import load_run
 
-        return load_run(require_run(self.path), self._base, checkpoint=self._checkpoint, device=self._device)
+        folder = require_run(self.path, self._checkpoint)
+        return load_run(folder, self._base, checkpoint=self._checkpoint, device=self._device)
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,6 @@ class Verified:
 
 
 def _options(named: Mapping[str, Any], files: RowFiles) -> tuple[dict[str, Any], list[str]]:
-    """The equivalent flags and `--set` values of the command line; rows without a file are written to `files`."""
     flags, keys = dict[str, Any](), dict[str, Any]()
     for name, value in named.items():
         if isinstance(value, Mapping) and name not in _ROWS.values() - Config.model_fields.keys():

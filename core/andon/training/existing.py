@@ -19,15 +19,16 @@ from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step
 
 
-def require_run(path: Path) -> RunFolder:
-    """The run folder at `path`, which has a trained adapter. Raises `InputError` otherwise. Reads no data."""
+def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
+    """The run folder at `path`. Raises `InputError` unless it has a trained adapter or a checkpoint is named."""
     folder = RunFolder(path)
     if not is_there(path):
         raise InputError.at(path, "no such run")
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError.at(path, "holds no run of andon")
-    if not folder.adapter.is_dir():
-        raise InputError.at(path, f"has no trained adapter yet; finish it: {resume_command(folder)}")
+    if not folder.adapter.is_dir() and checkpoint is None:
+        what = f"is not finished ({progress_text(folder)}): resume it with: {resume_command(folder)}"
+        raise InputError.at(path, f"{what}; or, of a classifier, predict with a checkpoint: --checkpoint last")
     return folder
 
 
@@ -67,7 +68,6 @@ def progress_text(folder: RunFolder) -> str:
 
 
 def resume_command(folder: RunFolder) -> str:
-    """The command that resumes the run in `folder`, quoted for a shell."""
     return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
 
 

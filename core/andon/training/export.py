@@ -255,7 +255,6 @@ def _logits_along(model: Any, questions: Questions, answers: Sequence[Sequence[i
 
 
 def _decided(run: TrainedRun, questions: Questions, logits: Sequence[torch.Tensor]) -> Answers:
-    """Probabilities or numbers from the logits of each row, and labels or tags from these."""
     task = run.config.task or CLASSIFICATION
     if task == REGRESSION:
         return torch.stack([*logits]), ()
