@@ -121,7 +121,7 @@ def test_a_panic_of_native_code_is_one_line_and_no_traceback(capsys: pytest.Capt
 
 def test_init_writes_over_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine")
-    refused(cli("init", tmp_path), "config.yaml: is there already")
+    refused(cli("init", tmp_path), "config.yaml: already exists")
     refused(cli("init", tmp_path / "config.yaml"), "config.yaml")
     assert (tmp_path / "config.yaml").read_text() == "mine"
     assert cli("init", tmp_path / "c.yaml").out[0] == f"wrote {tmp_path / 'c.yaml'}"

@@ -227,7 +227,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_p
     taken = tmp_path / "taken"
     taken.mkdir()
     for target, options, what in (
-        (taken, (), "is there already"),
+        (taken, (), "already exists"),
         (tmp_path / "no" / "out", MERGE, "does not exist"),
         (tmp_path / "out", ("--dtype", "bfloat16"), "is for --merge"),
         (tmp_path / "out", ("--merge", "--dtype", "float8"), "is not one of float32, bfloat16"),

@@ -70,7 +70,7 @@ def test_a_resumed_run_ends_with_the_same_bits(whole: Made, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("task", [REGRESSION, MULTI_LABEL, TOKEN_CLASSIFICATION])
 def test_a_task_without_rows_names_a_small_file_that_it_learns_from(task: str, tmp_path: Path) -> None:
-    missing = rf"data\.train: task {task} needs rows: name a file with --data; a small one of the repository: (\S+)"
+    missing = rf"data\.train: task {task} needs rows: name a file with --data; an example is (\S+)"
     with pytest.raises(InputError, match=missing) as caught:
         run_training(None, [*SMALL, f"task={task}"], {"run.dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
@@ -116,7 +116,7 @@ def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], Made]) -> N
     assert isinstance(first, Prediction)
     assert isinstance(second, Prediction)
     assert first.probability != second.probability
-    with pytest.raises(InputError, match="has learned from pairs, with a second text in 'about'"):
+    with pytest.raises(InputError, match="was trained on pairs, with a second text in 'about'"):
         list(predict(run, ["red"]))
 
 

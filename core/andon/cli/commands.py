@@ -52,7 +52,7 @@ def andon(
         bool, Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
     ] = False,
 ) -> None:
-    """Data-parallel LoRA training, every step a checked fact."""
+    """Data-parallel LoRA training that checks every step."""
 
 
 class _Command(TyperCommand):
@@ -112,13 +112,13 @@ def _config_arguments(
     config: Annotated[Path | None, Argument(help="YAML file; without one, the embedded example.")] = None,
     backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
     task: Annotated[
-        str | None, Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it.")
+        str | None, Option(metavar="NAME", help="What is learned, as in regression; by default inferred from the data.")
     ] = None,
     data: Annotated[
         list[str] | None,
         Option(
             metavar="FILE[=WEIGHT]",
-            help="Training rows: JSONL, CSV, TSV or Parquet; again for further files, whose rows count WEIGHT times.",
+            help="Training rows: JSONL, CSV, TSV or Parquet; repeat it for more files; WEIGHT repeats rows.",
         ),
     ] = None,
     eval_data: Annotated[str | None, Option(help="Rows to evaluate on, never trained on.")] = None,
@@ -161,7 +161,7 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 def train(
     arguments: ConfigArguments,
     workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
-    resume: Annotated[str | None, Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
+    resume: Annotated[str | None, Option(help="auto: resume --run-dir, or the newest unfinished run.")] = None,
     run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
     quiet: Annotated[bool, Option("--quiet", help="No progress, no scores.")] = False,
     as_json: Annotated[bool, Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
@@ -188,7 +188,7 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
 
     target = path if path.suffix in (".yaml", ".yml") and not is_folder(path) else path / "config.yaml"
     if is_there(target):
-        raise InputError.at(target, "is there already")
+        raise InputError.at(target, "already exists; name another path")
     with storage(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
@@ -244,7 +244,7 @@ def check(
 
 @_listed
 def doctor(
-    folder: Annotated[Path, Argument(help="Where runs are to be.")] = Path("runs"),
+    folder: Annotated[Path, Argument(help="Where runs will be written.")] = Path("runs"),
     as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False,
     timeout: Annotated[float, Option(min=1, help="Seconds that each check may take at most.")] = 60,
 ) -> None:
@@ -314,7 +314,7 @@ def plan(
 
 FinishedRun = Annotated[Path, Argument(help="Run folder.")]
 Base = Annotated[
-    str | None, Option("--model", metavar="PATH", help="Where the run's base is now; checked to be the same one.")
+    str | None, Option("--model", metavar="PATH", help="Current path of the run's base; its weights are checked.")
 ]
 Checkpoint = Annotated[
     str | None, Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
@@ -402,7 +402,7 @@ def predict(
 def generate(
     run: FinishedRun,
     prompt: Annotated[
-        list[str] | None, Argument(help="Prompts; else --data, or a line each of standard input.")
+        list[str] | None, Argument(help="Prompts; without them --data, or one per line of standard input.")
     ] = None,
     data: Annotated[Path | None, Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
     prompt_column: Annotated[
@@ -414,7 +414,7 @@ def generate(
     checkpoint: Checkpoint = None,
     device: Device = "auto",
 ) -> None:
-    """Answer prompts, with the likeliest token at each place. Prints one JSON object each."""
+    """Answer prompts by greedy decoding. Prints one JSON object each."""
     from andon.cli.results import cell, check_output, put_rows, read_lines
     from andon.config.schema import SFT
     from andon.data.conversations import read_prompts
@@ -455,7 +455,7 @@ def export(
     checkpoint: Checkpoint = None,
     device: Device = "auto",
 ) -> None:
-    """Write a run's model for others, with its card. Stock transformers reads it."""
+    """Export a run's model with its card. Stock transformers reads it."""
     from andon.training.existing import config_of, require_run
 
     folder = require_run(run)

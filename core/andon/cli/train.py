@@ -64,7 +64,7 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
         config = with_task(config)
         require(config.run.report_to)
         if config.run.backend == "inline":
-            raise InputError.at("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")
+            raise InputError.at("run.backend", f"{config.run.backend} is one process; torchrun needs gloo or nccl")
         if config.run.dir is None:
             raise InputError.at("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")
         if context.rank == 0 and config.run.max_restarts:
@@ -97,4 +97,4 @@ def _warn_of_other_world_size(config: Config, started: int) -> None:
     wanted = config.run.workers
     if "workers" in config.run.model_fields_set and wanted != started:
         missing = f"; {wanted - started} are missing" if wanted > started else ""
-        say(f"warning: run.workers is {wanted}, torchrun started {started}{missing} (--workers {wanted} refuses that)")
+        say(f"warning: run.workers is {wanted}, torchrun started {started}{missing} (--workers {wanted} refuses this)")

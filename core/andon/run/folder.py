@@ -142,7 +142,7 @@ class RunFolder:
         with storage(self.path, "read"):
             links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
         if links:
-            what = "is a link, which may lead out of the run's folder; put what it leads to in its place"
+            what = "is a symbolic link, which may lead out of the run's folder; replace it with the file itself"
             raise InputError([Problem(str(self.path / name), what) for name in links])
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ class RunFolder:
             self._lock(handle, fcntl.LOCK_EX)
             current = _is_at(handle, file)
         if not current:  # others now lock another file of this name
-            raise InputError.at(self.path, "was just discarded by the process that had it; try again")
+            raise InputError.at(self.path, "was just removed by the command that used it; try again")
 
     def _lock(self, handle: int, how: int) -> None:
         try:

@@ -36,7 +36,7 @@ def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[s
     """The configuration in `folder`, with overrides as in `load_config`. Raises `InputError` as that does, and if the
     file is a symbolic link, since the folder may be untrusted."""
     if folder.config.is_symlink():
-        raise InputError.at(folder.config, "is a link; put what it leads to in its place")
+        raise InputError.at(folder.config, "is a symbolic link; replace it with the file itself")
     return load_config(folder.config, overrides, flags)
 
 
@@ -104,7 +104,7 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     data, gone = _data_of(folder), any(now is not None and not is_there(Path(now)) for now in files)
     incomparable = data is None or (gone and len(then) == len(files) and all(map(_same_source, then, files)))
     if not problems and not incomparable and read_rows(config).digest != data:
-        problems = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
+        problems = [Problem("data", f"differs from the data of the finished run in {folder.path}; name another folder")]
     if problems:
         raise InputError(problems)
 
@@ -140,7 +140,7 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
                 written = folder.ledger.stat().st_mtime_ns if folder.ledger.exists() else 0
                 folders.append(((written, path.name), folder))
         except InputError as error:
-            say(f"resume: {path} is passed over: {error.line}")
+            say(f"resume: skipped {path}: {error.line}")
     newest = [folder for _, folder in sorted(folders, key=lambda each: each[0], reverse=True)]
     data = ""
     for folder in newest:

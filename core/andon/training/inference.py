@@ -175,8 +175,8 @@ def load_run(
     config = config_of(folder)
     whole = config.adapter.kind == "none" and finished
     if base is not None and (whole or config.model.base is None):
-        why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
-        raise InputError.at("--model", f"the run in {folder.path} takes no base: {why}")
+        why = "its folder has the whole model" if whole else "it was trained on the embedded model"
+        raise InputError.at("--model", f"the run in {folder.path} needs no base: {why}")
     if not whole:
         config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
     head = HEADS[config.task or CLASSIFICATION]
@@ -205,7 +205,7 @@ def load_run(
         prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
         values = {name.removeprefix(prefix): each for name, each in saved.tensors.items() if name.startswith(prefix)}
         if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
-            raise InputError.at("--checkpoint", f"{path} holds other weights than this run trains")
+            raise InputError.at("--checkpoint", f"{path} has other weights than this run trains")
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
@@ -250,7 +250,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
             say(note)
     scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
     if len(weights) < len(run.labels):
-        say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
+        say(f"note: no loss: its class weights ({kind}) need the training rows, which are missing or have changed")
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
     return scores
@@ -318,7 +318,7 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
     """
     named = run.config.data.text_pair_column
     if (named is None) != (pairs is None):
-        what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
+        what = f"was trained on {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError.at(run.folder.path, what)
     waiting, others = iter(texts), iter(pairs or ())
     task, labels = run.config.task or CLASSIFICATION, run.labels

@@ -155,7 +155,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     """
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
     if own.new_tokens and name != SFT:
-        what = f"are for conversations (task sft), and this is {name} ({', '.join(map(repr, own.new_tokens))})"
+        what = f"are for conversations (task sft), and the task is {name} ({', '.join(map(repr, own.new_tokens))})"
         raise InputError.at("model.new_tokens", what)
     tokenizer = tokenizer_of(config, name)
 
@@ -192,7 +192,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if name == CLASSIFICATION:
         weights = loss_weights(config, rows)
     elif config.data.class_weights != "uniform":
-        raise InputError(f"data.class_weights: {config.data.class_weights} is of classes, and {name} has no weights")
+        raise InputError(f"data.class_weights: {config.data.class_weights} is for classes, not {name}; set uniform")
     whole = task_of(config, rows.train, tokenizer, weights, cache)
     scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
@@ -206,7 +206,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     task, train_ids = whole, rows.train_ids
     if training.packing:
         if not isinstance(whole, SftTask):
-            raise InputError.at("training.packing", "is for conversations (task sft); a class is that of one row")
+            raise InputError.at("training.packing", f"is for conversations (task sft), not {name}; set false")
         task = whole.packed([rows.row_of(id_) for id_ in train_ids])
         train_ids = tuple(range(len(task)))
     elif rows.copies > 1:
@@ -226,7 +226,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
     # The batches. An epoch of packs has as many updates as an epoch of their rows.
     if not train_ids:
-        raise InputError("data.validation_fraction: leaves no row to train on")
+        raise InputError("data.validation_fraction: leaves no row to train on; set a smaller fraction")
     batch, updates = training.batch_size, None
     if training.packing:
         updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
@@ -296,7 +296,7 @@ def task_of(
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
     if isinstance(data, Tagged) and config.data.text_pair_column is not None:
-        raise InputError.at("data.text_pair_column", "is for texts; words have tags in one text")
+        raise InputError.at("data.text_pair_column", "is not for token classification, whose rows have one text")
     encoded = encoded_texts(cache, data, tokenizer, config.model.max_length)
     tokens = encoded.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None

@@ -127,7 +127,7 @@ class Rows:
         if skipped and (not train_ids or not (validation_ids or self.evaluation)):
             purpose = "evaluate" if train_ids else "train"
             first = skipped[min(skipped)]
-            raise InputError.at(self.train.source, f"no row that can be used is left to {purpose} on; {first}")
+            raise InputError.at(self.train.source, f"no usable row is left to {purpose} on; {first}")
         return replace(self, train_ids=train_ids, validation_ids=validation_ids)
 
     def seen_in_training(self) -> int:
@@ -324,7 +324,7 @@ def read_rows(
         train, evaluation = _EMBEDDED[task](config.seed)
     else:
         example = f"examples/data/{_EXAMPLES[task]}"
-        what = f"task {task} needs rows: name a file with --data; a small one of the repository: {example}"
+        what = f"task {task} needs rows: name a file with --data; an example is {example}"
         raise InputError.at("data.train", what)
     train_places, validation_places = frozen_split(len(train), data.validation_fraction, config.seed)
     ids = train.ids

@@ -170,7 +170,7 @@ def assembled(
         if logs and compiling != "off" and any(device.type != "cuda" for device in backend.devices):
             say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
         if logs and backend.name == "mixed":
-            say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
+            say("mixed: dropout differs between GPUs and CPUs, so the result depends on which rank computes which rows")
         captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
         lengths = padded_lengths(config.model.max_length, padding_multiple(config))
@@ -350,7 +350,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     changed = identity_changes(session, checkpoint)
     if changed:
         raise InputError(
-            Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run keeps what defines it")
+            Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run must keep this setting")
             for key, before, now in changed
         )
     if checkpoint is None:
@@ -378,7 +378,7 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
     if checkpoint is not None:
         old = checkpoint.state.get("identity")
         if not isinstance(old, dict):
-            what = "its state does not say what run it is of; move it away, to go on from the one before it"
+            what = "its state does not name its run; move it away, to resume from the checkpoint before it"
             raise InputError.at(checkpoint.path, what)
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
@@ -439,7 +439,7 @@ def refuse_other_tokens(backend: Backend, files: Sequence[str]) -> None:
     (first, host), *others = (bytes(row.tolist()).decode(errors="replace").split() for row in rows)
     wrong = {other: rank for rank, (digest, other) in reversed([*enumerate(others, 1)]) if digest != first}
     hosts = ", ".join(f"{other} (rank {rank})" for other, rank in sorted(wrong.items(), key=itemgetter(1)))
-    what = f"the same rows have other token ids on {hosts} than on {host} (rank 0); remove the token cache"
+    what = f"the same rows have different token ids on {hosts} than on {host} (rank 0); remove the token cache"
     if wrong:
         raise InputError.at("data.cache", f"{what} there (data.cache, or tokens in the run folder), and resume the run")
 
@@ -456,7 +456,7 @@ def clocks_apart(backend: Backend) -> str:
     seen = gathered(time.time_ns() // 1000)
     off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > _CLOCKS_S * 1e6}
     text = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
-    return f"the clocks of the ranks are apart: {text}, by rank 0's" if off else ""
+    return f"the clocks of the ranks differ from rank 0's: {text}" if off else ""
 
 
 def _text_digest(text: str) -> int:
@@ -515,7 +515,7 @@ def open_journal(
         name = checkpoint.path.name if checkpoint is not None else None
         ledger.append(Resume(step=progress.step, name=name, torn=ledger.torn, **common))
     else:  # the ledger is complete; files written after it may be missing
-        say("resume: the ledger has the end of this run; what is written after it is written again")
+        say("resume: training had ended; writing the files that are still missing")
     say(*filter(None, _announcements(session, progress.step)))
     trackers: list[Tracker] = []
     steps, own = run.plan.total_steps, config.run

@@ -90,7 +90,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
     elif resuming:
         folder = newest_unfinished(config, RUNS)
         if folder is not None:
-            say(f"resume: {folder.path} is the newest unfinished run of this configuration (another one: --run-dir)")
+            say(f"resume: {folder.path} is the newest unfinished run of this configuration (for another: --run-dir)")
     config, chosen = placed(config if folder is None else as_begun(config, folder))
     config, not_portable = portable_demo(config)
     if folder is not None:
@@ -181,11 +181,11 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome
             return RunOutcome(folder, code, asked_by=next(iter(received), 0))
     except SystemExit as ended:
         argument = "" if ended.code is None else repr(ended.code)
-        return _unfinished(folder, f"something in it called sys.exit({argument})")
+        return _unfinished(folder, f"code in the run called sys.exit({argument})")
     except KeyboardInterrupt:
         saved = any(folder.checkpoints.glob("step-*"))
-        left = "the last checkpoint stands" if saved else "no checkpoint had been written yet"
-        why = f"ended at once: a second SIGINT asked for it; {left}"
+        left = "the last checkpoint is kept" if saved else "no checkpoint had been written yet"
+        why = f"stopped at once by a second SIGINT; {left}"
         return RunOutcome(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
