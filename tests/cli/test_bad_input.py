@@ -92,8 +92,6 @@ def test_a_path_that_is_too_long(tmp_path: Path, command: tuple[str, ...]) -> No
 
 
 class PanicException(BaseException):
-    """What a panic of a library in Rust is in Python."""
-
     __module__ = "pyo3_runtime"
 
 

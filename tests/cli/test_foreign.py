@@ -248,7 +248,7 @@ def test_an_embedded_model_larger_than_the_machine_is_refused() -> None:
 @pytest.mark.parametrize(
     ("state", "lacking", "said"),
     [
-        ({"identity": None}, None, "does not say what run it is of"),
+        ({"identity": None}, None, "does not name its run"),
         ({"progress": None}, None, "no usable progress"),
         ({"progress": {"step": 2}}, None, "no usable progress: it is of step 2"),
         ({"progress": {"step": 3, "wings": 2}}, None, "no usable progress"),

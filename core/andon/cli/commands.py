@@ -56,8 +56,6 @@ def andon(
 
 
 class _Command(TyperCommand):
-    """Logs an interruption, and suggests a setting for an unknown option."""
-
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().make_context(*args, **kwargs)
@@ -100,7 +98,6 @@ _WEIGHED = re.compile(r"(.+)=([-+]?[0-9.][-+0-9.e]*)")
 
 
 def _train_files(arguments: Sequence[str]) -> object:
-    """The value of `data.train`: a single path without a weight as it is, anything else as a list of sections."""
     files: list[dict[str, object]] = []
     for argument in arguments:
         weighed = _WEIGHED.fullmatch(argument)
@@ -168,11 +165,15 @@ def train(
     run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
     quiet: Annotated[bool, Option("--quiet", help="Print no progress and no scores.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print metrics as lines of JSON.")] = False,
+    verbose: Annotated[
+        bool, Option("--verbose", help="Print all metrics, the audit and the weights' digest too.")
+    ] = False,
 ) -> None:
     """Fine-tune a model on your rows. Any number of workers gives the same bits."""
-    if quiet and as_json:
-        raise InputError.at("--quiet", "cannot be combined with --json; give one of them")
-    progress = "quiet" if quiet else "json" if as_json else None
+    modes = [name for name, on in (("quiet", quiet), ("json", as_json), ("verbose", verbose)) if on]
+    if len(modes) > 1:
+        raise InputError.at(f"--{modes[0]}", f"cannot be combined with --{modes[1]}; give one of them")
+    progress = modes[0] if modes else None
     flags = {"run.progress": progress, "run.workers": workers, "run.resume": resume, "run.dir": run_dir}
     from andon.cli.train import run_training
 
@@ -377,13 +378,14 @@ def predict(
     from andon.training.existing import require_run, require_task
     from andon.training.rows import TEXT_TASKS
 
-    folder = require_run(run)
+    folder = require_run(run, checkpoint)
     require_task(folder, TEXT_TASKS, "generate")
     path = one_file(file, data)
     check_output(output, path)
     texts = texts_of(folder, path, text_column)
     from andon.training.inference import load_run
     from andon.training.inference import predict as predicted
+    from andon.training.material import cut_texts_note
 
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     rows, firsts = tee(texts.rows())
@@ -394,8 +396,8 @@ def predict(
     predictions = predicted(trained, (row.text for row in firsts), pairs=pairs)
     labels = trained.labels if all_scores else None
     put_rows(records(rows, texts.columns, predictions, labels, output), output)
-    if cut := trained.tokenizer.truncated:
-        say(f"note: {cut} texts were cut to {trained.config.model.max_length} tokens (model.max_length)")
+    if note := cut_texts_note(trained.tokenizer.truncated, trained.config):
+        say(note)
 
 
 @_listed
