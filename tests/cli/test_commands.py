@@ -487,9 +487,7 @@ def test_a_table_on_standard_input_is_not_guessed_but_told(run: Path, first: str
 
 
 def test_a_column_of_standard_input_is_refused(run: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"--text-column: names a column of a file.* --data FILE\.csv --text-column what"
-    ):
+    with pytest.raises(InputError, match=r"--text-column: is for files, .* --data FILE\.csv --text-column what"):
         predicted(run, "--text-column", "what", stdin=b"what\nred\n")
 
 

@@ -129,7 +129,7 @@ CONFIGURED: dict[str, Callable[[Path], object]] = {
 def test_a_link_in_the_place_of_the_configuration_is_followed_by_no_reader(run: Path, reader: str) -> None:
     config = RunFolder(run).config
     config.symlink_to(config.rename(run.parent / "elsewhere.yaml"))
-    with pytest.raises(InputError, match=r"config\.yaml: is a link"):
+    with pytest.raises(InputError, match=r"config\.yaml: is a symbolic link"):
         CONFIGURED[reader](run)
 
 

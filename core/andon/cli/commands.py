@@ -165,9 +165,7 @@ def train(
     run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
     quiet: Annotated[bool, Option("--quiet", help="Print no progress and no scores.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print metrics as lines of JSON.")] = False,
-    verbose: Annotated[
-        bool, Option("--verbose", help="Print all metrics, the audit and the weights' digest too.")
-    ] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Print all metrics, audits and digests, too.")] = False,
 ) -> None:
     """Fine-tune a model on your rows. Any number of workers gives the same bits."""
     modes = [name for name, on in (("quiet", quiet), ("json", as_json), ("verbose", verbose)) if on]

@@ -306,7 +306,7 @@ class Run(Section):
         (), "also give metrics to these, as in [tensorboard, wandb]"
     )
     progress: Literal["auto", "never", "verbose", "quiet", "json"] = setting(
-        "auto", "auto: a bar on a terminal; never: lines; verbose: all values; quiet: none; json: to stdout"
+        "auto", "auto: a bar on a terminal; never: lines; verbose: all values; quiet: nothing; json"
     )
     timeout_s: Positive = setting(600.0, "a rank that does not answer for this long counts as lost")
     step_deadline_s: Positive | None = setting(
