@@ -39,7 +39,7 @@ class RecordedRun:
         from andon.config.load import load_config
 
         if path.is_symlink():
-            raise InputError([Problem(str(path), "is a link; put what it leads to in its place")])
+            raise InputError([Problem(str(path), "is a symbolic link; replace it with the file itself")])
         return load_config(path)
 
     def settings(self) -> Mapping[str, object]:
@@ -60,7 +60,7 @@ def read_run(path: Path) -> RecordedRun:
     if ledger.exists() and not ledger.is_file():  # opening a pipe would wait for a writer
         raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(ledger))
     if folder is not None and ledger.is_symlink():
-        raise OSError(errno.EINVAL, "is a link; put what it leads to in its place", str(ledger))
+        raise OSError(errno.EINVAL, "is a symbolic link; replace it with the file itself", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)
 
 
