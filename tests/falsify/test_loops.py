@@ -95,7 +95,7 @@ def test_a_right_loop_that_is_written_otherwise_holds(pools: RankPools, loop: st
 
 
 @pytest.mark.parametrize(
-    ("loop", "said"), [("InTurn", "several optimizers"), ("DealtOut", "the ranks' optimizers share out")]
+    ("loop", "said"), [("InTurn", "several optimizers"), ("DealtOut", "the ranks' optimizers split the parameters")]
 )
 def test_a_design_that_cannot_be_judged_is_not_falsified(pools: RankPools, loop: str, said: str) -> None:
     bench = LoopBench(LoopSubject(f"{HERE}:{loop}", pools=pools), loop)

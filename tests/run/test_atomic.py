@@ -294,7 +294,7 @@ def test_a_lock_that_was_removed_meanwhile_owns_nothing(tmp_path: Path, monkeypa
         lock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", discarded_first)
-    with pytest.raises(InputError, match="discarded"), run.open_for_writing():
+    with pytest.raises(InputError, match="removed"), run.open_for_writing():
         pytest.fail("two processes would own the folder")
 
 

@@ -74,7 +74,7 @@ def test_a_task_without_rows_names_a_small_file_that_it_learns_from(task: str, t
     with pytest.raises(InputError, match=missing) as caught:
         run_training(None, [*SMALL, f"task={task}"], {"run.dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
-    example = Path(__file__).parents[2] / str(caught.value).rpartition(": ")[2]
+    example = Path(__file__).parents[2] / str(caught.value).rpartition("example is ")[2]
     assert Runs(example, (f"task={task}",)).train(tmp_path / "run", "training.max_steps=1") == 0
 
 
