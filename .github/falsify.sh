@@ -15,6 +15,7 @@ code=${PIPESTATUS[0]}
         0) echo "### Andon: no claim is falsified" ;;
         1) echo "### Andon: a claim is falsified" ;;
         2) echo "### Andon: a claim could not be decided" ;;
+        3) echo "### Andon: an excused claim holds; remove its --expected-failed" ;;
         *) echo "### Andon: the campaign did not end ($code)" ;;
     esac
     echo '```text'

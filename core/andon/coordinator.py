@@ -38,7 +38,6 @@ Device = str | int | torch.device
     lambda devices, result: Finding(f"asked for {list(map(str, devices))}, chosen were {list(map(str, result))}"),
 )
 def _as_asked_or_cpu(devices: Sequence[Device], result: Sequence[torch.device]) -> bool:
-    """One device per request: the requested one, or the CPU."""
     requested = [str(device).strip() for device in devices]
     names = [f"cuda:{int(each)}" if each.isdigit() else {"cuda": "cuda:0"}.get(each, each) for each in requested]
     pairs = zip(names, result, strict=False)
@@ -63,7 +62,6 @@ def _detached(self: DataParallelCoordinator) -> tuple[int, ...]:
 
 @clause("replicas-agree", lambda self, samples: Finding(REPLACED, self.updates + 1, _detached(self), "weights"))
 def _optimizers_own_the_weights(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
-    """Every model computes with the weights that its optimizer updates."""
     return not samples or not _detached(self)
 
 
@@ -78,7 +76,6 @@ def _explain_states(self: DataParallelCoordinator, samples: Sequence[SafetySampl
 
 @clause("replicas-agree", _explain_states)
 def _all_updated_alike(self: DataParallelCoordinator, samples: Sequence[SafetySample]) -> bool:
-    """After a step all replicas report equal digests."""
     return not samples or len(set(_digests(self))) == 1
 
 

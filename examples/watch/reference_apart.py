@@ -4,7 +4,7 @@
 is wrong in the model's own forward pass it repeats. This one takes the weights by their names and writes the forward
 pass again, from the paper: LoRA scales by alpha / r, and a mean over positions leaves padding out. `--wrong scale` and
 `--wrong pooling` put the two commonest faults into the model; the watch then says at the first update that the
-gradient is off the law.
+gradient differs from the reference.
 """
 
 from __future__ import annotations

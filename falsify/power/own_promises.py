@@ -1,4 +1,4 @@
-"""Faults against our trainer's own promises, including memory, so that every claim is shown to be able to fall."""
+"""Faults against the promises of Andon's trainer, one for each claim. tests/inspection has those of `heads-quoted`."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _norms_decay(parts: TrainerUnderTest, _: ExitStack) -> None:
 
 
 FAULTS = (
-    Fault("norms are decayed too", "update-law", r"step 1: \S+norm\.weight is not where one step of sgd leads",
+    Fault("norms are decayed too", "update-law", r"step 1: \S+norm\.weight is not the result of one step of sgd",
           _norms_decay, SGD.but(rank=0, weight_decay=0.5)),
     Fault("masks keyed by rank", "same-everywhere", "step 1, .*the loss differs first", _masks_by_rank, SGD),
     Fault("sum in the order of ranks", "same-everywhere",

@@ -20,8 +20,6 @@ PATIENCE_S = 240
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, with the lines that it wrote."""
-
     code: int
     out: list[str]
     said: list[str]
@@ -48,7 +46,6 @@ def cli(
 
 @contextlib.contextmanager
 def files_up_to(size: int | None) -> Iterator[None]:
-    """Inside, no file of this process grows beyond `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 import andon as andon_package
 from andon.cli.commands import app
 from andon.config.load import load_config
-from andon.console.messages import InputError
+from andon.console.messages import InputError, moves_cursor, say, write
 from andon.data.formats import encoded
 from andon.metrics.scores import read_confusion
 from andon.training.preview import describe
@@ -76,8 +77,36 @@ def test_slow_updates_are_no_long_silence(monkeypatch: pytest.MonkeyPatch, capfd
     for step in range(1, 13):
         seconds[0] = 5.0 * step
         view.step({"step": step, "epoch": 0, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1})
-    found = re.findall(r"^step (\d+)/100 .* 0.2 steps/s$", capfd.readouterr().err, re.MULTILINE)
+    found = re.findall(r"^step (\d+)/100, .* 0.2 steps/s, .* left$", capfd.readouterr().err, re.MULTILINE)
     assert found == ["3", "6", "9", "10"]
+
+
+def test_a_bar_is_one_line_which_no_message_tears(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a terminal of 40 columns: the loss is the mean of the last 2, the cursor stays visible, each line is whole."""
+    reader, terminal = os.openpty()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        monkeypatch.setattr(sys, "__stderr__", stream)
+        view = ProgressView(20, 2, epochs=2)
+        for step, loss in ((18, 9.0), (19, 1.0), (20, 3.0)):
+            view.step({"step": step, "epoch": 1, "loss": loss, "grad_norm": 1.0, "lr": 0.1})
+            say("of this process")
+        write("of another process\n", stream)
+        view.close()
+        monkeypatch.setenv("TERM", "dumb")
+        assert not moves_cursor(stream)
+    written = b""
+    with contextlib.suppress(OSError):  # the terminal is closed
+        while part := os.read(reader, 1 << 16):
+            written += part
+    drawn = re.sub(r"\x1b\[[0-9;]*m", "", written.decode())
+    lines = re.split(r"\r\n|\r\x1b\[2?K", drawn)
+    assert "20/20  loss 2.0000  done" in drawn
+    assert {"andon: of this process", "of another process"} <= {*lines}
+    assert max(len(line) for line in lines if line.strip("\x1b[?25hl")) <= 40
+    assert drawn.index("\x1b[?25h") < drawn.index("20/20")
 
 
 def test_no_progress_and_progress_as_json_are_not_both(tmp_path: Path) -> None:
@@ -162,8 +191,8 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
         ended = cli("train", *sets, "--run-dir", tmp_path / name)
         assert ended.code == 0, ended.said
         said.append([line for line in ended.said if "warning" in line])
-    assert [line for line in said[0] if seen in line] == [f"andon: warning: {seen}; their scores flatter"]
-    assert not any("flatter" in line for line in said[1])
+    assert [line for line in said[0] if seen in line] == [f"andon: warning: {seen}, so the scores may be too high"]
+    assert not any("too high" in line for line in said[1])
 
 
 def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Path) -> None:
@@ -214,7 +243,7 @@ def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
         command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert "run.workers is 3, torchrun started 2; 1 are missing (--workers 3 refuses that)" in done.stderr
+    assert "run.workers is 3, torchrun started 2; 1 are missing (--workers 3 refuses this)" in done.stderr
     assert outcome(tmp_path / "run") == outcome(run)
 
 
@@ -365,7 +394,6 @@ def test_output_is_what_is_printed(run: Path, texts: Path, tmp_path: Path, endin
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """A written file, by other means than ours."""
     if file.suffix == ".parquet":
         import pyarrow.parquet
 
@@ -401,6 +429,10 @@ def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts:
     assert found["best"] == records(folder, texts, "--checkpoint", str(best))
     opened = andon_package.open_run(folder, checkpoint=2).predict(["red thing"])
     assert [one.label for one in opened] == [found["2"][0]["label"]]
+    cut = shutil.copytree(folder, tmp_path / "cut", ignore=shutil.ignore_patterns("adapter", "summary.json"))
+    assert [records(cut, texts, "--checkpoint", name) for name in ("2", "last")] == [found["2"], found["6"]]
+    with pytest.raises(InputError, match=r"is not finished \(after step 6 of 6\): resume .* --checkpoint last"):
+        predicted(cut, texts)
     for name, what in (
         ("3", r"has no checkpoint of step 3; there are 2, 4, \d"),
         ("first", "'first' is not best, last or a step; there are 2, 4, "),
@@ -433,7 +465,7 @@ def test_an_output_that_cannot_be_is_refused_before_anything_is_read(run: Path, 
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(InputError, match="exists and is not a regular file"):
         predicted(run, "--output", tmp_path / "folder.csv")
-    with pytest.raises(InputError, match="name one file of texts"):
+    with pytest.raises(InputError, match="name one file"):
         predicted(run, "a.csv", "--data", "b.csv")
 
 
@@ -455,9 +487,7 @@ def test_a_table_on_standard_input_is_not_guessed_but_told(run: Path, first: str
 
 
 def test_a_column_of_standard_input_is_refused(run: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"--text-column: names a column of a file.* --data FILE\.csv --text-column what"
-    ):
+    with pytest.raises(InputError, match=r"--text-column: is for files, .* --data FILE\.csv --text-column what"):
         predicted(run, "--text-column", "what", stdin=b"what\nred\n")
 
 
@@ -490,7 +520,7 @@ def test_a_base_that_has_moved_is_named(moved: Path, tmp_path: Path) -> None:
 def test_another_base_is_refused(moved: Path, run: Path) -> None:
     with pytest.raises(InputError, match=r"the base model has digest \w{16}, the adapter was trained on \w{16}"):
         predicted(moved / "run", moved / "train.csv", "--model", moved / "other")
-    for folder, why in ((run, "embedded model"), (moved / "run-base", "whole model lies in its folder")):
-        with pytest.raises(InputError, match=f"takes no base.*{why}"):
+    for folder, why in ((run, "embedded model"), (moved / "run-base", "its folder has the whole model")):
+        with pytest.raises(InputError, match=f"needs no base.*{why}"):
             predicted(folder, moved / "train.csv", "--model", moved / "there", "--text-column", "sentence")
     assert len(records(moved / "run-base", moved / "train.csv")) == 30

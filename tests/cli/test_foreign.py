@@ -129,7 +129,7 @@ CONFIGURED: dict[str, Callable[[Path], object]] = {
 def test_a_link_in_the_place_of_the_configuration_is_followed_by_no_reader(run: Path, reader: str) -> None:
     config = RunFolder(run).config
     config.symlink_to(config.rename(run.parent / "elsewhere.yaml"))
-    with pytest.raises(InputError, match=r"config\.yaml: is a link"):
+    with pytest.raises(InputError, match=r"config\.yaml: is a symbolic link"):
         CONFIGURED[reader](run)
 
 
@@ -248,7 +248,7 @@ def test_an_embedded_model_larger_than_the_machine_is_refused() -> None:
 @pytest.mark.parametrize(
     ("state", "lacking", "said"),
     [
-        ({"identity": None}, None, "does not say what run it is of"),
+        ({"identity": None}, None, "does not name its run"),
         ({"progress": None}, None, "no usable progress"),
         ({"progress": {"step": 2}}, None, "no usable progress: it is of step 2"),
         ({"progress": {"step": 3, "wings": 2}}, None, "no usable progress"),
@@ -281,7 +281,7 @@ def test_a_step_beyond_the_plan_is_not_replayed(run: Path) -> None:
     last = next(record for record in reversed(records) if isinstance(record, Step))
     ledger.unlink()
     write(ledger, [*records, replace(last, step=10**15)])
-    with pytest.raises(InputError, match="it has a step 1000000000000000 of a run of 3"):
+    with pytest.raises(InputError, match="has a step 1000000000000000, but the run has only 3"):
         replay_run(run, str(10**15), 1, "inline")
 
 
@@ -537,7 +537,7 @@ def test_every_command_that_is_printed_can_be_pasted(
     (run / "ledger.jsonl").write_text("{}\n")
     with pytest.raises(InputError) as damaged:
         open_recorded(run)
-    assert shlex.split(str(damaged.value).partition("all that is wrong: ")[2]) == ["andon", "verify", named]
+    assert shlex.split(str(damaged.value).partition("to list all defects: ")[2]) == ["andon", "verify", named]
     with pytest.raises(InputError) as resumed:
         history.read_history(run / "ledger.jsonl", {})
     anew = str(resumed.value).partition("begin anew: ")[2]

@@ -297,7 +297,6 @@ def test_what_a_run_computes_may_not(override: str) -> None:
 
 
 def test_a_rate_below_the_default_of_the_lowest_is_no_fault() -> None:
-    """The default follows it, and a constant rate does not read it."""
     assert load_config(None, ["optimizer.lr=1e-8"]).optimizer.lr == 1e-8
     assert load_config(None, ["schedule.type=constant", "schedule.min_lr=1"]).schedule.min_lr == 1
 

@@ -25,26 +25,19 @@ def _evidence(folder: Path, rank: int, tensors: dict[str, torch.Tensor]) -> Evid
     return Evidence(folder, rank, 2, lambda: [rank], lambda _: iter(tensors.items()))
 
 
-def test_the_account_holds_the_ledgers_record(tmp_path: Path) -> None:
+def test_the_account_of_rank_0_holds_the_ledgers_record_and_names_the_accelerators(tmp_path: Path) -> None:
     """One schema: what a ledger line would say of the violation is read by the ledger's own reader."""
-    error = with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 0, {}), {})
+    violation, device = Violation.of("replicas-agree", FINDING), "one of a kind"
+    with_bundle(violation, Scene(world=2), _evidence(tmp_path, 1, {}), {})
+    assert [path.name for path in (tmp_path / "4").iterdir()] == ["replicas-agree"]
+    evidence = dataclasses.replace(_evidence(tmp_path, 0, {}), devices=[device])
+    error = with_bundle(violation, Scene(world=2), evidence, {})
     body = json.loads((tmp_path / "4" / "replicas-agree.json").read_text())
     assert body["record"].pop("v") == SCHEMA_VERSION
     record = Broken.from_json(body["record"])
     assert record == Broken("replicas-agree", 4, (1,), "w", "they differ", {"w": "aa bb"})
-    assert body["message"] == str(error)
+    assert (body["message"], body["versions"]["devices"]) == (str(error), [device])
     assert error.bundle == str(tmp_path / "4")
-
-
-def test_the_account_names_the_accelerators_that_are_used(tmp_path: Path) -> None:
-    evidence = dataclasses.replace(_evidence(tmp_path, 0, {}), devices=["one of a kind"])
-    with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), evidence, {})
-    assert json.loads((tmp_path / "4" / "replicas-agree.json").read_text())["versions"]["devices"] == ["one of a kind"]
-
-
-def test_only_the_first_rank_writes_the_account(tmp_path: Path) -> None:
-    with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), _evidence(tmp_path, 1, {}), {})
-    assert [path.name for path in (tmp_path / "4").iterdir()] == ["replicas-agree"]
 
 
 def test_tensors_are_kept_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

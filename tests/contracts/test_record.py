@@ -109,21 +109,6 @@ def test_every_kind_is_tried() -> None:
     assert {r.kind for r in RECORDS} == set(KINDS) == expected
 
 
-def test_a_line_is_canonical_json() -> None:
-    line = encode(STEP, 7, H[0])
-    data = json.loads(line)
-    assert line == json.dumps(data, sort_keys=True, separators=(",", ":")).encode("ascii") + b"\n"
-    assert {name: data[name] for name in ("v", "kind", "seq", "prev")} == {
-        "v": 5,
-        "kind": "step",
-        "seq": 7,
-        "prev": H[0],
-    }
-    assert data["lr"] == {"value": 1e-3, "hex": (1e-3).hex()}
-    assert set(data["digests"]) == {"content", "gradient", "weights", "optimizer"}
-    assert data["ranks"][0] == {"rank": 0, "leaves": [0, 1], "ids": [5, 9], "weights": H[2]}
-
-
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_reals_survive_to_the_bit(value: float) -> None:
     text = json.dumps(Real.of(value).to_json(), allow_nan=False)

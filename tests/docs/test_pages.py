@@ -6,6 +6,7 @@ The deep tier builds the site and runs the commands.
 from __future__ import annotations
 
 import re
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,16 @@ def test_the_table_of_exit_codes_is_the_programs() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     rows = re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", text, re.MULTILINE)
     assert sorted((int(code), name) for code, name in rows) == sorted((exit_.value, exit_.name) for exit_ in Exit)
+
+
+def test_the_table_of_versions_follows_the_package() -> None:
+    """Ranges are those of pyproject.toml, tested versions those of constraints.txt."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = project["dependencies"] + [name for names in project["optional-dependencies"].values() for name in names]
+    pinned = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    rows = re.findall(r"^\| ([a-z]+) \| (>=[^ ]+) \| ([0-9.]+)", (ROOT / "docs/machines.md").read_text(), re.MULTILINE)
+    assert len(rows) == 5
+    assert [row for row in rows if f"{row[0]}{row[1]}" not in needed or f"{row[0]}=={row[2]}" not in pinned] == []
 
 
 def test_every_public_name_is_in_the_docs() -> None:

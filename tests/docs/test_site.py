@@ -65,14 +65,6 @@ def browser(tmp_path: Path) -> Iterator[Browser]:
         yield opened
 
 
-def test_every_page_of_the_folder_is_on_the_site(site: Path) -> None:
-    """A page that the navigation does not name would be a warning, and so an error."""
-    sources = {path.relative_to(ROOT / "docs").with_suffix("") for path in (ROOT / "docs").rglob("*.md")}
-    built = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
-    assert built - sources == {Path("search")}
-    assert sources - built == set()
-
-
 def test_the_page_of_settings_is_whole(site: Path) -> None:
     """Every key of a configuration, and each word of its description."""
     parts = {name: field.default for name, field in Config.model_fields.items()}

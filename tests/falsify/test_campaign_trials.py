@@ -188,7 +188,7 @@ def test_every_place_and_every_claim_has_a_finding_of_its_own() -> None:
     assert (whole.runs, whole.exit_code, whole.not_selected) == (12, 0, ("halts", "table"))
     whole = found(replace(campaign(Oracle(holds)), claims=frozenset({"sum", "halts"})))
     (missing,) = [finding for finding in whole.findings if finding.claim == "halts"]
-    assert (missing.outcome, missing.why) == (Outcome.UNKNOWN, "no case that was run says anything of it")
+    assert (missing.outcome, missing.why) == (Outcome.UNKNOWN, "no trial tested it")
     assert whole.closing_line == "checked 1 of 3 claims, 12 runs, 0 not applicable, 1 unknown"
 
 

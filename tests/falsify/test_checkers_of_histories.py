@@ -248,7 +248,7 @@ def test_samples_once() -> None:
         ("0[3] 1[1]", "0[3] 1[1] count=3", ("step 1: the count", "expected 2, seen 3")),
         ("0[2] 1[4]", "0[2] 1[3]", ("epoch 0: 4 visits of 3 rows", "rows 3 (2 times)", "never visited", "rows 4")),
         ("0[2] 1[4]", "0[2]", ("epoch 0: rows that were never visited", "expected rows 4")),
-        ("0[2] 1[4]", "0[2] 1[4 x]", ("epoch 0: rows that are not for training", "rows x")),
+        ("0[2] 1[4]", "0[2] 1[4 x]", ("epoch 0: rows outside the training set", "rows x")),
     ],
 )
 def test_samples_once_rejects(good: str, bad: str, words: tuple[str, ...]) -> None:
@@ -257,7 +257,7 @@ def test_samples_once_rejects(good: str, bad: str, words: tuple[str, ...]) -> No
 
 def test_samples_once_by_the_number_of_rows_alone() -> None:
     text = EPOCHS.replace(" ids=1,2,3,4", "").replace("0[2] 1[4]", "0[2]")
-    told(samples_once, text, FALSIFIED, "epoch 0: another number of rows", "expected 4, seen 3")
+    told(samples_once, text, FALSIFIED, "epoch 0: a different number of rows", "expected 4, seen 3")
     # Of accelerate's even batches, as measured: 16 visits of 10 rows at 2 ranks with batch 4.
     text = "start rows=10 | 1: 0[5 6 1 2] 1[0 8 9 3] | 2: 0[7 4 5 6] 1[1 2 0 8] | end"
     told(samples_once, text, FALSIFIED, "16 visits of 10 rows", "rows 0 (2 times), 1 (2 times), 2 (2 times)")
@@ -295,7 +295,7 @@ def test_two_epochs_differ_in_their_order(first: list[int], second: list[int]) -
     text = f"start rows=8 | {epoch(0, first, 1)} | {epoch(1, second, 5)} | end"
     told(samples_once, text, FALSIFIED if first == second else HOLDS)
     again = f"start rows=8 | {epoch(0, first, 1)} | {epoch(1, first, 5)} | end"
-    told(samples_once, again, FALSIFIED, "epoch 1: the rows came in the order of epoch 0")
+    told(samples_once, again, FALSIFIED, "epoch 1: the rows have the order of epoch 0")
     few = [row for row in first if row < 6]
     told(samples_once, f"start rows=6 | {epoch(0, few, 1)} | {epoch(1, few, 4)} | end", HOLDS)
 
@@ -358,7 +358,7 @@ def test_halts() -> None:
     told(halt_together, not_finite, HOLDS, planted=2)
     told(halt_together, "start w=7 | 1: 0[a] w=7 norm=inf | violation step=1", HOLDS)
     told(halt_together, "2: 0[a] w=7 norm=inf | violation step=2", HOLDS)
-    told(halt_together, "1: 0[a] | end", UNKNOWN, "nothing ever went wrong")
+    told(halt_together, "1: 0[a] | end", UNKNOWN, "nothing is recorded that had to stop it")
     told(halt_together, "", UNKNOWN)
     told(halt_together, "", FALSIFIED, "step 2", "rank 0 at step 3, rank 1 at step 2", stopped_at={0: 3, 1: 2})
 
@@ -394,7 +394,7 @@ def test_halts_judges_a_planted_fault() -> None:
 def test_what_a_watch_says_is_taken_as_it_means_it() -> None:
     """A warning stops nothing; a violation after an update does not deny it; what has no replica is not compared."""
     applied = "start w=1 | 1: 0[a] 1[b] | violation clause=replicas-agree step=1 action={}"
-    told(halt_together, f"{applied.format('warned')} | 2: 0[c] 1[d]", UNKNOWN, "nothing ever went wrong")
+    told(halt_together, f"{applied.format('warned')} | 2: 0[c] 1[d]", UNKNOWN, "nothing is recorded")
     told(halt_together, f"{applied.format('raised')} | 2: 0[c] 1[d]", FALSIFIED, "1 more updates after a violation")
     told(halt_together, applied.format("raised"), FALSIFIED, "the violated step was recorded as an update")
     sharded = "start {}| 1: 0[a] 1[b] w=- o=- g=- | 2: 0[c] 1[d] w=- o=- g=-"
@@ -536,23 +536,14 @@ def test_same_everywhere() -> None:
     assert len(verdict.counterexamples) == 1
     says(same_everywhere.compare(pair(TWO.replace("w=5", "w=6"))), FALSIFIED, "the initial weights differ")
     shorter = "start fingerprint=x w=5 | 1: 0[a] 1[b] | end"
-    says(
-        same_everywhere.compare(pair(shorter)),
-        FALSIFIED,
-        "another number of updates",
-        "expected 2 updates, seen 1",
-    )
+    says(same_everywhere.compare(pair(shorter)), FALSIFIED, "different number of updates", "expected 2 updates, seen 1")
 
 
 def test_same_everywhere_infers_nothing_from_what_is_not_comparable() -> None:
     says(same_everywhere.compare(pair(TWO.replace("=x", "=y"))), INAPPLICABLE, "not comparable")
     says(same_everywhere.compare([history(ONE), history(ONE)]), UNKNOWN, "every history ran on world 1 inline")
     says(same_everywhere.compare([history(ONE)]), UNKNOWN, "at least two")
-    says(
-        same_everywhere.compare(pair("start fingerprint=x | 3: 0[e] 1[f]")),
-        UNKNOWN,
-        "nothing that can be compared",
-    )
+    says(same_everywhere.compare(pair("start fingerprint=x | 3: 0[e] 1[f]")), UNKNOWN, "nothing that can be compared")
     bare = raw('{"v":5,"kind":"step","step":1,"world":9,"digests":{"content":"00000000000000d1"}}')
     says(same_everywhere.compare([history("1: 0[a b]"), bare]), UNKNOWN, "nothing that can be compared")
 
@@ -577,13 +568,13 @@ def test_resume_equal() -> None:
     short = history("1: 0[a] | 2: 0[b] | end")
     told(resume_equal, "1: 0[a] | resume step=1 | 2: 0[b] | end", HOLDS, uninterrupted=short)
     for skipped in ("1: 0[a] | 2: 0[b] | resume step=2 | 4: 0[d] | end", "1: 0[a] | resume step=1 | 2: 0[b] | 4: 0[d]"):
-        told(resume_equal, skipped, FALSIFIED, "step 4: step 3 was never done", uninterrupted=whole)
+        told(resume_equal, skipped, FALSIFIED, "step 4: step 3 is missing", uninterrupted=whole)
     early = "1: 0[a] | resume step=1 | 2: 0[b] | end"
     told(resume_equal, early, FALSIFIED, "ended early", "expected 4 updates, seen 2", uninterrupted=whole)
     told(resume_equal, early.removesuffix(" | end"), UNKNOWN, "got to step 2 of 4", uninterrupted=whole)
     told(resume_equal, WHOLE, UNKNOWN, "was never resumed", uninterrupted=whole)
     told(resume_equal, "1: 0[a] | resume step=1 | 2: 0[b]", UNKNOWN)
-    told(resume_equal, "resume step=1 | 5: 0[b]", FALSIFIED, "step 1 was never done", uninterrupted=whole)
+    told(resume_equal, "resume step=1 | 5: 0[b]", FALSIFIED, "step 1 is missing", uninterrupted=whole)
 
 
 BROKEN = "1: 0[a] | checkpoint step=1 | 2: 0[b] w=9 | violation clause=base-frozen step=2 applied=True"
@@ -618,7 +609,7 @@ def test_what_a_violation_took_back_is_not_compared() -> None:
     ids=range(7),
 )
 def test_updates_cannot_be_disowned(text: str) -> None:
-    told(resume_equal, text, FALSIFIED, "taken back without right")
+    told(resume_equal, text, FALSIFIED, "retracted without a violation")
 
 
 LAYOUT_SIZES = {"world": 2, "accumulation": 2}
@@ -743,9 +734,9 @@ def test_gradient_law() -> None:
 
 
 def test_gradient_law_of_other_tensors() -> None:
-    says(gradients({"a": [3.0, 4.0]}, GRADIENT), FALSIFIED, "b has another layout", "seen no gradient")
+    says(gradients({"a": [3.0, 4.0]}, GRADIENT), FALSIFIED, "b has a different layout", "seen no gradient")
     more = gradients({**GRADIENT, "c": [1.0]}, GRADIENT)
-    says(more, FALSIFIED, "c has another layout", "expected no gradient")
+    says(more, FALSIFIED, "c has a different layout", "expected no gradient")
     says(gradients({**GRADIENT, "b": [1.0]}, GRADIENT), FALSIFIED, "expected 2 elements, seen 1 elements")
     says(gradients({**GRADIENT, "b": [1.0, math.nan]}, GRADIENT), FALSIFIED, "b inf")
 

@@ -36,7 +36,7 @@ def observed(claim: str, signature: str, *found: Counterexample) -> TrialResult:
     return TrialResult({claim: conclude(CLAIM[claim], 1, found)}, signature)
 
 
-FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the law", "step 1"))
+FALLEN = observed("norm-law", "wrong", Counterexample("the reported norm is not that of the reference", "step 1"))
 KILL = Attempt("norm-law", "step 1: the reported norm", {"without it": observed("norm-law", "right")}, FALLEN)
 
 

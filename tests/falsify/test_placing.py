@@ -123,7 +123,7 @@ def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> Non
     verdict = same_everywhere.check_traces(one, placed(two, "cpu cuda"))
     assert (verdict.outcome, verdict.why) == (
         Outcome.NOT_APPLICABLE,
-        "other kinds of device round otherwise: cpu cuda against cpu",
+        "different kinds of devices round differently: cpu cuda against cpu",
     )
     assert same_everywhere.check_traces(placed(one, "cuda"), placed(two, "cuda")).outcome is Outcome.HOLDS
     backends = ("gloo", "mixed", "nccl")
@@ -135,7 +135,7 @@ def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTraine
     others = {"cut": placed(cut, "cpu cuda"), "resumed": placed(whole, "cpu cuda cpu")}
     verdict = resume_equal.check(of_trace(placed(whole, "cpu cuda"), **others))
     assert verdict.outcome is Outcome.NOT_APPLICABLE
-    assert "cpu cuda cpu after cpu cuda" in verdict.why
+    assert "ran on cpu cuda and was resumed on cpu cuda cpu" in verdict.why
 
 
 @pytest.mark.parametrize(("off", "outcome"), [(0.5, Outcome.HOLDS), (2.0, Outcome.FALSIFIED)])

@@ -70,7 +70,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ..
     assert resume.startswith("skipped: the command does not say how it resumes")
     assert {claim: said[:30] for claim, said in ended["2"].items()} == {
         "replicas-agree": "failure: Failed: replicas-agre",
-        "samples-once": "skipped: the script tells no r",
+        "samples-once": "skipped: the script does not r",
         "same-everywhere": "passed",
         "loss-finite": "passed",
         "chain-intact": "passed",
@@ -86,7 +86,7 @@ def test_a_subject_is_judged_claim_by_claim(tmp_path: Path, xdist: tuple[str, ..
         (1.0, (), 0, "", "1 passed"),
         (2.0, (), 1, "same-everywhere: falsified", "1 failed"),
         (2.0, ("--expected-failed", "same-everywhere: padded"), 0, "falsified, as expected: padded", "1 xfailed"),
-        (1.0, ("--expected-failed", "same-everywhere: padded"), 1, "holds, but expected to fall: padded", "1 passed"),
+        (1.0, ("--expected-failed", "same-everywhere: padded"), 1, "expected to be falsified: padded", "1 passed"),
     ],
 )
 def test_a_named_claim_may_fall(
@@ -112,7 +112,7 @@ def test_other_suites_notice_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--world", "2"], "--world: of which trainer? add --subject or --script (--subject andon for our own)"),
+        (["--world", "2"], "--world: also give --subject or --script (--subject andon tests Andon's trainer)"),
         (["--subject", "andon", "--world", "two"], "--world: must be numbers from 1 to 64"),
         (["--subject", "plain", "--claim", "samples"], "there is no claim 'samples'; did you mean samples-once?"),
     ],

@@ -28,15 +28,7 @@ from andon_falsify.reference.models import (
     canonical_name,
     no_dropout,
 )
-from andon_falsify.reference.training import (
-    Model,
-    Piece,
-    TokenRow,
-    row_gradients,
-    row_losses,
-    token_gradients,
-    train,
-)
+from andon_falsify.reference.training import Model, Piece, TokenRow, row_gradients, row_losses, token_gradients, train
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip
 from andon_falsify.subjects.assembly import model_of, task_of
 from andon_falsify.subjects.case import Case

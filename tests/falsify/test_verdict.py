@@ -159,7 +159,7 @@ def report(*findings: Finding, **changes: object) -> Report:
         (Outcome.FALSIFIED, Outcome.NOT_APPLICABLE, "", 0),
         (Outcome.FALSIFIED, Outcome.UNKNOWN, "", 2),
         (Outcome.FALSIFIED, Outcome.FALSIFIED, "", 1),
-        (Outcome.HOLDS, Outcome.HOLDS, "", 2),
+        (Outcome.HOLDS, Outcome.HOLDS, "", 3),
         (Outcome.UNKNOWN, Outcome.HOLDS, "", 2),
         (Outcome.FALSIFIED, Outcome.HOLDS, "interrupted", 2),
         (Outcome.FALSIFIED, Outcome.FALSIFIED, "interrupted", 1),

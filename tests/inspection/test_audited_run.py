@@ -12,7 +12,7 @@ from tests.step.test_audit import audited
 from tests.support.toy import CPU
 from tests.training.runs import Runs, outcome, summary
 
-EVERY_STEP = ("contracts.audit_every=1", "contracts.audit_coverage=all")
+EVERY_STEP = ("run.progress=verbose", "contracts.audit_every=1", "contracts.audit_coverage=all")
 
 
 def test_an_audited_run_is_the_run(runs: Runs, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +27,12 @@ def test_a_run_that_is_too_short_for_its_audit_is_told(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for steps, told in ((2, True), (3, False)):
-        assert runs.train(tmp_path / str(steps), "contracts.audit_every=3", f"training.max_steps={steps}") == 0
+        assert (
+            runs.train(
+                tmp_path / str(steps), "run.progress=verbose", "contracts.audit_every=3", f"training.max_steps={steps}"
+            )
+            == 0
+        )
         said = capsys.readouterr().err
         assert "audit: every 3 steps" in said
         assert ("none falls into steps 1 to 2" in said) is told
@@ -35,7 +40,7 @@ def test_a_run_that_is_too_short_for_its_audit_is_told(
 
 
 def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert runs.train(tmp_path / "r", "training.max_steps=1", workers=1) == 0
+    assert runs.train(tmp_path / "r", "run.progress=verbose", "training.max_steps=1", workers=1) == 0
     assert "one rank cannot see a persistent fault of its device" in capsys.readouterr().err
 
 

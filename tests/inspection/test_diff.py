@@ -42,11 +42,11 @@ QUIET = _but(Step, ids=(), count=None, loss=None, epoch=None, position=None)
     [
         (whole_run(), resumed_run(), SAME, "to the bit"),
         (whole_run(), _but(Start, world=9, backend="nccl"), SAME, "to the bit"),
-        (whole_run(), QUIET, SAME, "not told  ids: only in the first, so not compared\n"),
-        (whole_run(), whole_run()[:2], DIFFERENT, "the 1 that both have are the same to the bit; 2 | 1 in all"),
+        (whole_run(), QUIET, SAME, "skipped   ids: only the first run recorded it\n"),
+        (whole_run(), whole_run()[:2], DIFFERENT, "the 1 in common are the same to the bit; the last step is 2 | 1"),
         (whole_run(), [start(), step(1, (2, 0), weights=9)], DIFFERENT, "; 2 | 1 steps in all"),
         (whole_run(), [start()], INCOMPARABLE, "place     2 gloo workers | unknown\n"),
-        ([start()], whole_run(), INCOMPARABLE, "result    not comparable: no step is in both"),
+        ([start()], whole_run(), INCOMPARABLE, "result    not comparable: the runs have no step in common"),
     ],
 )
 def test_runs_are_the_same_or_said_not_to_be(
@@ -108,7 +108,7 @@ def test_configurations_are_compared_before_a_run_starts(tmp_path: Path) -> None
     report = compare(read_side(one), read_side(other))
     assert report.result is SAME
     assert report.lines[0].startswith("config    run.workers: 2 | 3 (does not affect")
-    assert report.lines[-1].startswith("result    the same settings; only the names of data and model were compared")
+    assert report.lines[-1].startswith("result    the same settings; data and model were compared by name")
 
 
 @pytest.mark.parametrize(
@@ -189,8 +189,8 @@ def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path,
     assert report.result is DIFFERENT
     assert "config    schedule.warmup_fraction: 0.1 | 0.5" in report.lines
     assert "steps     differ from step 1 on" in report.lines
-    alike = "epoch, position, ids, count, content, loss, correct, gradient, grad_norm, optimizer agree"
-    assert f"lr differs first, {alike}" in text
+    alike = "epoch, position, ids, count, content, loss, correct, gradient, grad_norm, optimizer"
+    assert f"lr differs first; equal: {alike}" in text
     assert "tensor    weights/" in text
     assert "place     2 inline workers | 1 inline workers" in text
 

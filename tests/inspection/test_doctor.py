@@ -66,7 +66,7 @@ def hiding(folder: Path, *names: str) -> str:
 def test_all_is_well(tmp_path: Path) -> None:
     told = doctor(tmp_path / "runs" / "new", temporary=tmp_path / "t")
     assert (told.code, told.can_train, told.problems) == (0, True, set())
-    assert told.checks["backend gloo"]["found"] == "2 ranks have gathered their numbers"
+    assert told.checks["backend gloo"]["found"] == "2 ranks started and exchanged data"
     assert not (tmp_path / "runs").exists()
     assert str(tmp_path) in told.checks["folder"]["found"]
 

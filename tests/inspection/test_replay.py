@@ -88,7 +88,7 @@ def test_what_differs_first_is_said(run: Path, tmp_path: Path) -> None:
     odd = replace(record, digests=replace(record.digests, gradient="ab" * 8, weights="cd" * 8))
     report = replay_run(_rewritten(run, tmp_path / "r", {2: odd}), "1:3", 1, "inline")
     assert report.result is Comparison.DIFFERENT
-    assert report.lines[1] == "steps     1 to 1 are the ledger's, to the bit"
+    assert report.lines[1] == "steps     1 to 1 equal the ledger, to the bit"
     now = record.digests
     assert report.lines[2] == f"differs   step 2: gradient first: ledger {'ab' * 8}, now {now.gradient}"
     assert report.lines[3] == f"differs   step 2: weights: ledger {'cd' * 8}, now {now.weights}"
@@ -121,7 +121,7 @@ def test_restored_weights_that_are_not_the_ledgers_are_said(run: Path, tmp_path:
     other = replace(start, digests={**start.digests, "weights": "12" * 8})
     report = replay_run(_rewritten(run, tmp_path / "r", {}, other), "1", 1, "inline")
     assert report.result is Comparison.DIFFERENT
-    assert "the restored weights are not those of the ledger" in report.lines[1]
+    assert "the restored weights differ from the ledger" in report.lines[1]
 
 
 def _on(rows: list[str], runs: Runs, run: Path, tmp_path: Path) -> Path:
@@ -134,7 +134,7 @@ def _on(rows: list[str], runs: Runs, run: Path, tmp_path: Path) -> Path:
 def test_other_data_cannot_be_replayed(runs: Runs, run: Path, tmp_path: Path) -> None:
     rows = runs.data.read_text().splitlines()
     folder = _on([rows[1], rows[0], *rows[2:]], runs, run, tmp_path)
-    with pytest.raises(InputError, match=r"data: was .*only the same can be done again"):
+    with pytest.raises(InputError, match=r"data: was .*replay needs the same"):
         replay_run(folder, "1", 1, "inline")
 
 
@@ -163,5 +163,5 @@ def test_ranges(run: Path, text: str, range_: tuple[int, int]) -> None:
 
 
 def test_a_ledger_alone_cannot_be_replayed(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is a ledger alone"):
+    with pytest.raises(InputError, match="is only a ledger"):
         replay_run(write(tmp_path / "l.jsonl", whole_run()), "1", None, None)

@@ -86,14 +86,14 @@ def test_every_number_of_a_run_is_that_of_its_files(run: Path) -> None:
     assert [[int(cell) for cell in row[1:]] for row in matrix.rows[1:]] == read_confusion(
         run / "confusion", found["eval"]["confusion"]
     ).table()
-    clauses = page.named("Evaluations by rank 0").by_name()
+    clauses = page.named("Evaluations in rank 0").by_name()
     assert {name: int(row[0]) for name, row in list(clauses.items())[1:]} == found["contracts"]
 
 
 def test_settings_machine_and_digests_are_those_of_the_run(run: Path) -> None:
     page, found = page_of(run), summary(run)
     glance = page.named("At a glance").by_name()
-    assert glance["weights that were kept"] == [f"{found['weights_digest']}, of step {found['kept_step']}"]
+    assert glance["weights of the result"] == [f"{found['weights_digest']}, of step {found['kept_step']}"]
     assert glance["weights after the last step"] == [records(run, "step")[-1].digests.weights]
     settings = page.named("Settings")
     assert settings.by_name()["optimizer.lr"] == ["0.01", "0.0025"]
@@ -165,7 +165,6 @@ def test_the_command_writes_the_page_and_says_where(run: Path, tmp_path: Path) -
 
 def test_what_is_no_run_or_no_page_is_refused(run: Path, tmp_path: Path) -> None:
     for arguments, said in (
-        ((tmp_path / "none",), "no such run"),
         ((run / "config.yaml",), "is a configuration"),
         ((run, "--html", run / "ledger.jsonl"), "must end in .html"),
         ((run, "--html", tmp_path / "no" / "folder.html"), "cannot be written"),
@@ -184,7 +183,7 @@ def test_a_run_that_was_killed_and_goes_on_says_both(runs: Runs, tmp_path: Path)
     runs.train(folder, backend="gloo", workers=2, entry="tests.training.entries:kill_rank")
     page = page_of(folder)
     assert "unfinished" in page.named("What happened").by_name()
-    assert "andon train" in page.page.split("Go on with the run:</p>")[1].split("</code>")[0]
+    assert "andon train" in page.page.split("Continue the run:</p>")[1].split("</code>")[0]
     assert "There is no summary.json yet" in " ".join(page.text)
     died = page.named("How the last launch")
     assert set(died.by_name()) <= {"rank", "rank 0"}  # rank 1 was killed, and could not say anything
@@ -192,7 +191,7 @@ def test_a_run_that_was_killed_and_goes_on_says_both(runs: Runs, tmp_path: Path)
     assert runs.train(folder, resume="auto") == 0
     page = page_of(folder)
     story = page.named("What happened").by_name()
-    assert story["cut off"] == ["after step 6, without a line of its end: killed, or failed"]
+    assert story["cut off"] == ["after step 6, without an end record: the process was killed or failed"]
     assert story["resume"][0].startswith("after step 6 from step-00000006")
     assert curve(page, "Loss") == reals(records(folder, "step"), "loss")
     assert page.named("At a glance").by_name()["how it ended"] == ["finished"]
@@ -216,8 +215,8 @@ def test_a_preempted_run_can_be_gone_on_with(runs: Runs, tmp_path: Path) -> None
     assert runs.train(folder, resume="auto") == 0
     RunFolder(folder).summary.write_bytes(kept)
     text = " ".join(page_of(folder).text)
-    assert "is of an earlier part of the run" in text
-    assert "Evaluations by rank 0" not in text
+    assert "is older than the ledger" in text
+    assert "Evaluations in rank 0" not in text
 
 
 def test_the_ledger_of_a_watch_has_what_the_watch_knows(tmp_path: Path) -> None:
@@ -246,7 +245,7 @@ def test_other_scores_than_of_classes_are_shown_by_name(tmp_path: Path) -> None:
     assert page.named("Scores").by_name()["rows"] == ["7"]
     assert page.named("Scores: heads").exact[1][1] == 2.5
     sources = page.named("Scores: sources")
-    assert sources.rows == [["sources", "tokens", "loss"], ["chat", "9", "not known"], ["web", "not known", "0.7500"]]
+    assert sources.rows == [["sources", "tokens", "loss"], ["chat", "9", "unknown"], ["web", "unknown", "0.7500"]]
     assert "no" not in page.named("Scores").by_name()
 
 
@@ -283,7 +282,7 @@ def test_a_matrix_of_thousands_of_classes_is_told_and_not_shown(tmp_path: Path) 
 
 def test_two_of_the_same_part_nowhere(run: Path, tmp_path: Path) -> None:
     page = page_of(run, run)
-    assert "Every step that both have is the same to the bit." in page.text
+    assert "All common steps are the same to the bit." in page.text
     assert str(run) in page.named("At a glance").rows[0]
     ledger = write(tmp_path / "l.jsonl", [start(), step(7, (2, 0))])
     assert "The runs have no step in common." in page_of(write(tmp_path / "m.jsonl", whole_run()), ledger).text

@@ -152,9 +152,9 @@ def test_runs_are_compared_with_each_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"identity": "1" * 64}, "other settings"),
-        ({"digests": {"weights": digest(100), "data": digest(8), "base": digest(2)}}, "other data"),
-        ({"digests": {"weights": digest(100), "data": digest(1), "base": digest(9)}}, "other base model"),
+        ({"identity": "1" * 64}, "settings"),
+        ({"digests": {"weights": digest(100), "data": digest(8), "base": digest(2)}}, "data"),
+        ({"digests": {"weights": digest(100), "data": digest(1), "base": digest(9)}}, "base model"),
     ],
 )
 def test_runs_of_different_jobs_are_not_comparable(changes: dict[str, object], said: str, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_runs_of_different_jobs_are_not_comparable(changes: dict[str, object], s
     other = write(tmp_path / "2.jsonl", [start(**(ours | changes)), *steps[1:]])
     verdicts = {verdict.claim: verdict for verdict in verify([read_run(one), read_run(other)])}
     for claim in ("same-everywhere", "resume-equal"):
-        why = f"not comparable: {other} is of another job than {one}, with {said}"
+        why = f"not comparable: {one} and {other} are of different jobs: they differ in {said}"
         assert (verdicts[claim].outcome, verdicts[claim].why) == (Outcome.UNKNOWN, why)
     assert verdicts["chain-intact"].outcome is HOLDS
     assert exit_code(verdicts.values()) == 2
@@ -181,7 +181,7 @@ def test_the_settings_of_different_jobs_are_named_where_they_are_at_hand(tmp_pat
         write(folder / "ledger.jsonl", [start(identity=f"{number}" * 64), *whole_run()[1:]])
     runs = [read_run(folder) for folder in folders]
     (verdict,) = (each for each in verify(runs[:2]) if each.claim == "same-everywhere")
-    assert verdict.why.endswith("with other seed")
+    assert verdict.why.endswith("they differ in seed")
     (verdict,) = (each for each in verify([runs[0], runs[2]]) if each.claim == "same-everywhere")
     assert "not comparable" not in verdict.why
 
@@ -212,7 +212,7 @@ def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys
     assert ended.value.exit_code == 0
     note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
     assert capsys.readouterr().out.splitlines()[-2] == note
-    assert "only to be told of" in _said("halt-together", path)[1]
+    assert "only reported" in _said("halt-together", path)[1]
     suspected = write(tmp_path / "s.jsonl", [*records[:3], replace(BROKEN, action="suspected"), *records[3:]])
     assert recorded_violations(read_run(suspected)) == ("a suspicion: gradients-agree at step 2 on rank 1, suspected",)
 

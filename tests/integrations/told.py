@@ -15,7 +15,6 @@ from andon.run.folder import RunFolder
 
 
 def measured(folder: Path) -> dict[str, dict[int, float]]:
-    """The real numbers in metrics.jsonl, by name and step."""
     found: dict[str, dict[int, float]] = {}
     for line in map(json.loads, RunFolder(folder).metrics.read_text().splitlines()):
         for name, value in line.items():

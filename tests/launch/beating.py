@@ -29,8 +29,6 @@ STEPS, AT = 4, 3
 
 
 class World:
-    """Ranks that were started in `folder`, to be waited for."""
-
     def __init__(self, folder: Path, port: int, size: int) -> None:
         self.folder, self._port, self.size = folder, port, size
         self.processes: dict[int, BaseProcess] = {}

@@ -138,8 +138,6 @@ class Counted:
 
 
 class Late(Counted):
-    """A store whose second answer is another one than the first."""
-
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """What rank 1 told before it ended, then what it told at its end."""
         self.asked.append("multi_get")
@@ -259,8 +257,6 @@ TIMEOUTS = Timeouts(600.0, silence_s=600.0)
 
 
 class Clocks:
-    """The clocks of this process, which a test moves on by itself."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead = self.used = 0.0
         wall, cpu = time.monotonic, time.process_time

@@ -34,7 +34,6 @@ def end(pipe: Pipe, workers: int = 2, **how: str) -> LaunchResult:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_every_rank_gets_the_payload_as_it_was(tmp_path: Path, workers: int) -> None:
-    """JSON of every kind arrives unchanged."""
     payload: dict[str, Any] = {
         "folder": str(tmp_path),
         "a": [1, 0.1, None, True, "ü ${local_rank} $$ \U0001f6a8", {}],

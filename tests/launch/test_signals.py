@@ -174,7 +174,6 @@ def imports(pid: int, run: Path) -> bool:
 
 
 def has_the_folder(pid: int, run: Path) -> bool:
-    """The run folder is its own: training begins now, or has."""
     return run.exists()
 
 

@@ -75,7 +75,6 @@ def watch(ranks: list[Rank], folder: Path, *, silence_s: float = math.inf, launc
 
 
 def after_looks(monkeypatch: pytest.MonkeyPatch, looks: int, act: Callable[[], object]) -> None:
-    """`act` once the supervisor has looked at its ranks so often."""
     look, seen = Supervisor._look, list[None]()
 
     def counted(self: Supervisor) -> None:

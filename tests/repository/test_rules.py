@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.repository.sources import PACKAGES, ROOT, text_files
+from tests.support.messages import SNAPSHOT, snapshot
 
 PORTS = (
     re.compile(r"(localhost|127\.0\.0\.1|0\.0\.0\.0|\[::1\]):[1-9]\d*"),
@@ -37,6 +39,13 @@ def test_what_the_command_line_starts_with_loads_no_heavy_library(
     program = f"{loading}; print(*(name for name in {libraries!r} if name in sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_change_of_words_is_seen_in_review() -> None:
+    was, now = SNAPSHOT.read_text(encoding="utf-8").splitlines(), snapshot().splitlines()
+    changed = "\n".join(difflib.unified_diff(was, now, SNAPSHOT.name, "the sources", n=0, lineterm=""))
+    if changed:
+        pytest.fail(f"{changed}\nIf these texts are meant: python -m tests.support.messages", pytrace=False)
 
 
 def matching(paths: list[Path], *patterns: re.Pattern[str]) -> list[str]:

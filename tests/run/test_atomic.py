@@ -294,7 +294,7 @@ def test_a_lock_that_was_removed_meanwhile_owns_nothing(tmp_path: Path, monkeypa
         lock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", discarded_first)
-    with pytest.raises(InputError, match="discarded"), run.open_for_writing():
+    with pytest.raises(InputError, match="removed"), run.open_for_writing():
         pytest.fail("two processes would own the folder")
 
 
@@ -370,6 +370,6 @@ def test_a_folder_with_links_is_refused(tmp_path: Path, name: str) -> None:
     if (run.path / name).exists():
         (run.path / name).rmdir()
     (run.path / name).symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(InputError, match=f"{name}: is a link"), run.open_for_writing():
+    with pytest.raises(InputError, match=f"{name}: is a symbolic link"), run.open_for_writing():
         pytest.fail("it would be written through")
     assert not (tmp_path / "elsewhere").exists()

@@ -62,8 +62,6 @@ _START = (
 
 
 class Browser:
-    """One Chromium with one page. `profile` is a new folder."""
-
     def __init__(self, profile: Path) -> None:
         commands, self._out = _pipe()
         self._in, answers = _pipe()

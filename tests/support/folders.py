@@ -31,13 +31,11 @@ class Interrupted:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Starts runs on one file of 45 rows."""
     return Runs(write_jsonl(tmp_path_factory.mktemp("data") / "train.jsonl"))
 
 
 @pytest.fixture(scope="session")
 def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of one worker. Read it; copy it to change it."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     assert runs.train(folder) == Exit.OK
     return folder

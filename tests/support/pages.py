@@ -59,8 +59,6 @@ class Shown:
 
 @dataclass
 class Tables(Read):
-    """A page with its tables in order."""
-
     tables: list[Shown] = field(default_factory=list)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:

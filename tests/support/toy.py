@@ -42,8 +42,6 @@ class ToyModel(nn.Module):
 
 
 class ToyTask:
-    """Gaussian rows with random labels, and their cross-entropy."""
-
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.x = torch.randn(ROWS, FEATURES, generator=generator)
@@ -79,7 +77,6 @@ def replica(
     seed: int = SEED,
     kind: type[Replica] = Replica,
 ) -> Replica:
-    """A replica on the CPU; two of them have the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         own = model()

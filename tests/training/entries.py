@@ -26,7 +26,6 @@ AT = 7
 
 
 def kill_rank(payload: Payload) -> int:
-    """Rank 1 is killed while the others wait for it."""
     return _with_fault(payload, 1, lambda context: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -103,8 +102,6 @@ def flip_weight(payload: Payload) -> int:
 
 
 def flip_base(payload: Payload) -> int:
-    """A frozen weight of rank 1 changes its sign after update 9."""
-
     def flip(replica: Replica) -> None:
         frozen = next(p for p in replica.model.parameters() if not p.requires_grad)
         frozen.data.view(-1)[3] *= -1.0

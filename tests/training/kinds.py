@@ -26,7 +26,6 @@ class Kind:
     name: str = ""
 
     def written(self, folder: Path) -> Runs:
-        """Runs on rows that are written into `folder`."""
         path = folder / "rows.jsonl"
         path.write_text("".join(f"{json.dumps(self.rows(place))}\n" for place in range(COUNT)))
         return Runs(path, (*self.settings, *([] if self.found else [f"task={self.task}"])))

@@ -48,7 +48,6 @@ SMALL = (
 
 
 def row(number: int, classes: int = 3) -> tuple[str, str]:
-    """A text and its label; texts are of different lengths."""
     label = COLOURS[number % classes]
     return f"{'a ' * (number % 7)}{label} thing number {number}", label
 
@@ -79,7 +78,6 @@ class Runs:
     def train(
         self, folder: Path, *more: str, backend: str = "inline", workers: int = 1, resume: str = "never", **entry: str
     ) -> Exit:
-        """`andon train` in this process, and in rank processes of it."""
         flags = {"run.dir": str(folder), "run.backend": backend, "run.workers": workers, "run.resume": resume}
         return run_training(None, self.overrides(*more), flags, **entry)
 
@@ -112,14 +110,12 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What must be the same to the bit wherever a run was done."""
     found = summary(folder)
     names = ("steps", "weights_digest", "initial_weights_digest", "final_loss", "eval", "best_step", "reason")
     return {name: found[name] for name in names}
 
 
 def records(folder: Path, kind: str) -> list[Any]:
-    """The ledger's records of one kind, the chain verified."""
     found: list[Record] = list(read_ledger(RunFolder(folder).ledger))
     return [record for record in found if record.kind == kind]
 

@@ -193,7 +193,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_p
     assert (lost.value.exit, lost.value.path) == (Exit.RANK_LOST, tmp_path / "python")
     command = shutil.copytree(tmp_path / "python", tmp_path / "command")
     kept = sorted((tmp_path / "python" / "rows").iterdir())
-    with pytest.raises(andon.InputError, match="a resumed run keeps what defines it"):
+    with pytest.raises(andon.InputError, match="a resumed run must keep this setting"):
         train(ROWS[:-3], tmp_path / "python", resume="auto")
     assert sorted((tmp_path / "python" / "rows").iterdir()) == kept
     assert outcome(train(ROWS, tmp_path / "python", resume="auto").path) == outcome(whole)
@@ -203,7 +203,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_p
     assert outcome(tmp_path / "command") == outcome(whole)
     finished = train(ROWS, tmp_path / "python", resume="auto")
     assert finished.verify().holds
-    with pytest.raises(andon.InputError, match="is not that of the finished run"):
+    with pytest.raises(andon.InputError, match="differs from the data of the finished run"):
         train(ROWS[:-3], tmp_path / "python", resume="auto")
 
 
@@ -247,7 +247,7 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("step", "left"), [(AT, "the last checkpoint stands; resume"), (2, "no checkpoint had")])
+@pytest.mark.parametrize(("step", "left"), [(AT, "the last checkpoint is kept; resume"), (2, "no checkpoint had")])
 def test_a_second_interrupt_ends_at_once_and_is_raised_too(
     whole: Path,
     tmp_path: Path,
@@ -259,7 +259,7 @@ def test_a_second_interrupt_ends_at_once_and_is_raised_too(
     signalled(monkeypatch, signal.SIGINT, times=2, step=step)
     with pytest.raises(KeyboardInterrupt):
         train(ROWS, tmp_path / "run")
-    assert f"ended at once: a second SIGINT asked for it; {left}" in capsys.readouterr().err
+    assert f"stopped at once by a second SIGINT; {left}" in capsys.readouterr().err
     assert outcome(train(ROWS, tmp_path / "run", resume="auto").path) == outcome(whole)
 
 
@@ -319,7 +319,6 @@ def test_the_caller_s_settings_change_no_bit_and_are_found_again(
 
 
 def steps(run: andon.TrainingRun) -> list[dict[str, Any]]:
-    """The history as a list, whether pandas is installed or not."""
     found: Any = run.history
     return list(found if isinstance(found, list) else found.to_dict(orient="records"))
 
@@ -367,11 +366,11 @@ def test_verify_says_what_is_broken(tmp_path: Path) -> None:
 
 def test_where_processes_may_not_be_started_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")  # ranks would start ranks
-    with pytest.raises(andon.InputError, match="this process is one; have torchrun start the command"):
+    with pytest.raises(andon.InputError, match="torchrun started this process as a rank; run instead"):
         andon.train()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
-    with pytest.raises(andon.InputError, match="a daemonic process may start none; take inline"):
+    with pytest.raises(andon.InputError, match="a daemonic process"):
         andon.train()
 
 
@@ -380,7 +379,7 @@ def test_a_thread_can_train_but_not_two_at_once(whole: Path, tmp_path: Path, mon
     begin = api.start
 
     def meanwhile(*arguments: Any, **more: Any) -> Any:
-        with pytest.raises(RuntimeError, match="another run is trained in this process") as error:
+        with pytest.raises(RuntimeError, match="another run is training in this process") as error:
             andon.train()
         refused.append(error.value)
         return begin(*arguments, **more)

@@ -33,7 +33,6 @@ def validated(folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def stopped(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that stopped early. It has a file of evaluation rows."""
     place = tmp_path_factory.mktemp("stopped")
     assert runs.train(place / "run", *STEEP, f"data.eval={write_jsonl(place / 'test.jsonl', 30)}") == Exit.OK
     return place / "run"

@@ -103,7 +103,6 @@ def ours(run: Path) -> list[dict[str, float]]:
 
 
 def same(found: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    """One class's probability may differ by rounding alone."""
     assert found == [pytest.approx(other, abs=1e-6) for other in wanted]
 
 
@@ -228,7 +227,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(made: Path, tmp_p
     taken = tmp_path / "taken"
     taken.mkdir()
     for target, options, what in (
-        (taken, (), "is there already"),
+        (taken, (), "already exists"),
         (tmp_path / "no" / "out", MERGE, "does not exist"),
         (tmp_path / "out", ("--dtype", "bfloat16"), "is for --merge"),
         (tmp_path / "out", ("--merge", "--dtype", "float8"), "is not one of float32, bfloat16"),

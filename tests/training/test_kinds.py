@@ -23,6 +23,7 @@ from andon.data.tokens import byte_tokenizer
 from andon.metrics.scores import digest_of
 from andon.model.adapter import save_base, trainable_parameters
 from andon.run.folder import RunFolder
+from andon.run.summary import with_labels
 from andon.training.build import build_model, build_replicas
 from andon.training.inference import PredictedTags, Prediction, evaluate_run, load_run, predict, read_labelled, rows_of
 from andon.training.material import prepare
@@ -69,11 +70,11 @@ def test_a_resumed_run_ends_with_the_same_bits(whole: Made, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("task", [REGRESSION, MULTI_LABEL, TOKEN_CLASSIFICATION])
 def test_a_task_without_rows_names_a_small_file_that_it_learns_from(task: str, tmp_path: Path) -> None:
-    missing = rf"data\.train: task {task} needs rows: name a file with --data; a small one of the repository: (\S+)"
+    missing = rf"data\.train: task {task} needs rows: name a file with --data; an example is (\S+)"
     with pytest.raises(InputError, match=missing) as caught:
         run_training(None, [*SMALL, f"task={task}"], {"run.dir": str(tmp_path / "run")})
     assert not (tmp_path / "run").exists()
-    example = Path(__file__).parents[2] / str(caught.value).rpartition(": ")[2]
+    example = Path(__file__).parents[2] / str(caught.value).rpartition("example is ")[2]
     assert Runs(example, (f"task={task}",)).train(tmp_path / "run", "training.max_steps=1") == 0
 
 
@@ -104,7 +105,7 @@ def test_a_run_scores_its_own_validation_rows_as_its_summary_has_them(whole: Mad
     values = json.loads(json.dumps(found.as_dict()))
     if found.confusion is not None:  # the summary quotes its file
         values["confusion"] = digest_of(found.confusion)
-    assert values == summary(folder)["eval"]
+    assert with_labels(values, rows.labels) == summary(folder)["eval"]
     assert found.rows == len(held)
 
 
@@ -115,7 +116,7 @@ def test_a_run_of_pairs_is_asked_with_pairs(of_kind: Callable[[str], Made]) -> N
     assert isinstance(first, Prediction)
     assert isinstance(second, Prediction)
     assert first.probability != second.probability
-    with pytest.raises(InputError, match="has learned from pairs, with a second text in 'about'"):
+    with pytest.raises(InputError, match="was trained on pairs, with a second text in 'about'"):
         list(predict(run, ["red"]))
 
 
@@ -129,14 +130,13 @@ def test_a_text_that_is_cut_counts_once(of_kind: Callable[[str], Made]) -> None:
     assert run.tokenizer.truncated == 1
 
 
-def test_labels_above_a_half_are_told_with_their_scores(of_kind: Callable[[str], Made]) -> None:
+def test_labels_above_a_half_are_told_and_the_scores_of_all(of_kind: Callable[[str], Made]) -> None:
     _, _, folder = of_kind("multi-label")
     run = load_run(RunFolder(folder))
     for found in predict(run, ["red thing number 1", "a blue thing number 30"]):
-        few, all_ = found.record(None, float), found.record(run.labels, float)
-        assert [*all_["scores"]] == ["blue", "green", "long", "red"]
-        assert few["labels"] == [name for name, score in all_["scores"].items() if score > 0.5]
-        assert few["scores"] == {name: all_["scores"][name] for name in few["labels"]}
+        told = found.record(None, float)
+        assert [*told["scores"]] == ["blue", "green", "long", "red"]
+        assert told["labels"] == [name for name, score in told["scores"].items() if score > 0.5]
 
 
 def test_joined_labels_are_one_class_and_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,8 +173,8 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
             "if they mean the same, spell them in one way"
         ),
         "warning: no training row has the class 'urgent'; all its rows are held back for validation",
-        f"note: 1 texts span several lines (first: {data}:{validation[0] + 2}); is a quote left open there?",
-        "note: 1 of 2 evaluation rows are cut to 64 tokens",
+        f"note: 1 text with line breaks (first: {data}:{validation[0] + 2}); is a quote left open there?",
+        "note: 1 of 2 evaluation rows cut to 64 tokens",
     ]
     assert [line for line in told if line not in lines] == []
     given = [*config, "run.backend=inline", "training.max_steps=1"]

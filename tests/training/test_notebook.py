@@ -81,7 +81,7 @@ def test_the_docs_run_in_a_notebook(
     told, errors = zip(*map(notebook, BLOCKS), strict=True)
     assert errors == ("",) * len(BLOCKS)
     assert outcome(tmp_path / "runs" / "colours") == documented
-    for part in ("2 gloo workers", documented["weights_digest"], "chain-intact v1: holds"):
+    for part in ("2 workers (gloo)", documented["weights_digest"], "chain-intact v1: holds"):
         assert part in told[0]
 
 

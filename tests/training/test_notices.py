@@ -152,7 +152,7 @@ def test_a_model_at_which_the_host_waits_for_the_gpu_is_named(
     attested("nccl", Masking.UNMASKED, monkeypatch)
     assert capsys.readouterr().err == ""
     attested("nccl", Masking.TOKENS, monkeypatch)
-    assert "at which the host waits for the GPU once a pass" in capsys.readouterr().err
+    assert "which makes the CPU wait for the GPU at each pass" in capsys.readouterr().err
 
 
 # What ranks find out together: GPUs that do not work, clocks that are apart

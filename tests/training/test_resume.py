@@ -136,7 +136,7 @@ def test_resume_auto_without_a_folder_finds_the_run(
     assert run_training(None, runs.overrides(), flags) == 0
     said = capsys.readouterr().err
     assert f"andon: resume: {mine} is the newest unfinished run of this configuration" in said
-    assert "resume: runs/odd is passed over: runs/odd/metrics.jsonl: " in said
+    assert "resume: skipped runs/odd: runs/odd/metrics.jsonl: " in said
     assert "resume: from step-00000002" in said
     assert outcome(mine) == outcome(whole)
     before = set(Path("runs").iterdir())
@@ -519,7 +519,7 @@ def test_a_finished_run_is_not_taken_for_another(runs: Runs, whole: Path, tmp_pa
     moved.write_bytes(runs.data.read_bytes())
     require_same_as_finished(_with(config, "data", train=str(moved)), RunFolder(whole))
     moved.write_bytes(runs.data.read_bytes().rpartition(b'{"text"')[0])
-    with pytest.raises(InputError, match="data: is not that of the finished run"):
+    with pytest.raises(InputError, match="data: differs from the data of the finished run"):
         require_same_as_finished(_with(config, "data", train=str(moved)), RunFolder(whole))
 
 

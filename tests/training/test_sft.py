@@ -165,7 +165,7 @@ def test_what_cannot_be_told_of_packs_is_not_told(whole: tuple[tuple[str, ...], 
     settings, folder = whole
     said = CliRunner().invoke(app, ["show", str(folder), "--step", "2"], catch_exceptions=False).output
     assert ("say" in said) is not bool(settings)
-    assert ("ids are those of packs" in said) is bool(settings)
+    assert ("an id is a pack" in said) is bool(settings)
 
 
 def test_memory_is_planned(conversations: Runs) -> None:

@@ -86,7 +86,7 @@ def test_what_is_damaged_is_made_again(
     (key,) = (each for each in folder.iterdir() if each.is_dir())
     harm(key / name)
     assert ids_of(made(path, folder)) == wanted
-    assert f"what is kept in {key} is not used, and made again" in capfd.readouterr().err
+    assert f"the cache in {key} cannot be used and is built again" in capfd.readouterr().err
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_cache, "encode_each", never)
         assert ids_of(made(path, folder)) == wanted
@@ -293,7 +293,7 @@ def test_conversations_that_only_the_tokenizer_shows_to_be_useless_are_in_no_bat
         assert material.evaluation_ids == (0, 1, 2, 4)
         assert len(material.unusable) == len(useless) + 1
     (path.parent / "0.jsonl").write_text(json.dumps(rows[3]) + "\n" + json.dumps(rows[8]) + "\n")
-    with pytest.raises(InputError, match="no row that can be used is left to train on"):
+    with pytest.raises(InputError, match="no usable row is left to train on"):
         prepare(load_config(None, [f"data.train={path}", "data.bad_rows=skip", "data.validation_fraction=0.5"]))
 
 

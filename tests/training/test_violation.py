@@ -48,7 +48,7 @@ def test_every_rank_process_ends_with_70(
     assert outcome(folder) == outcome(whole)
     assert summary(folder)["violations"] == 1
     last = capfd.readouterr().err
-    assert "violations before it was resumed: 1\n" in last
+    assert "violations before the run was resumed: 1; " in last
     assert "no violation" not in last
 
 
@@ -104,7 +104,7 @@ def test_token_ids_are_compared_between_hosts(
     (tmp_path / "differs").touch()
     shutil.rmtree(tmp_path / "host-b")
     assert runs.train(tmp_path / "other", backend="gloo", workers=2, entry=entry) == 2
-    assert "the same rows have other token ids on host-b (rank 1) than on" in capfd.readouterr().err
+    assert "the same rows have different token ids on host-b (rank 1) than on" in capfd.readouterr().err
     assert not (tmp_path / "other" / "ledger.jsonl").exists()
 
 
@@ -131,7 +131,7 @@ def test_to_leave_in_one_process_is_no_success_either(
     after_update(monkeypatch, AT, lambda replica: sys.exit(0), each=True)
     assert runs.train(tmp_path / "run", workers=2) == Exit.RANK_LOST
     said = capfd.readouterr().err
-    assert f"the run is not finished: something in it called sys.exit(0) after step {AT - 1} of {STEPS}" in said
+    assert f"the run is not finished: code in the run called sys.exit(0) after step {AT - 1} of {STEPS}" in said
     assert f"--run-dir {tmp_path / 'run'} --resume auto" in said
     with pytest.raises(
         InputError, match=rf"a run that is not finished \(after step {AT - 1} of {STEPS}\); add --resume"

@@ -83,7 +83,7 @@ def test_weights_that_part_are_suspected_once_and_held_where_they_agree_again() 
         assert synchrony.parted(step) == (step == 1)
     _update(synchrony, 4, "met")
     assert (synchrony.state, synchrony.met, synchrony.longest) == (State.LOCAL, 1, 3)
-    assert "1 times, at most 3 updates apart" in synchrony.closing_line()
+    assert "1 update that averaged the weights, at most 3 updates apart" in synchrony.closing_line()
     waiting = {step: _update(synchrony, step)[1] for step in range(5, 60)}
     assert min(step for step, clauses in waiting.items() if "replicas-agree" not in clauses) == 4 + 4 * 3 + 16 + 1
 

@@ -663,7 +663,8 @@ class HaltSignal:
             _end_process(f"{cause.text}\n  ended    {blocked}")
         aborted = _abort_groups()
         if not aborted or not self._raised.wait(_UNBLOCK_S):
-            log(f"{cause.text}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
+            head = cause.text.partition("\n")[0]  # the ranks that raise print the whole message
+            log(f"{head}\n  blocked  rank {self._rank} {place}: {_what_ends(place, aborted)}")
         self._raised.wait()
 
     def _excepthook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

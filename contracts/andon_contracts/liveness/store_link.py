@@ -302,5 +302,5 @@ def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc
     if not open_at:
         return ""
     where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
-    risk = "other machines can end this run and perhaps run code as you (docs/machines.md)"
+    risk = "other machines can end this run and perhaps run code as you; close the port (docs/machines.md)"
     return f"torchrun listens {where} (port {port}): {risk}"

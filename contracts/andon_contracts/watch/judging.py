@@ -141,7 +141,7 @@ class Verdicts:
             by_command=self.settings.by_command,
             also=tuple(_effect(each) for each, _ in news),
         )
-        complete = with_bundle(violation, scene, evidence, facts or {})
+        complete = with_bundle(violation, scene, evidence, {**(facts or {}), "suspicion": suspicion})
         self.findings.append(complete)
         self._record(complete, suspicion, applied)
         if not suspicion:

@@ -76,7 +76,7 @@ def open_ledger(settings: Settings, writer: int) -> LedgerFile | None:
         what = "is not a ledger or was changed, so the watch does not write to it; name a new file"
         raise ValueError(f"ledger: {path} {what} ({error})") from None
     except BlockingIOError:
-        raise ValueError(f"ledger: {path} is being written by another process") from None
+        raise ValueError(f"ledger: {path} is being written by another process; name another file") from None
     except OSError as error:
         raise ValueError(f"ledger: {path} cannot be written: {error.strerror}") from None
     first = next((line for line, _ in read_lines(path)), None) if file.head[0] else None

@@ -28,7 +28,7 @@ from andon_contracts.violation import first_line
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, parameters_of, unwrap
-from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings
+from andon_contracts.watch.settings import Action, Plan, Reference, Scaler, Schedule, Settings, as_duration
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
@@ -66,8 +66,8 @@ def watch(
     updates: int | None = None,
     replicate: Any = None,
     hard_stop: bool = False,
-    timeout: datetime.timedelta = Settings.timeout,
-    patience: datetime.timedelta = Settings.patience,
+    timeout: datetime.timedelta | float = Settings.timeout,
+    patience: datetime.timedelta | float = Settings.patience,
     verbose: bool = False,
 ) -> Watch:
     """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
@@ -86,8 +86,9 @@ def watch(
     start: the number of updates made before. updates: the total number of updates at the end, with those before.
     replicate: the process group or one-dimensional device mesh of the ranks with the same parameters (default: all
     ranks, or as the mesh of the shards says). hard_stop: kill ranks that are blocked in native code when all halt.
-    timeout: how long a rank waits for the others. patience: how long the process of a rank may be stopped, or a rank on
-    another machine may send no heartbeat, before all ranks halt. verbose: list every clause at the opening.
+    timeout: how long a rank waits for the others, in seconds or as a `timedelta`. patience: the same, how long the
+    process of a rank may be stopped, or a rank on another machine may send no heartbeat, before all ranks halt.
+    verbose: list every clause at the opening.
 
     Raises `ValueError` on every rank if any rank has a wrong argument. A fault of the model or of the ranks that exists
     at the start is a finding, and `action` applies to it.
@@ -108,15 +109,22 @@ class CannotWatch(ValueError):
 
 def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) -> Watch:
     """Open a watch, as `watch` does. If any rank refuses, nothing stays open."""
+    durations, problems = dict[str, Any](), list[str]()
+    for name in ("timeout", "patience"):
+        try:
+            durations[name] = as_duration(name, getattr(settings, name))
+        except ValueError as error:  # the ranks meet by the default, so that all of them raise
+            durations[name] = getattr(Settings, name)
+            problems.append(str(error))
     with ExitStack() as undo:
-        gather = GroupGather(own_group(settings.group, settings.timeout), WIDTH)
+        gather = GroupGather(own_group(settings.group, durations["timeout"]), WIDTH)
         ranks = [int(os.environ.get("RANK", "0"))]  # global ranks; torchrun's number without a group
         if dist.is_initialized():
             ranks = dist.get_process_group_ranks(settings.group or dist.group.WORLD)
         exchange = Exchange(gather, ranks)
         undo.callback(exchange.close)
         optimizers = [_unwrapped(each) for each in optimizers]
-        problems = [] if isinstance(model, nn.Module) else [f"model must be an nn.Module, not {type(model).__name__}"]
+        problems += [] if isinstance(model, nn.Module) else [f"model must be an nn.Module, not {type(model).__name__}"]
         if not optimizers:
             problems.append("optimizer is an empty list: name at least one")
         problems += [
@@ -187,7 +195,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
             if store is not None:
                 signed, pending = SignedStore(store, secret_from_ints(seen[0].values)), PendingCollectives(ranks)
                 options = {"hard_stop": settings.hard_stop, "warns": settings.action == "warn"}
-                patience_s = settings.patience.total_seconds()
+                patience_s = durations["patience"].total_seconds()
                 size = exchange.world_size
                 halt = HaltSignal(signed, exchange.rank, size, pending, patience_s=patience_s, **options)
                 undo.push(halt.end_with)

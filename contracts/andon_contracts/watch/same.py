@@ -21,6 +21,7 @@ from andon_contracts.laws.law import Judgement, Law, Seen, by_rank
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import WIDTH, Exchange
+from andon_contracts.watch.settings import Settings, as_duration
 from andon_contracts.watch.values import text_digest, value_digest
 
 _SHOWN, _BEFORE, _MOST = 60, 20, 1 << 16
@@ -36,7 +37,7 @@ def _tree_law(name: str, *, stops: bool = False) -> Law[Seen[object]]:
         odd = [each for each, column in columns.items() if len(set(column)) > 1]
         what = "the trees have different leaves" if name == "places" else f"{len(odd)} of {len(columns)} leaves differ"
         details = tuple((each, " ".join(map(hex64, columns[each]))) for each in odd)
-        return Finding(what, seen.step, minority(columns[odd[0]]), odd[0], details)
+        return Finding(what, seen.step, minority(columns[odd[0]]), odd[0], details, likely="")
 
     return Law(f"trees-agree/{name}", (name,), check, stops=stops)
 
@@ -46,7 +47,7 @@ _TREE = (_tree_law("places", stops=True), _tree_law("leaves"))
 
 
 def assert_same(
-    tree: Any, *, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta = datetime.timedelta(minutes=30)
+    tree: Any, *, group: dist.ProcessGroup | None = None, timeout: datetime.timedelta | float = Settings.timeout
 ) -> None:
     """Check that every rank has the same `tree`, to the bit. Collective.
 
@@ -59,7 +60,8 @@ def assert_same(
     kinds: dict[str, str] = {}
     _flatten(tree, "tree", leaves, kinds)
     digests, problem = dict[str, int](), ""
-    with closing(Exchange(GroupGather(own_group(group, timeout), WIDTH))) as exchange:
+    limit = as_duration("andon.assert_same: timeout", timeout)
+    with closing(Exchange(GroupGather(own_group(group, limit), WIDTH))) as exchange:
         try:
             for name, leaf in leaves.items():
                 if isinstance(leaf, Tensor) and not leaf.is_meta:

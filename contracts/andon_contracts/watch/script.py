@@ -108,11 +108,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_args(arguments)
     pairs = (text.partition("=") for text in options.allow)
     options.allow = {clause.strip(): reason.strip() for clause, _, reason in pairs}
-    problems = [f"say --allow {clause}=REASON" for clause, reason in options.allow.items() if not reason]
+    without = (clause for clause, reason in options.allow.items() if not reason)
+    problems = [f"--allow {clause} has no reason: write --allow {clause}=REASON" for clause in without]
     problems = problems or allow_problems(options.allow)
     for name in unknown:
         known = name.removeprefix("--").partition("=")[0].replace("-", "_") in Settings.__dataclass_fields__
-        problems.append(f"{name} needs a line in the script: andon.watch(...)" if known else f"no option {name}")
+        in_script = f"{name} is not an option but an argument of andon.watch(...) in the script"
+        problems.append(in_script if known else f"no option {name}")
     if not (options.command or unknown):
         problems.append("name the script to run")
     elif not (options.module or unknown):

@@ -6,6 +6,7 @@ import datetime
 import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeGuard
 
@@ -55,8 +56,8 @@ class Settings:
     updates: int | None = None
     replicate: Any = None
     hard_stop: bool = False
-    timeout: datetime.timedelta = datetime.timedelta(minutes=30)
-    patience: datetime.timedelta = datetime.timedelta(seconds=30)
+    timeout: datetime.timedelta | float = datetime.timedelta(minutes=30)
+    patience: datetime.timedelta | float = datetime.timedelta(seconds=30)
     verbose: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
@@ -113,6 +114,15 @@ class Settings:
             return [*problems, "the model has no trainable parameter"]
         what = "holds no parameter of this model: is it the optimizer of another one?"
         return problems + [f"optimizer {number} {what}" for number in subject.foreign_optimizers()]
+
+
+def as_duration(name: str, value: datetime.timedelta | float) -> datetime.timedelta:
+    """A duration from a `timedelta` or from seconds. Raises `ValueError` if `value` is neither, or not above 0."""
+    with suppress(TypeError, ValueError, OverflowError):
+        duration = value if isinstance(value, datetime.timedelta) else datetime.timedelta(seconds=value)
+        if duration > datetime.timedelta(0):
+            return duration
+    raise ValueError(f"{name} must be seconds above 0, such as 30, or a datetime.timedelta, not {value!r}")
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -27,6 +27,7 @@ from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, d
 from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
+from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.checks.scale import loss_parts
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
@@ -74,7 +75,11 @@ class Watch:
         replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
         context.recorder = Recorder(ledger, subject, replicated)
         folder = None if settings.folder is None else Path(settings.folder)
-        ids, tensors = (lambda: list(context.rows.ids)), partial(bundle_tensors, context)
+        loaded, tensors = context.check(LoadedRows), partial(bundle_tensors, context)
+
+        def ids() -> list[int]:  # as reported, else as loaded
+            return context.rows.ids or ([] if context.rows.is_past else loaded.ids)
+
         evidence = Evidence(folder, exchange.rank, exchange.world_size, ids, tensors, subject.accelerators())
         context.verdicts = Verdicts(settings, live, record=context.recorder.violation, evidence=evidence)
         self._halt = halt
@@ -342,7 +347,7 @@ class Watch:
 
     def _demand_open(self) -> None:
         if self.closed:
-            raise ValueError("this watch is closed")
+            raise ValueError("this watch is closed; call andon.watch again to open a new one")
 
     def _say(self, lines: Sequence[str]) -> None:
         if self._context.exchange.rank == 0:
@@ -400,8 +405,11 @@ class Watch:
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
                 f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step",
-                *(f"  {name}: {counted(count, 'time')}, first at step {first[name]}" for name, count in repeated),
-                *(f"  {name}: {counted(count, 'time')}, silenced by allow" for name, count in silenced),
+                *(
+                    f"  {name}: {counted(count, 'check')} failed, first at step {first[name]}"
+                    for name, count in repeated
+                ),
+                *(f"  {name}: {counted(count, 'check')} failed, silenced by allow" for name, count in silenced),
                 f"  not checked: {', '.join(unchecked)}" * bool(unchecked),
                 *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
                 unread,

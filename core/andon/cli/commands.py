@@ -49,15 +49,13 @@ def _show_version(requested: bool) -> None:
 @app.callback()
 def andon(
     shown: Annotated[
-        bool, Option("--version", is_eager=True, callback=_show_version, help="Say which version this is.")
+        bool, Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Data-parallel LoRA training, every step a checked fact."""
+    """Finds silent errors in data-parallel training: checks any loop, tests trainers, trains reproducibly."""
 
 
 class _Command(TyperCommand):
-    """Logs an interruption, and suggests a setting for an unknown option."""
-
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().make_context(*args, **kwargs)
@@ -100,7 +98,6 @@ _WEIGHED = re.compile(r"(.+)=([-+]?[0-9.][-+0-9.e]*)")
 
 
 def _train_files(arguments: Sequence[str]) -> object:
-    """The value of `data.train`: a single path without a weight as it is, anything else as a list of sections."""
     files: list[dict[str, object]] = []
     for argument in arguments:
         weighed = _WEIGHED.fullmatch(argument)
@@ -112,16 +109,16 @@ def _train_files(arguments: Sequence[str]) -> object:
 
 
 def _config_arguments(
-    config: Annotated[Path | None, Argument(help="YAML file; without one, the embedded example.")] = None,
+    config: Annotated[Path | None, Argument(help="YAML file; by default the built-in demo.")] = None,
     backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
     task: Annotated[
-        str | None, Option(metavar="NAME", help="What is learned of a row, as in regression; else as the data has it.")
+        str | None, Option(metavar="NAME", help="The task, such as regression; by default it follows from the data.")
     ] = None,
     data: Annotated[
         list[str] | None,
         Option(
             metavar="FILE[=WEIGHT]",
-            help="Training rows: JSONL, CSV, TSV or Parquet; again for further files, whose rows count WEIGHT times.",
+            help="Training rows: JSONL, CSV, TSV or Parquet. Repeat it for more files. Each row occurs WEIGHT times.",
         ),
     ] = None,
     eval_data: Annotated[str | None, Option(help="Rows to evaluate on, never trained on.")] = None,
@@ -129,7 +126,7 @@ def _config_arguments(
     label_column: Annotated[str | None, Option(help="Column of the labels.")] = None,
     model: Annotated[str | None, Option(help="Hugging Face model folder or hub id of the base.")] = None,
     overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one key, as in optimizer.lr=1e-3.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one setting, as in optimizer.lr=1e-3.")
     ] = None,
 ) -> ConfigArguments:
     flags = {
@@ -164,15 +161,17 @@ def _configured(command: Callable[..., None]) -> Callable[..., None]:
 def train(
     arguments: ConfigArguments,
     workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
-    resume: Annotated[str | None, Option(help="auto: go on in --run-dir, or the newest unfinished.")] = None,
+    resume: Annotated[str | None, Option(help="auto: continue --run-dir, or the newest unfinished run.")] = None,
     run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
-    quiet: Annotated[bool, Option("--quiet", help="No progress, no scores.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Metrics as lines of JSON on standard output.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Print no progress and no scores.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print metrics as lines of JSON.")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="Print all metrics, audits and digests, too.")] = False,
 ) -> None:
-    """Train. The result is the same to the bit for every number of workers."""
-    if quiet and as_json:
-        raise InputError.at("--quiet", "cannot be combined with --json; give one of them")
-    progress = "quiet" if quiet else "json" if as_json else None
+    """Fine-tune a model on your rows. Any number of workers gives the same bits."""
+    modes = [name for name, on in (("quiet", quiet), ("json", as_json), ("verbose", verbose)) if on]
+    if len(modes) > 1:
+        raise InputError.at(f"--{modes[0]}", f"cannot be combined with --{modes[1]}; give one of them")
+    progress = modes[0] if modes else None
     flags = {"run.progress": progress, "run.workers": workers, "run.resume": resume, "run.dir": run_dir}
     from andon.cli.train import run_training
 
@@ -189,7 +188,7 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
 
     target = path if path.suffix in (".yaml", ".yml") and not is_folder(path) else path / "config.yaml"
     if is_there(target):
-        raise InputError.at(target, "is there already")
+        raise InputError.at(target, "already exists; delete it, or name another file")
     with storage(target):
         target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, template().encode())
@@ -228,9 +227,9 @@ def in_a_child(command: str) -> None:
 def check(
     arguments: ConfigArguments,
     workers: Annotated[int | None, Option(min=1, help="Ranks on this machine.")] = None,
-    show_row: Annotated[int | None, Option(help="Show a row of the training data token by token.")] = None,
+    show_row: Annotated[int | None, Option(help="Show this training row token by token; the first is 0.")] = None,
 ) -> None:
-    """Say what a run would do. Reads configuration, data, tokenizer and model as the run would."""
+    """Check settings, data and model without training. Reports rows, steps and workers, or every mistake."""
     from andon.config.load import load_config
     from andon.integrations.trackers import require
 
@@ -245,11 +244,11 @@ def check(
 
 @_listed
 def doctor(
-    folder: Annotated[Path, Argument(help="Where runs are to be.")] = Path("runs"),
-    as_json: Annotated[bool, Option("--json", help="One JSON object.")] = False,
-    timeout: Annotated[float, Option(min=1, help="Seconds that each check may take at most.")] = 60,
+    folder: Annotated[Path, Argument(help="The folder for runs.")] = Path("runs"),
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
+    timeout: Annotated[float, Option(min=1, help="Time limit of each check in seconds.")] = 60,
 ) -> None:
-    """Check whether runs can train here, and say what to do if not. Exit code 0 if they can, else 1."""
+    """Check whether this machine can train, and how to repair it. Exit code 0 if it can, else 1."""
     from andon.inspection.doctor import examine
 
     checks = []
@@ -262,12 +261,12 @@ def doctor(
         result = {"can_train": can, "checks": [each._asdict() for each in checks]}
         put(*json.dumps(result, indent=2).splitlines())
     else:
-        put("andon train can run here" if can else "andon train cannot run here: see each problem above")
+        put("andon train can run here" if can else "andon train cannot run here: repair each problem above")
     raise Ended(int(Exit.OK if can else Exit.CRASHED))
 
 
 def watch(context: Context) -> None:
-    """Run a training script of your own under the contracts. See andon watch --help."""
+    """Run your own training script and check every update. See andon watch --help."""
     # Registered only for --help: `main` runs it without importing typer.
     from andon_contracts.watch.script import main
 
@@ -281,13 +280,13 @@ _listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # the s
 @_configured
 def plan(
     arguments: ConfigArguments,
-    workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; run.workers by default.")] = None,
+    workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; by default run.workers.")] = None,
     gpu_memory: Annotated[
-        float | None, Option(metavar="GIB", help="Plan for GPUs with so much memory, whatever is here.")
+        float | None, Option(metavar="GIB", help="Plan for GPUs of this size instead of this machine.")
     ] = None,
-    as_json: Annotated[bool, Option("--json", help="One JSON object, in bytes.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print one JSON object; sizes are in bytes.")] = False,
 ) -> None:
-    """Say what memory a run needs on each device. Exit code 0 if it fits, else 2."""
+    """Estimate the memory that a run needs on each device. Exit code 0 if it fits, else 2."""
     from andon.config.load import load_config
     from andon.training.choices import placed
 
@@ -315,10 +314,10 @@ def plan(
 
 FinishedRun = Annotated[Path, Argument(help="Run folder.")]
 Base = Annotated[
-    str | None, Option("--model", metavar="PATH", help="Where the run's base is now; checked to be the same one.")
+    str | None, Option("--model", metavar="PATH", help="The base model, if it was moved; its digest must match.")
 ]
 Checkpoint = Annotated[
-    str | None, Option(metavar="best|last|STEP", help="Weights of this checkpoint; the run's result by default.")
+    str | None, Option(metavar="best|last|STEP", help="Use this checkpoint; by default the result of the run.")
 ]
 Device = Annotated[str, Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
 SameAsData = Annotated[Path | None, Option("--data", help="The same as DATA.")]
@@ -363,27 +362,28 @@ def predict(
     file: Annotated[Path | None, Argument(metavar="DATA", help="Texts: JSONL, CSV, TSV or Parquet.")] = None,
     data: SameAsData = None,
     text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
-    all_scores: Annotated[bool, Option("--all-scores", help="The probability of every label too.")] = False,
+    all_scores: Annotated[bool, Option("--all-scores", help="Also print the probability of every label.")] = False,
     output: Output = None,
     model: Base = None,
     checkpoint: Checkpoint = None,
     device: Device = "auto",
 ) -> None:
-    """Label texts of a file, or lines of standard input. Prints one JSON object each, with the columns of the file.
+    """Label the texts of a file or the lines of standard input. Prints a JSON object for each, with its columns.
 
-    A column that has the name of a result, as `label`, is printed as `input_label`.
+    A column with the name of a result, such as `label`, is printed as `input_label`.
     """
     from andon.cli.results import check_output, one_file, put_rows, records, texts_of
     from andon.training.existing import require_run, require_task
     from andon.training.rows import TEXT_TASKS
 
-    folder = require_run(run)
+    folder = require_run(run, checkpoint)
     require_task(folder, TEXT_TASKS, "generate")
     path = one_file(file, data)
     check_output(output, path)
     texts = texts_of(folder, path, text_column)
     from andon.training.inference import load_run
     from andon.training.inference import predict as predicted
+    from andon.training.material import cut_texts_note
 
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     rows, firsts = tee(texts.rows())
@@ -394,27 +394,27 @@ def predict(
     predictions = predicted(trained, (row.text for row in firsts), pairs=pairs)
     labels = trained.labels if all_scores else None
     put_rows(records(rows, texts.columns, predictions, labels, output), output)
-    if cut := trained.tokenizer.truncated:
-        say(f"note: {cut} texts were cut to {trained.config.model.max_length} tokens (model.max_length)")
+    if note := cut_texts_note(trained.tokenizer.truncated, trained.config):
+        say(note)
 
 
 @_listed
 def generate(
     run: FinishedRun,
     prompt: Annotated[
-        list[str] | None, Argument(help="Prompts; else --data, or a line each of standard input.")
+        list[str] | None, Argument(help="Prompts; without them --data, or lines of standard input.")
     ] = None,
     data: Annotated[Path | None, Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
     prompt_column: Annotated[
-        str | None, Option(help="Column of the prompts; prompt, else messages, by default.")
+        str | None, Option(help="Column of the prompts; by default prompt, else messages.")
     ] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="Tokens of an answer at most.")] = 256,
+    max_new_tokens: Annotated[int, Option(min=1, help="The most tokens of one answer.")] = 256,
     output: Output = None,
     model: Base = None,
     checkpoint: Checkpoint = None,
     device: Device = "auto",
 ) -> None:
-    """Answer prompts, with the likeliest token at each place. Prints one JSON object each."""
+    """Answer prompts by greedy decoding. Prints a JSON object for each."""
     from andon.cli.results import cell, check_output, put_rows, read_lines
     from andon.config.schema import SFT
     from andon.data.conversations import read_prompts
@@ -444,18 +444,18 @@ def generate(
 def export(
     run: FinishedRun,
     target: Annotated[Path, Argument(metavar="DIR", help="A new folder.")],
-    merge: Annotated[bool, Option("--merge", help="Base and adapter as one model of transformers.")] = False,
+    merge: Annotated[bool, Option("--merge", help="Merge the adapter into the base model.")] = False,
     dtype: Annotated[
-        str | None, Option(help="float32 or bfloat16, of a whole model's weights; as the run had them by default.")
+        str | None, Option(help="float32 or bfloat16, the type of merged weights; by default as in the run.")
     ] = None,
     check: Annotated[
-        str, Option(metavar="rows|full|none", help="Compare a few answers with the run's, many, or none.")
+        str, Option(metavar="rows|full|none", help="Compare a few outputs with the run's, many, or none.")
     ] = "rows",
     model: Base = None,
     checkpoint: Checkpoint = None,
     device: Device = "auto",
 ) -> None:
-    """Write a run's model for others, with its card. Stock transformers reads it."""
+    """Export a run's model for transformers and peft, with a model card."""
     from andon.training.existing import config_of, require_run
 
     folder = require_run(run)
@@ -491,7 +491,7 @@ def show(
     number: Annotated[int | None, Argument(metavar="[STEP]", help="The same as --step.")] = None,
     step: Annotated[int | None, Option(help="Show this step: rows, losses, digests, ranks.")] = None,
 ) -> None:
-    """Show a run from start to end, or one step of it, by its ledger."""
+    """List the events of a run, or the rows, losses and digests of one step."""
     if number is not None and step is not None:
         raise InputError.at("--step", f"is {step}, and the argument is {number}; give one of them")
     from andon.inspection.recorded import open_recorded
@@ -515,7 +515,7 @@ def diff(
     one: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
     other: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
 ) -> None:
-    """Find where two runs part. Ends with 0 same, 1 different, 2 not comparable."""
+    """Find the first step at which two runs differ. Exit code 0 same, 1 different, 2 not comparable."""
     from andon.inspection.difference import compare, read_side
 
     differences = compare(read_side(one), read_side(other))
@@ -526,13 +526,13 @@ def diff(
 @_listed
 def replay(
     run: Annotated[Path, Argument(help="Run folder; nothing is written into it.")],
-    steps: Annotated[str, Option(help="Steps to do again, as in 3:7.")],
+    steps: Annotated[str, Option(help="Steps to compute again, as in 3:7.")],
     workers: Annotated[
-        int | None, Option(help="Ranks on this machine; by default as in the run, if it has the cores.")
+        int | None, Option(help="Ranks on this machine; by default as in the run, at most one per core.")
     ] = None,
     backend: Annotated[str | None, Option(help="inline, gloo, nccl or mixed.")] = None,
 ) -> None:
-    """Do steps of a run again and compare every digest. Ends with 0 same, 1 different, 2 neither."""
+    """Compute steps of a run again and compare the bits. Exit code 0 same, 1 different, 2 not comparable."""
     from andon.inspection.replay import ReplayFailed, replay_run
 
     try:
@@ -549,16 +549,16 @@ def report(
     run: Run,
     other: Annotated[Path | None, Argument(help="A second run, shown next to the first.")] = None,
     html: Annotated[
-        Path | None, Option(help="Where the page is written; RUN/report.html, or report-OTHER.html.")
+        Path | None, Option(help="The file to write; by default RUN/report.html or RUN/report-OTHER.html.")
     ] = None,
 ) -> None:
-    """Make one HTML page of a run, or of two side by side: curves, scores, verdict, events, differences."""
+    """Write an HTML page on a run, or on two side by side: curves, scores, events, differences."""
     # The default name contains the other run's, so that no report overwrites another.
     suffix = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
     page = f"report{suffix}.html" if run.is_dir() else f"{run.stem}{suffix}.html"
     target = html or (run / page if run.is_dir() else run.with_name(page))
     if target.suffix not in (".html", ".htm"):
-        raise InputError.at("--html", f"{target} must end in .html, so that no file of a run is written over")
+        raise InputError.at("--html", f"{target} must end in .html or .htm, so that no file of a run is overwritten")
     paths = [run] if other is None else [run, other]
     with ThreadPoolExecutor() as threads:  # verify in other processes while this one reads the ledgers
         pending = [threads.submit(plugin_output, "verify", "--verbose", "--", str(path)) for path in paths]

@@ -48,7 +48,7 @@ def cell(value: object, output: Path | None) -> object:
 
 def one_file(file: Path | None, data: Path | None) -> Path | None:
     if file is not None and data is not None:
-        raise InputError.at("--data", f"{data} and {file}: name one file of texts")
+        raise InputError.at("--data", f"{data} and {file} are both named; name one file")
     return file if file is not None else data
 
 
@@ -70,17 +70,15 @@ def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> T
     if data is not None:
         return read_texts(data, text_column=column, text_pair_column=config.data.text_pair_column, words=words)
     if text_column is not None:
-        what = f"names a column of a file, and standard input has a text a line: {_typed(folder, text_column)}"
+        what = f"is for files, and standard input has one text per line; for a file: {_typed(folder, text_column)}"
         raise InputError.at("--text-column", what)
     texts = read_lines(sys.stdin.buffer)
     first = texts[0]
     fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", first)]
     names = any(name in fields for name in ((column,) if column else TEXT_COLUMNS))
     if (len(fields) > 1 and names) or first.lstrip().startswith('{"'):
-        say(
-            "warning: the first line of standard input reads like the header of a table, and was labelled as a text, as"
-        )
-        say(f"every line is; for a table: {_typed(folder, column)}")
+        header = "the first line of standard input reads like the header of a table, but each line is one text"
+        say(f"warning: {header}; for a table use: {_typed(folder, column)}")
     return Texts((), lambda: map(TextRow, texts))
 
 
@@ -136,6 +134,6 @@ def read_lines(lines: Iterable[bytes]) -> list[str]:
             problems.add(where, f"the text {fault}")
         texts.append(text)
     if not texts and not problems:
-        problems.add("stdin", "holds no texts; write one a line")
+        problems.add("stdin", "holds no texts; write one per line")
     problems.raise_if_any()
     return texts

@@ -22,7 +22,7 @@ from andon.run.folder import RunFolder, State
 from andon.training.choices import placed, portable_demo
 from andon.training.existing import as_begun, resume_command
 from andon.training.rows import task_notice, with_task
-from andon.training.start import ENTRY, foreign, payload_of, start, train_rank
+from andon.training.start import ENTRY, foreign, payload_of, report_result, start, train_rank
 
 
 def run_training(
@@ -64,7 +64,7 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
         config = with_task(config)
         require(config.run.report_to)
         if config.run.backend == "inline":
-            raise InputError.at("run.backend", f"{config.run.backend} has no ranks; torchrun needs gloo or nccl")
+            raise InputError.at("run.backend", f"{config.run.backend} is one process; torchrun needs gloo or nccl")
         if config.run.dir is None:
             raise InputError.at("run.dir", "name a run folder (--run-dir): all ranks of torchrun must share it")
         if context.rank == 0 and config.run.max_restarts:
@@ -82,7 +82,10 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
         RunFolder(folder).refuse_claimed()  # before a report overwrites one of the command that owns it
         report_to(folder)
         with portable_environment(config.run):
-            return train_rank(payload_of(config, folder, started))
+            code = train_rank(payload_of(config, folder, started))
+        if context.rank == 0 and code == Exit.OK:
+            report_result(RunFolder(folder), config)
+        return code
 
     # From here on signals wait until the rank has installed its handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, preemption.PREEMPTION_SIGNALS)
@@ -91,8 +94,7 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
 
 
 def _warn_of_other_world_size(config: Config, started: int) -> None:
-    """Warn if torchrun started another number of workers than the configuration says: some may be missing."""
     wanted = config.run.workers
     if "workers" in config.run.model_fields_set and wanted != started:
         missing = f"; {wanted - started} are missing" if wanted > started else ""
-        say(f"warning: run.workers is {wanted}, torchrun started {started}{missing} (--workers {wanted} refuses that)")
+        say(f"warning: run.workers is {wanted}, torchrun started {started}{missing} (--workers {wanted} refuses this)")

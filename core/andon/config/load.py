@@ -346,7 +346,6 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
 
 
 def _suggestion(path: KeyPath) -> str:
-    """Hint for an unknown key: the key with its name elsewhere, a foreign name's meaning, or the nearest name."""
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
     if meant := meant_by(path[-1]):

@@ -52,7 +52,6 @@ class Section(BaseModel):
         return {key: value for key, value in values.items() if not (value == "auto" and key in cls.automatic)}
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        """Keys whose values conflict with other keys, each with the reason."""
         yield from ()
 
     @model_validator(mode="after")
@@ -141,7 +140,6 @@ class TrainFile(Section):
 
 
 def _as_files(value: object) -> object:
-    """A list of files, each a path or a section, as a tuple of sections; any other value unchanged."""
     if not isinstance(value, list | tuple):
         return value
     return tuple({"path": each} if isinstance(each, str) else each for each in value)
@@ -307,8 +305,8 @@ class Run(Section):
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_as_tuple)] = setting(
         (), "also give metrics to these, as in [tensorboard, wandb]"
     )
-    progress: Literal["auto", "always", "never", "quiet", "json"] = setting(
-        "auto", "a bar; auto: on a terminal; never: lines; quiet: none; json: metrics to stdout"
+    progress: Literal["auto", "never", "verbose", "quiet", "json"] = setting(
+        "auto", "auto: a bar on a terminal; never: lines; verbose: all values; quiet: nothing; json"
     )
     timeout_s: Positive = setting(600.0, "a rank that does not answer for this long counts as lost")
     step_deadline_s: Positive | None = setting(
@@ -380,7 +378,6 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _embedded_sft_learns(cls, values: Any) -> Any:
-        """Use the defaults of `_EMBEDDED_SFT` for an sft run without data and model."""
         if not isinstance(values, Mapping):
             return values
         parts = {name: values.get(name, {}) for name in ("data", *_EMBEDDED_SFT)}

@@ -159,7 +159,6 @@ def require_model_folder(folder: Path, where: str) -> None:
 
 
 def _settings_faults(path: Path) -> Iterator[str]:
-    """Faults of a settings file that do not depend on the model."""
     if path.name.endswith(("tokenizer.json", "vocab.json")):
         return
     try:

@@ -11,6 +11,7 @@ classify how a run failed or ended early, with the number of sysexits if one fit
 from __future__ import annotations
 
 import difflib
+import os
 import shlex
 import sys
 from collections import Counter
@@ -199,8 +200,17 @@ def write(text: str, stream: TextIO | None = None) -> None:
     """Write `text` to `stream` (default: standard error) and flush it. Errors of the stream are ignored."""
     with suppress(*BROKEN_STREAM):
         stream = sys.stderr if stream is None else stream
-        stream.write(legible(text))
+        # Another process may be drawing a progress bar in this line of the terminal.
+        erase = "\r\x1b[K" if stream is sys.__stderr__ and moves_cursor(sys.__stderr__) else ""
+        stream.write(erase + legible(text))
         stream.flush()
+
+
+def moves_cursor(stream: TextIO | None) -> bool:
+    """Whether `stream` is a terminal in which a line can be redrawn."""
+    with suppress(*BROKEN_STREAM):
+        return stream is not None and stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return False
 
 
 def put(*lines: str) -> bool:

@@ -26,7 +26,7 @@ _SHOWN = 160
 _EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # they follow from data.train and model.base
 
 
-OTHER_MACHINE = "not comparable: other versions or hardware, where other bits are expected"
+OTHER_MACHINE = "not comparable: versions or hardware differ, so the bits may differ too"
 
 
 class Comparison(Enum):
@@ -98,10 +98,10 @@ def compare(one: Side, other: Side) -> Differences:
         report.result = Comparison.DIFFERENT
     if one.recorded is None or other.recorded is None:
         if keys is None:
-            report.add("result", "not comparable: nothing that both sides have was compared")
+            report.add("result", "not comparable: the two have no settings in common")
             report.result = Comparison.INCOMPARABLE
         else:
-            same = "the same settings; only the names of data and model were compared, not what they stand for"
+            same = "the same settings; data and model were compared by name, not by content"
             report.add("result", f"different: {', '.join(keys)}" if keys else same)
         return report
     step, fields = one.recorded.trajectory.first_difference(other.recorded.trajectory)
@@ -130,7 +130,7 @@ def compare(one: Side, other: Side) -> Differences:
     if report.result is Comparison.DIFFERENT:
         incomparable = OTHER_MACHINE if on[0] != on[1] else ""
     elif not one.recorded.trajectory.keys() & other.recorded.trajectory.keys():
-        incomparable = "not comparable: no step is in both"
+        incomparable = "not comparable: the runs have no step in common"
     else:
         report.add("result", "the same")
     if incomparable:
@@ -147,12 +147,12 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
     """
     if one.settings is None or other.settings is None:
         if one.identity is None or other.identity is None:
-            report.add("config", "not compared: one side has neither settings nor a ledger's first line")
+            report.add("config", "not compared: one side has no config.yaml, and its ledger has no start line")
             return None
         if one.identity == other.identity:
             return ()
-        report.add("config", f"identity: {one.identity[:16]} | {other.identity[:16]} (the settings are not at hand)")
-        return ("settings that are not at hand",)
+        report.add("config", f"identity: {one.identity[:16]} | {other.identity[:16]} (a digest; no config.yaml)")
+        return ("the digest of the settings",)
     first, second = one.config, other.config
     defining = {key: values for key, *values in differences(identity(one.settings), identity(other.settings))}
     runs = one.recorded is not None and other.recorded is not None
@@ -162,7 +162,7 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
     keys = []
     for key in sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key)):
         digested = key in NAMING and ("base" if key.startswith("model.") else "data") in digests
-        note = " (a name: what it stands for is compared by its digest)" if digested else ""
+        note = " (only a name: the content is compared by its digest)" if digested else ""
         if key in defining or (key in NAMING and not digested):
             keys.append(key)
         elif not digested:
@@ -187,12 +187,12 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
         lacking = {(first >> at & 1, second >> at & 1) for first, second in pairs}
         for alone, called in (((0, 1), "first"), ((1, 0), "second")):
             if alone in lacking:
-                report.add("not told", f"{name}: only in the {called}, so not compared")
+                report.add("skipped", f"{name}: only the {called} run recorded it")
     counts, longest = [len(each) for each in steps], [max(each, default=0) for each in steps]
     if step is None:
-        same = f"the {len(common)} that both have are the same to the bit; {longest[0]} | {longest[1]} in all"
+        same = f"the {len(common)} in common are the same to the bit; the last step is {longest[0]} | {longest[1]}"
         if not common:
-            same = f"none that both have; {counts[0]} | {counts[1]} in all"
+            same = f"none in common; {counts[0]} | {counts[1]} in all"
         elif longest[0] == longest[1]:
             same = f"all {len(common)} are the same to the bit"
         report.add("steps", same)
@@ -203,7 +203,7 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
     report.add("steps", f"differ from step {step} on{before}{more}")
     records, names = [each[step] for each in steps], [each.name for each in diff]
     equal = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
-    report.add("step", f"{step}: {names[0]} differs first, {', '.join(equal) or 'nothing'} agree")
+    report.add("step", f"{step}: {names[0]} differs first; equal: {', '.join(equal) or 'nothing'}")
     for each in diff:
         report.add("step", f"{step}: {each.name}: {shown(each.then, _SHOWN)} | {shown(each.now, _SHOWN)}")
     report.lines.extend(_tensors(one, other, step))
@@ -217,7 +217,7 @@ def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:
     names = [{path.name for path in side.glob("step-*")} for side in (one.folder.checkpoints, other.folder.checkpoints)]
     shared = sorted(name for name in names[0] & names[1] if name[5:].isdigit() and int(name[5:]) >= step)
     if not shared:
-        yield f"{'tensor':<9} not known: both runs have no checkpoint of one step from {step} on"
+        yield f"{'tensor':<9} unknown: no checkpoint of the same step, {step} or later, is left in both runs"
         return
     for line in tensors_apart(one.folder.checkpoints / shared[0], other.folder.checkpoints / shared[0]):
         yield f"{'tensor':<9} {line}"

@@ -34,9 +34,9 @@ _FAILED = {
     "libraries": ("libraries", "try: python -c 'import torch, transformers, peft'"),
     "gloo": (
         "backend gloo",
-        "see the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; --backend inline needs no ranks",
+        "check the libraries above, TMPDIR, GLOO_SOCKET_IFNAME and ulimit -n; or train with --backend inline",
     ),
-    "folder": ("folder", "name another one for runs: andon doctor DIR, then --run-dir"),
+    "folder": ("folder", "choose another one: andon doctor DIR, then andon train --run-dir DIR/NAME"),
 }
 """By probe: the name of the check that it fails, and what to do then."""
 
@@ -61,8 +61,8 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
     else:
         yield Check("andon", "ok", name)
     here = environment()
-    portable = "run.portable works" if "avx2" in str(here["instructions"]).split() else "no AVX2: run.portable does not"
-    yield Check("machine", "ok", f"{here['platform']}, {here['cpu']}, {here['cores']} CPUs, {portable}")
+    portable = "with" if "avx2" in str(here["instructions"]).split() else "without"
+    yield Check("machine", "ok", f"{here['platform']}, {here['cpu']}, {here['cores']} CPUs {portable} AVX2")
     where = next((each for each in (folder, *folder.absolute().parents) if each.is_dir()), Path("/"))
     for probe, *arguments in (("libraries",), ("gloo",), ("folder", str(where.absolute()))):
         try:
@@ -96,7 +96,7 @@ def _checks(limit_s: float, *arguments: str) -> list[Check]:
         try:
             out, errors = probe.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise InputError(f"no answer within {limit_s:g} s (--timeout)") from None
+            raise InputError(f"no answer within {limit_s:g} s; --timeout SECONDS waits longer") from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(probe.pid, signal.SIGKILL)
@@ -107,8 +107,8 @@ def _checks(limit_s: float, *arguments: str) -> list[Check]:
         result = json.loads(out.decode(errors="replace").splitlines()[-1] if out.strip() else "")
     if isinstance(result, list):
         return [Check(*each) for each in result]
-    last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-    raise InputError(result if isinstance(result, str) else f"ended with {probe.returncode}: {last[0]}")
+    last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["it printed nothing"]
+    raise InputError(result if isinstance(result, str) else f"the check exited with {probe.returncode}: {last[0]}")
 
 
 def _libraries() -> Iterator[Check]:
@@ -118,7 +118,7 @@ def _libraries() -> Iterator[Check]:
         version = version_of(name)
         try:
             importlib.import_module(module)
-            yield Check(f"library {name}", "ok", version or "there, of unknown version")
+            yield Check(f"library {name}", "ok", version or "installed, version unknown")
         except Exception as error:  # noqa: BLE001 - a library may raise anything while it is imported
             broken = broken or module == "torch"
             why = f"cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -138,12 +138,12 @@ def _libraries() -> Iterator[Check]:
         todo = "" if nccl else "install a torch that has NCCL, or use --backend gloo"
         yield Check("gpus", "ok" if nccl else "warning", f"{summary}; {'NCCL' if nccl else 'no NCCL'}", todo)
     elif not driver:
-        yield Check("gpus", "info", "none, and no NVIDIA driver")
+        yield Check("gpus", "info", "none; this machine has no NVIDIA driver")
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "install a torch that is built for CUDA" if cuda is None else "the driver may be too old for it"
         todo = f"CUDA_VISIBLE_DEVICES={hidden!r} may hide them" if hidden is not None else why
-        yield Check("gpus", "warning", f"torch (for CUDA {cuda}) finds none; driver {driver}", todo)
+        yield Check("gpus", "warning", f"torch finds none (its CUDA: {cuda or 'none'}); driver {driver}", todo)
 
 
 def _folder(name: str) -> Iterator[Check]:
@@ -156,7 +156,7 @@ def _folder(name: str) -> Iterator[Check]:
         written.flush()
         os.fsync(written.fileno())
         free = shutil.disk_usage(name).free
-    todo = "make room: each checkpoint holds trained weights and moments" if free < _LITTLE else ""
+    todo = "free some space: each checkpoint holds trained weights and optimizer moments" if free < _LITTLE else ""
     yield Check("folder", "warning" if todo else "ok", f"{name}: {free / 2**30:.1f} GiB free", todo)
 
 
@@ -171,7 +171,7 @@ def _gloo() -> Iterator[Check]:
         ended = launch(entry, {}, workers=_RANKS, run_folder=Path(reports), timeout_s=3600)
     if ended.exit is not Exit.OK:
         raise InputError(ended.cause)
-    yield Check("backend gloo", "ok", f"{_RANKS} ranks have gathered their numbers")
+    yield Check("backend gloo", "ok", f"{_RANKS} ranks started and exchanged data")
 
 
 def gather_ranks(payload: Mapping[str, str]) -> int:
@@ -184,7 +184,7 @@ def gather_ranks(payload: Mapping[str, str]) -> int:
     gathered: list[int | None] = [None] * world
     dist.all_gather_object(gathered, rank)
     if gathered != [*range(world)]:
-        raise InputError(f"{world} ranks sent 0 to {world - 1} and gathered {gathered}")
+        raise InputError(f"{world} ranks sent the numbers 0 to {world - 1}, and received {gathered}")
     return Exit.OK
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from andon.config.source import is_folder, is_there
 from andon.console.messages import InputError, command_line, did_you_mean, reading
 from andon.inspection.recorded import open_recorded
-from andon_contracts.clauses import CLAUSES, Clause
+from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken
 from andon_contracts.untrusted import read_json, read_regular
 
@@ -32,8 +32,8 @@ def explain(path: Path) -> Iterator[str]:
     elif not is_there(path):
         name = str(path)
         if name not in CLAUSES:
-            raise InputError.at(name, f"no such run, bundle or check{did_you_mean(name, CLAUSES)}")
-        yield from (name, *_promise(CLAUSES[name]), f"  likely   {CLAUSES[name].likely or 'not known'}")
+            raise InputError.at(name, f"no such run, bundle or clause{did_you_mean(name, CLAUSES)}")
+        yield from (name, *CLAUSES[name].explanation())
     elif is_folder(path) and not (path / "ledger.jsonl").exists() and (files := sorted(path.glob("*.json"))):
         for file in files:
             yield from _bundle(file)
@@ -81,16 +81,19 @@ def _list(value: object) -> list[Any]:
 
 
 def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on the broken clause: promise, place and evidence. scene: fields of the bundle."""
+    """Lines on the broken or suspected clause: promise, place, evidence, remedy. scene: fields of the bundle."""
     clause, step, cause = CLAUSES.get(record.clause), record.step, str(scene.get("cause", "violation"))
-    if cause == "violation":
-        yield f"{record.clause} broken at step {step}"
+    at, world = f"at step {step}" if step else "at the start", scene.get("world")
+    if record.action == "suspected" or scene.get("suspicion"):
+        yield f"{record.clause} suspected {at} (a loop without a fault can look like this)"
+    elif cause == "violation":
+        yield f"{record.clause} broken {at}"
     else:
-        yield f"no violation: a rank {'ran out of memory' if cause == 'out of memory' else cause}, at step {step}"
+        yield f"no violation: a rank {'ran out of memory' if cause == 'out of memory' else cause}, {at}"
     if clause is not None:
-        yield from _promise(clause)
-    of = f" of {scene['world']}" if scene.get("world") else ""
-    yield f"  ranks    {' '.join(map(str, record.ranks)) or 'not attributable'}{of}"
+        yield from (f"  promise  {clause.statement}", f"  checked  {clause.schedule}")
+    ranks = ", ".join(map(str, record.ranks)) + f" of {world}" * bool(world)
+    yield f"  ranks    {ranks if record.ranks else 'all, or it is not known which'}"
     if record.tensor:
         element = f", {scene['element']}" if scene.get("element") else ""
         yield f"  where    {record.tensor}{element}"
@@ -100,6 +103,8 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     likely = scene.get("likely") or (clause and clause.likely)
     if likely:
         yield f"  likely   {likely}  [inference, not proof]"
+    if clause and cause == "violation":
+        yield f"  try      {clause.remedy}"
     for name, value in record.details.items():
         yield f"  digests  {name}: {_short(value)}"
     if "applied" in scene:
@@ -107,11 +112,6 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
         yield f"  state    step {step} was {'applied' if scene['applied'] else before}"
     if scene.get("last_equal") is not None:
         yield f"  equal    last at step {scene['last_equal']}"
-
-
-def _promise(clause: Clause) -> Iterator[str]:
-    yield f"  promise  {clause.statement}"
-    yield f"  checked  {clause.schedule}"
 
 
 def _short(value: object) -> str:

@@ -192,7 +192,7 @@ def open_recorded(path: Path, *, facts: bool = False) -> Recorded:
     except OSError as error:
         raise InputError.at(ledger, f"cannot be read: {error.strerror}") from error
     except LedgerError as error:
-        raise InputError.at("", f"{error}; for all that is wrong: {command_line('andon', 'verify', path)}") from error
+        raise InputError.at("", f"{error}; to list all defects: {command_line('andon', 'verify', path)}") from error
 
 
 def _read(path: Path, ledger: Path, folder: RunFolder | None, *, facts: bool) -> Recorded:

@@ -46,7 +46,7 @@ def replay_run(path: Path, steps: str, workers: int | None, backend: str | None)
     """
     recorded = open_recorded(path)
     if recorded.folder is None or not recorded.folder.config.exists():
-        raise InputError.at(path, "is a ledger alone; to do steps again takes the run's folder")
+        raise InputError.at(path, "is only a ledger; replay needs the run folder")
     first, last = read_range(steps, recorded)
     config = settings(recorded.folder, workers, backend)
     if config.run.backend == "inline":
@@ -73,14 +73,14 @@ def read_range(text: str, recorded: Recorded) -> tuple[int, int]:
     """First and last step of `A:B`, `A`, `A:` or `:B`. Raises `InputError` for steps that the ledger does not have."""
     steps = list(recorded.trajectory)
     if not steps:
-        raise InputError.at(recorded.ledger, "it has no steps to do again")
+        raise InputError.at(recorded.ledger, "has no steps to replay")
     match = re.fullmatch(r"(\d*)(:?)(\d*)", text.strip())
     if match is None or not (match[1] or match[2]):
         raise InputError.at("--steps", f"{text!r} is not a range of steps; write A:B, as in 3:7")
     first = int(match[1]) if match[1] else steps[0]
     last = int(match[3]) if match[3] else (steps[-1] if match[2] else first)
     if not steps[0] <= first <= last <= steps[-1]:
-        raise InputError.at("--steps", f"{text} is not within {steps[0]}:{steps[-1]}, which the ledger has")
+        raise InputError.at("--steps", f"{text} is not a range within {steps[0]}:{steps[-1]}, the steps in the ledger")
     return first, last
 
 
@@ -119,7 +119,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         # Skips damaged checkpoints; None means the initial weights.
         checkpoint = newest_valid(recorded.folder.checkpoints, before=first)[0]
         problems = [
-            Problem(key, f"was {before!r} in the run, is {now!r}; only the same can be done again")
+            Problem(key, f"was {before!r} in the run, and is {now!r} now; replay needs the same")
             for key, before, now in identity_changes(session, checkpoint)
             if key != "run.device_kind"  # the fingerprint reports another machine
         ]
@@ -127,7 +127,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
             raise InputError(problems)
         total, backend = session.run.plan.total_steps, session.run.backend
         if last > total:
-            raise InputError.at(recorded.ledger, f"it has a step {last} of a run of {total}")
+            raise InputError.at(recorded.ledger, f"has a step {last}, but the run has only {total} steps")
         after = checkpoint.step if checkpoint is not None else 0
         if checkpoint is not None:
             session.run.restore(checkpoint)
@@ -137,14 +137,14 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         report.add("from", f"{source}, after step {after}, on {backend.world_size} {backend.name} workers")
         machine = other_machine(recorded.fingerprint(step or last) or {}, fingerprint(session.environment))
         for difference in machine:
-            report.add("machine", f"{difference} (the run's, this one's)")
+            report.add("machine", f"{difference} (in the run, here)")
     if step is None:
-        report.add("result", f"steps {first} to {last}: every digest, loss and norm is the ledger's, to the bit")
+        report.add("result", f"steps {first} to {last}: every digest, loss and norm equals the ledger, to the bit")
         return report
     if step == 0:
-        report.add("result", "the restored weights are not those of the ledger; nothing was done again")
+        report.add("result", "the restored weights differ from the ledger; no step was computed")
     elif step > after + 1:
-        report.add("steps", f"{after + 1} to {step - 1} are the ledger's, to the bit")
+        report.add("steps", f"{after + 1} to {step - 1} equal the ledger, to the bit")
     for place, each in enumerate(fields):
         at = f"step {step}: " if step else ""
         name = f"{each.name}{' first' if place == 0 else ''}"

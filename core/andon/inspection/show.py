@@ -15,7 +15,7 @@ from andon_contracts.fields import Real
 from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Start
 
 _WIDTH = 100
-_UNKNOWN = "not known"
+_UNKNOWN = "unknown"
 _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
 
 
@@ -29,17 +29,17 @@ class Texts:
 
 def texts_of(folder: RunFolder | None) -> Texts:
     if folder is None or not folder.config.exists():
-        return Texts(missing="a ledger alone names rows by id; their texts are not in it")
+        return Texts(missing="texts are not shown: a ledger has only the ids of rows")
     try:
         config = config_of(folder)
         rows = read_rows(config)
         recorded = read_provenance(folder.provenance).digest("data")
     except InputError as error:
-        return Texts(missing=f"the texts are not at hand: {error.line}")
+        return Texts(missing=f"texts are not shown: {error.line}")
     if recorded != rows.digest:
-        return Texts(missing="the texts are not shown: the data has changed since the run")
+        return Texts(missing="texts are not shown: the data has changed since the run")
     if config.training.packing:
-        return Texts(missing="the ids are those of packs of rows; their texts are not shown")
+        return Texts(missing="texts are not shown: with packing, an id is a pack of several rows")
     return Texts(rows)
 
 
@@ -57,11 +57,11 @@ def overview(run: Recorded) -> Iterator[str]:
             losses = f"loss {_real(first.loss)} to {_real(last.loss)}"
             yield f"steps       {first.step} to {last.step}: {losses}, weights {last.digests.weights}"
     if not any(isinstance(record, End) for record in run.records[-1:]):
-        yield "unfinished  the ledger has no end of this run: it goes on still, or was cut off"
+        yield "unfinished  the ledger has no end record: the run continues, or was killed"
     count, digest = run.head
     yield f"head        {count} lines, digest of the last {digest}"
     if run.torn:
-        yield f"torn        {run.torn} bytes of an unfinished line; a resume cuts them off and records it"
+        yield f"torn        {run.torn} bytes of an incomplete last line; a resume removes them"
 
 
 def event(record: Record, run: Recorded) -> Iterator[str]:
@@ -134,7 +134,7 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
         rows = f": epoch {record.epoch}, rows {record.position} to {last} of it"
     yield f"step {step}{which}{done}{rows}"
     if times > 1:
-        yield f"  done {times} times, after resumes; this is the last"
+        yield f"  computed {times} times, because of resumes; the last one is shown"
     mean = ""
     if record.loss is not None and record.count is not None:
         terms = "" if record.terms is None else f"{record.terms} terms of "
@@ -156,7 +156,7 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
         held = {name: getattr(part, name) for name in ("weights", "gradient", "optimizer")}
         own = {name: value for name, value in held.items() if value is not None}
         changed = {name: value for name, value in own.items() if value != getattr(record.digests, name)}
-        equal = f"the digests above ({', '.join(own)})" if own else "no digests: its part has no replica"
+        equal = f"the digests above ({', '.join(own)})" if own else "no digests: no other rank has the same shard"
         differs = _named(changed, " ")
         leaves = f"micro-batches {' '.join(map(str, part.leaves)) or 'none'}, " if planned else ""
         yield f"  rank {part.rank}: {leaves}{f'differs:{differs}' if changed else equal}"

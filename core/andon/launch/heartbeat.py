@@ -153,7 +153,6 @@ class Heartbeat:
     # the thread that checks beats
 
     def _look(self) -> None:
-        """Check until this rank ends by itself, or must be ended."""
         try:
             while not self._over.wait(self._look_s):
                 view = self.view()

@@ -315,7 +315,6 @@ class Supervisor:
         return len(self._exits) == len(self._processes) or now - self._idle_since > EXITS_S
 
     def _result(self) -> LaunchResult:
-        """Combine the observed exit codes and the ranks' reports into one result."""
         exits = dict(self._exits)
         for rank in self._died.keys() - exits.keys():  # the fork server did not report its exit code
             reported = Report.read(self._folder, rank, self._launch) is not None

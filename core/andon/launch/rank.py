@@ -120,7 +120,6 @@ def serve(entry: str, payload: str, run_folder: str, environment: Mapping[str, s
 
 
 def _live(work: Callable[[RankContext], int], run_folder: Path | None) -> NoReturn:
-    """Run a rank from start to end: guards, signals, work, report, farewell, exit code."""
     rank, _state.folder = 0, run_folder
 
     def end_unguarded(error: Exception) -> None:

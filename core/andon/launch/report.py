@@ -39,7 +39,6 @@ class Report:
     left: bool = False
 
     def write(self, run_folder: Path) -> None:
-        """Write the report atomically."""
         target = path_of(run_folder, self.rank)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{os.getpid()}")

@@ -359,7 +359,6 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the 1-based rank of each value; ties get their mean rank."""
     ranks, before = [0] * len(values), 0
     for _, group in groupby(sorted(range(len(values)), key=values.__getitem__), key=values.__getitem__):
         places = [*group]

@@ -342,7 +342,6 @@ def _config(base: str, revision: str | None, **values: Any) -> Any:
 
 
 def _configuration(settings: Model, interface: ModelInterface) -> Any:
-    """The base's configuration with the head of `interface`. Raises `InputError` for a base that cannot have it."""
     base, values = str(settings.base), {"pad_token_id": interface.pad_id, "use_cache": False, **_label_names(interface)}
     config, problems = _config(base, settings.revision, **values), ProblemList()
     for fault in setting_faults(config.to_dict()):  # `loading` has checked a folder's already
@@ -373,7 +372,6 @@ def require_decoder(base: str, revision: str | None = None, config: Any = None) 
 
 
 def _source(base: str, revision: str | None) -> tuple[str, bool]:
-    """The folder or hub id to load from, and whether it is a folder."""
     folder, where = Path(base).expanduser(), "model.base"
     if is_folder(folder):
         if revision is not None:

@@ -144,7 +144,6 @@ def _predictions(
 def _token_losses(
     head: nn.Module, parts: Sequence[slice], hidden: Tensor, targets: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`_chunk_losses` of all chunks, concatenated, without a graph."""
     losses = torch.empty(targets.shape, device=hidden.device)
     right = torch.empty(targets.shape, dtype=torch.bool, device=hidden.device)
     for part in parts:

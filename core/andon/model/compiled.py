@@ -289,7 +289,6 @@ def replace_rotate_half(graph: Graph) -> None:
 
 
 def _half_of(node: Any) -> tuple[Node, slice] | None:
-    """(tensor, slice) if `node` is `tensor[..., slice]`."""
     if not known(node) or node.target is not operator.getitem:
         return None
     whole, index = node.args

@@ -112,7 +112,7 @@ def plan_bytes(
     is 'adamw' or 'sgd'.
     """
     if optimizer not in _MOMENTS:
-        raise ValueError(f"unknown optimizer {optimizer!r}; there are {', '.join(_MOMENTS)}")
+        raise ValueError(f"unknown optimizer {optimizer!r}; choose {' or '.join(_MOMENTS)}")
     on_gpu = kind == "cuda"
     unit = _CUDA_UNIT if on_gpu else 1
     untrained = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]

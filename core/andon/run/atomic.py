@@ -165,5 +165,4 @@ def json_bytes(value: Mapping[str, object]) -> bytes:
 
 
 def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write `json_bytes(value)` with `write_whole`."""
     write_whole(path, json_bytes(value))

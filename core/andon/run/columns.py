@@ -70,7 +70,7 @@ def load_or_build(
     except FileNotFoundError:
         pass
     except ValueError as error:
-        say(f"what is kept in {path} is not used, and made again: {error}")
+        say(f"the cache in {path} cannot be used and is built again: {error}")
     with storage(folder):
         folder.mkdir(parents=True, exist_ok=True)
         handle = open_lock(folder / _LOCK)

@@ -32,8 +32,6 @@ _OWNER_LIMIT = 4096
 
 
 class State(Enum):
-    """The state of the path of a run folder."""
-
     EMPTY = "empty"
     """Nothing, or an empty folder: a run may start here."""
     UNFINISHED = "unfinished"
@@ -103,7 +101,6 @@ class RunFolder:
         return saved or _starts_a_ledger(self.ledger) or bool(_head(self.metrics, 1))
 
     def names(self) -> frozenset[str]:
-        """The names in the folder; empty if it does not exist."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(os.listdir(self.path))
         return frozenset()
@@ -145,7 +142,7 @@ class RunFolder:
         with storage(self.path, "read"):
             links = [name for name in sorted(self.names()) if (self.path / name).is_symlink()]
         if links:
-            what = "is a link, which may lead out of the run's folder; put what it leads to in its place"
+            what = "is a symbolic link, which may lead out of the run's folder; replace it with the file itself"
             raise InputError([Problem(str(self.path / name), what) for name in links])
         with storage(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -204,12 +201,11 @@ class RunFolder:
             os.close(handle)
 
     def _take(self, handle: int, file: Path) -> None:
-        """Lock the open `file` exclusively. Raises `InputError` if another process holds or just removed it."""
         with storage(file):
             self._lock(handle, fcntl.LOCK_EX)
             current = _is_at(handle, file)
         if not current:  # others now lock another file of this name
-            raise InputError.at(self.path, "was just discarded by the process that had it; try again")
+            raise InputError.at(self.path, "was just removed by the command that used it; try again")
 
     def _lock(self, handle: int, how: int) -> None:
         try:

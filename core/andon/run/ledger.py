@@ -39,7 +39,6 @@ class LedgerWriter(LedgerFile):
             super().sync()
 
     def close(self) -> None:
-        """Sync and close. Idempotent."""
         with storage(self.path):
             super().close()
 

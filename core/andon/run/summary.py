@@ -199,12 +199,12 @@ class Summary(Part):
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write `summary` atomically; a score that is not finite becomes null.
+    """Write `summary` atomically, with the names of classes; a score that is not finite becomes null.
 
     Raises `ValueError` for a field of a wrong type and `InputError` if the disk fails.
     """
     content = summary.to_json()
-    content["eval"] = _finite(summary.eval)
+    content["eval"] = _finite(with_labels(summary.eval, summary.labels))
     Summary.from_json(content)
     write_json(path, content)
 
@@ -220,15 +220,20 @@ def quoted(values: Mapping[str, Any]) -> dict[str, float]:
     return {word: values[name] for name, word in _QUOTED.items() if values.get(name) is not None}
 
 
+def with_labels(scores: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
+    """`scores`; each entry of `classes`, if there are any, gets its `label`."""
+    named = [{"label": label} | one for label, one in zip(labels, scores.get("classes") or (), strict=False)]
+    return {**scores, "classes": named} if named else dict(scores)
+
+
 def labelled(scores: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Any]:
     """`scores` with the classes' names, if they have any, and without undefined scores (None).
 
-    Each entry of `classes` gets its `label`. `labels` names the class numbers, from 0, in the cells of `confusion`.
+    `labels` names the class numbers, from 0, in the cells of `confusion`.
     """
-    values = {name: value for name, value in scores.items() if value is not None}
+    values = with_labels({name: value for name, value in scores.items() if value is not None}, labels)
     if "classes" not in values:
         return values
-    values["classes"] = [{"label": label} | one for label, one in zip(labels, values["classes"], strict=True)]
     confusion = {"confusion": values.pop("confusion")} if "confusion" in values else {}
     return values | {"labels": list(labels)} | confusion
 

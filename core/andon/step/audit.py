@@ -251,6 +251,5 @@ class Audit:
 
 
 def _filled(values: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:
-    """int64 [count]: `values`, padded with zeros."""
     stacked = [torch.stack([each.to(device) for each in values])] if values else []
     return torch.cat([*stacked, torch.zeros(count - len(values), dtype=torch.int64, device=device)])

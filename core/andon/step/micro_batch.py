@@ -214,7 +214,6 @@ def _contents(results: Sequence[LeafResult], task: Task, device: torch.device, *
 
 
 def _together(batches: Sequence[Batch]) -> Batch:
-    """Concatenate micro-batches, padded with zeros to the widest."""
     if len(batches) == 1:
         return batches[0]
     joined = {}

@@ -447,7 +447,6 @@ class TaggingTask(EncodedRows):
 
 
 def _tag_losses(logits: torch.Tensor, tags: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, length]; 0 for tokens without a tag."""
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), tags, ignore_index=NO_TAG, reduction="none")
 
 

@@ -104,16 +104,16 @@ def train(
     named |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
     started = time.monotonic()
     if is_rank():
-        what = "starts ranks, and this process is one; have torchrun start the command: torchrun ... -m andon train"
+        what = "starts ranks, but torchrun started this process as a rank; run instead: torchrun ... -m andon train"
         raise InputError.at("andon.train", what)
     if not _one_at_a_time.acquire(blocking=False):
-        raise RuntimeError("another run is trained in this process; one ends before the next begins")
+        raise RuntimeError("another run is training in this process; wait until it ends")
     try:
         with _row_files() as files:
             flags, overrides = _options(named | settings, files)
             loaded = load_config(None if config is None else Path(config), overrides, flags)
             if loaded.run.backend != "inline" and multiprocessing.current_process().daemon:
-                what = f"{loaded.run.backend} starts ranks, and a daemonic process may start none; take inline"
+                what = f"{loaded.run.backend} starts processes, which a daemonic process may not; use inline"
                 raise InputError.at("run.backend", what)
             keys = {key: files.written[name] for key, name in _ROWS.items() if name in files.written}
             row_files = {key.removeprefix("data."): path for key, path in keys.items()}
@@ -209,7 +209,7 @@ class TrainingRun:
 
         Raises `InputError` for items that are not valid texts, and for a run of `sft`, which has `generate` instead.
         """
-        require_task(require_run(self.path), TEXT_TASKS, "generate")
+        require_task(require_run(self.path, self._checkpoint), TEXT_TASKS, "generate")
         checked = _texts(texts)
         from andon.training.inference import predict
 
@@ -248,7 +248,8 @@ class TrainingRun:
     def _model(self) -> TrainedRun:
         from andon.training.inference import load_run
 
-        return load_run(require_run(self.path), self._base, checkpoint=self._checkpoint, device=self._device)
+        folder = require_run(self.path, self._checkpoint)
+        return load_run(folder, self._base, checkpoint=self._checkpoint, device=self._device)
 
 
 @dataclass(frozen=True)
@@ -268,7 +269,6 @@ class Verified:
 
 
 def _options(named: Mapping[str, Any], files: RowFiles) -> tuple[dict[str, Any], list[str]]:
-    """The equivalent flags and `--set` values of the command line; rows without a file are written to `files`."""
     flags, keys = dict[str, Any](), dict[str, Any]()
     for name, value in named.items():
         if isinstance(value, Mapping) and name not in _ROWS.values() - Config.model_fields.keys():

@@ -185,5 +185,5 @@ def _try(model: nn.Module, task: Task, sample: int, device: torch.device) -> Non
         if isinstance(error, InputError) or kind_of(error) != "failed" or not theirs:  # out of memory is not "failed"
             raise
         name = type(without_adapter(model)).__name__
-        what = f"{name} fails on a row of these settings ({first_line(error)}); change model.base or model.max_length"
+        what = f"{name} fails on a row with these settings ({first_line(error)}); change model.base or model.max_length"
         raise InputError.at("model.base", what) from error

@@ -131,7 +131,6 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
 
 
 def _is_demo(config: Config) -> bool:
-    """Whether `run.portable` is unset and `config` has the identity of the default configuration."""
     return not is_set(config, "run.portable") and identity(config) == identity(Config())
 
 
@@ -226,7 +225,6 @@ def with_micro_batches(config: Config, rows: int, length: int) -> Config:
 
 
 def settings_line(config: Config) -> str:
-    """A log line with the settings that decide result and speed."""
     model, training, adapter = config.model, config.training, config.adapter
     trained = "all weights" if adapter.kind == "none" else f"LoRA r={adapter.r}"
     layout = "packed" if training.packing else "grouped by length" if training.group_by_length else "in random order"

@@ -19,15 +19,16 @@ from andon.training.rows import read_rows
 from andon_contracts.record import Retraction, Start, Step
 
 
-def require_run(path: Path) -> RunFolder:
-    """The run folder at `path`, which has a trained adapter. Raises `InputError` otherwise. Reads no data."""
+def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
+    """The run folder at `path`. Raises `InputError` unless it has a trained adapter or a checkpoint is named."""
     folder = RunFolder(path)
     if not is_there(path):
         raise InputError.at(path, "no such run")
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError.at(path, "holds no run of andon")
-    if not folder.adapter.is_dir():
-        raise InputError.at(path, f"has no trained adapter yet; finish it: {resume_command(folder)}")
+    if not folder.adapter.is_dir() and checkpoint is None:
+        what = f"is not finished ({progress_text(folder)}): resume it with: {resume_command(folder)}"
+        raise InputError.at(path, f"{what}; or, of a classifier, predict with a checkpoint: --checkpoint last")
     return folder
 
 
@@ -35,7 +36,7 @@ def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[s
     """The configuration in `folder`, with overrides as in `load_config`. Raises `InputError` as that does, and if the
     file is a symbolic link, since the folder may be untrusted."""
     if folder.config.is_symlink():
-        raise InputError.at(folder.config, "is a link; put what it leads to in its place")
+        raise InputError.at(folder.config, "is a symbolic link; replace it with the file itself")
     return load_config(folder.config, overrides, flags)
 
 
@@ -67,7 +68,6 @@ def progress_text(folder: RunFolder) -> str:
 
 
 def resume_command(folder: RunFolder) -> str:
-    """The command that resumes the run in `folder`, quoted for a shell."""
     return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
 
 
@@ -104,7 +104,7 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     data, gone = _data_of(folder), any(now is not None and not is_there(Path(now)) for now in files)
     incomparable = data is None or (gone and len(then) == len(files) and all(map(_same_source, then, files)))
     if not problems and not incomparable and read_rows(config).digest != data:
-        problems = [Problem("data", f"is not that of the finished run in {folder.path}; name another folder")]
+        problems = [Problem("data", f"differs from the data of the finished run in {folder.path}; name another folder")]
     if problems:
         raise InputError(problems)
 
@@ -140,7 +140,7 @@ def newest_unfinished(config: Config, base: Path) -> RunFolder | None:
                 written = folder.ledger.stat().st_mtime_ns if folder.ledger.exists() else 0
                 folders.append(((written, path.name), folder))
         except InputError as error:
-            say(f"resume: {path} is passed over: {error.line}")
+            say(f"resume: skipped {path}: {error.line}")
     newest = [folder for _, folder in sorted(folders, key=lambda each: each[0], reverse=True)]
     data = ""
     for folder in newest:

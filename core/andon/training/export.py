@@ -61,7 +61,7 @@ _WORDS: Mapping[str, str] = {
 def require_place(target: Path) -> None:
     """Raise `InputError` unless a new folder can be created at `target`."""
     if is_there(target) or target.is_symlink():
-        raise InputError.at(target, "is there already; name a new folder")
+        raise InputError.at(target, "already exists; name a new folder")
     if not target.absolute().parent.is_dir():
         raise InputError.at(target, f"folder {target.parent} does not exist")
 
@@ -79,7 +79,7 @@ def result_of(folder: RunFolder) -> tuple[Summary, int, Confusion | None]:
     except (OSError, LedgerError) as error:
         raise InputError.at(folder.ledger, f"cannot be read: {error}") from error
     if not isinstance(first, Start) or first.plan.rows is None:
-        raise InputError.at(folder.ledger, "does not begin with the start of a run")
+        raise InputError.at(folder.ledger, "its first line is not the start of a run")
     quoted = summary.eval.get("confusion")
     return summary, first.plan.rows, read_confusion(folder.confusion, quoted) if quoted is not None else None
 
@@ -255,7 +255,6 @@ def _logits_along(model: Any, questions: Questions, answers: Sequence[Sequence[i
 
 
 def _decided(run: TrainedRun, questions: Questions, logits: Sequence[torch.Tensor]) -> Answers:
-    """Probabilities or numbers from the logits of each row, and labels or tags from these."""
     task = run.config.task or CLASSIFICATION
     if task == REGRESSION:
         return torch.stack([*logits]), ()

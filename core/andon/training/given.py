@@ -120,7 +120,6 @@ def _rows(data: Any, name: str) -> Iterable[object]:
 
 
 def _as_integers(records: list[Any]) -> list[Any]:
-    """Restore integers in columns that pandas converted to floats because a value is missing."""
     if not all(isinstance(row, Mapping) for row in records):
         return records
     for column in {column for row in records for column in row}:

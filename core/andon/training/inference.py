@@ -15,7 +15,7 @@ from torch import nn
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
-from andon.console.messages import InputError, Problem, say
+from andon.console.messages import InputError, Problem, ProblemList, say
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
 from andon.data.rows import Examples
@@ -40,6 +40,7 @@ from andon.training.material import (
     loss_weights,
     skipped_of,
     task_of,
+    tokenizer_of,
     usable_ids,
     warnings_of,
 )
@@ -88,8 +89,6 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PredictedNumber:
-    """The number predicted for a text."""
-
     text: str
     value: float
 
@@ -99,15 +98,14 @@ class PredictedNumber:
 
 @dataclass(frozen=True)
 class PredictedLabels:
-    """The labels of a text with a probability above 0.5; `probabilities`: of all labels, by name."""
+    """The labels of a text with a probability above 0.5; `probabilities`: of all labels, by name, always shown."""
 
     text: str
     labels: tuple[str, ...]
     probabilities: Mapping[str, float]
 
     def record(self, labels: Sequence[str] | None, rounded: Callable[[float], float]) -> dict[str, Any]:
-        names = self.labels if labels is None else labels
-        scores = {name: rounded(self.probabilities[name]) for name in names}
+        scores = {name: rounded(value) for name, value in self.probabilities.items()}
         return {"text": self.text, "labels": list(self.labels), "scores": scores}
 
 
@@ -145,14 +143,19 @@ def load_run(
     """Rebuild the run's base, check its digest, load the trained weights, and move the model to `device`.
 
     base: current path of the base; None: as configured. checkpoint: `best`, `last` or a step; None: the run's result,
-    from its adapter folder. device: see `device_named`. Raises `InputError` if the base is not the one that
-    was trained on, if the run needs no `base`, and for a missing checkpoint.
+    from its adapter folder; only a finished run has this. device: see `device_named`. Raises `InputError` if the base
+    is not the one that was trained on, if the run needs no `base`, and for a missing or damaged checkpoint.
     """
-    place, step = device_named(device), None
+    place, step, saved, finished = device_named(device), None, None, folder.adapter.is_dir()
     if checkpoint is not None:
-        saved = saved_steps(folder.checkpoints)
-        available = f"there are {', '.join(map(str, saved))}" if saved else "there are none"
-        if checkpoint in ("best", "last"):
+        steps = saved_steps(folder.checkpoints)
+        available = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+        if checkpoint == "last" and steps and not finished:
+            step = steps[-1]
+        elif checkpoint in ("best", "last"):
+            if not folder.summary.exists():
+                what = f"the run has not ended, so {checkpoint} is not known; name a step: {available}"
+                raise InputError.at("--checkpoint", what)
             summary = read_summary(folder.summary)
             step = summary.best_step if checkpoint == "best" else summary.steps
             if step is None:
@@ -162,18 +165,30 @@ def load_run(
             step = int(checkpoint)
         else:
             raise InputError.at("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")
-        if step not in saved:
+        if step not in steps:
             raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {available}")
+        path = folder.checkpoints / f"step-{step:08d}"
+        try:
+            saved = load_checkpoint(path)
+        except CheckpointError as error:
+            raise InputError.at("--checkpoint", str(error)) from error
     config = config_of(folder)
-    whole = config.adapter.kind == "none"
+    whole = config.adapter.kind == "none" and finished
     if base is not None and (whole or config.model.base is None):
-        why = "its whole model lies in its folder" if whole else "it was trained on the embedded model"
-        raise InputError.at("--model", f"the run in {folder.path} takes no base: {why}")
+        why = "its folder has the whole model" if whole else "it was trained on the embedded model"
+        raise InputError.at("--model", f"the run in {folder.path} needs no base: {why}")
     if not whole:
         config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
     head = HEADS[config.task or CLASSIFICATION]
-    labels = () if head == "causal" else read_labels(folder.adapter)
-    tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
+    if saved is not None and not finished:
+        identity: Any = saved.state.get("identity")
+        if not isinstance(identity, dict) or not isinstance(identity.get("labels"), list):
+            raise InputError.at(saved.path, "its state does not name the classes; use another checkpoint")
+        labels = tuple(map(str, identity["labels"]))
+        tokenizer = tokenizer_of(config, config.task or CLASSIFICATION)
+    else:
+        labels = () if head == "causal" else read_labels(folder.adapter)
+        tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
     interface = interface_of(config, head, labels, tokenizer)
     if whole:
         own = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
@@ -184,17 +199,13 @@ def load_run(
         if digest != recorded:
             what = f"the base model has digest {digest}, the adapter was trained on {recorded}"
             raise InputError.at(folder.path, what)
-        load_adapter(model, folder.adapter)
-    if step is not None:
-        path = folder.checkpoints / f"step-{step:08d}"
-        try:
-            tensors = load_checkpoint(path).tensors
-        except CheckpointError as error:
-            raise InputError.at("--checkpoint", str(error)) from error
+        if finished:
+            load_adapter(model, folder.adapter)
+    if saved is not None:
         prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
-        values = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+        values = {name.removeprefix(prefix): each for name, each in saved.tensors.items() if name.startswith(prefix)}
         if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
-            raise InputError.at("--checkpoint", f"{path} holds other weights than this run trains")
+            raise InputError.at("--checkpoint", f"{path} has other weights than this run trains")
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
@@ -239,7 +250,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
             say(note)
     scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
     if len(weights) < len(run.labels):
-        say(f"note: no loss: its weights ({kind}) come from the training rows, which are gone or have changed")
+        say(f"note: no loss: its class weights ({kind}) need the training rows, which are missing or have changed")
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
     return scores
@@ -284,10 +295,12 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
     while window := list(islice(waiting, _PROMPTS)):
         messages = [(Message("user", each),) if isinstance(each, str) else tuple(each) for each in window]
         ids = [encode_prompt(run.tokenizer, setup.form, each) for each in messages]
+        problems = ProblemList()
         for number, tokens in enumerate(ids, start=first + 1):
             if len(tokens) >= limit:
                 what = f"has {len(tokens)} tokens, and the model has {limit} positions; shorten it"
-                raise InputError.at(f"prompt {number}", what)
+                problems.add(f"prompt {number}", what)
+        problems.raise_if_any()
         first += len(ids)
         most = [min(max_new_tokens, limit - len(tokens)) for tokens in ids]
         for prompt, output in zip(messages, generate(run.model, ids, setup.stops, most), strict=True):
@@ -305,7 +318,7 @@ def predict(run: TrainedRun, texts: Iterable[str], *, pairs: Iterable[str] | Non
     """
     named = run.config.data.text_pair_column
     if (named is None) != (pairs is None):
-        what = f"has learned from {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
+        what = f"was trained on {'single texts' if named is None else f'pairs, with a second text in {named!r}'}"
         raise InputError.at(run.folder.path, what)
     waiting, others = iter(texts), iter(pairs or ())
     task, labels = run.config.task or CLASSIFICATION, run.labels

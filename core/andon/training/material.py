@@ -38,11 +38,12 @@ from andon.tasks.text import (
 from andon.training.choices import Base, capped, for_rows, with_micro_batches
 from andon.training.rows import Rows, cache_of, read_rows, task_of_run
 from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
+from andon_contracts.legible import counted
 from andon_contracts.record import MAX_LINE
 from andon_contracts.untrusted import MOST_JSON
 
 _FEW_UPDATES = 100
-_CLASS = 250
+_CLASS = 280
 """The most bytes of a class's scores in a summary, without its name: four numbers, indented."""
 _RANK = 300
 """The most bytes of one rank in a step's line, without its rows and micro-batches: digests and names."""
@@ -93,7 +94,7 @@ def require_records_fit(config: Config, rows: Rows, plan: BatchPlan, evaluated: 
     if rows.task != REGRESSION:
         names = [len(json.dumps(label, ensure_ascii=False).encode("utf-8", "surrogatepass")) for label in labels]
         for file, size, most in (
-            ("summary.json", 2 * sum(names) + _CLASS * len(names) + _REST, MOST_JSON),
+            ("summary.json", 4 * sum(names) + _CLASS * len(names) + _REST, MOST_JSON),
             ("adapter/config.json", 2 * (sum(names) + len("    00000000: ,\n") * len(names)) + _REST, MOST_SETTINGS),
         ):
             if size > most:
@@ -138,6 +139,15 @@ class Material:
         return tuple(problem for task in tasks for problem in skipped_of(task).values())
 
 
+def tokenizer_of(config: Config, task: str) -> Tokenizer:
+    own = config.model
+    if own.base is None:
+        tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
+    else:
+        tokenizer = pretrained_tokenizer(own.base, local_only=is_folder(Path(own.base)), revision=own.revision)
+    return tokenizer.with_tokens(own.new_tokens) if own.new_tokens else tokenizer
+
+
 def prepare(config: Config, cache: Path | None = None) -> Material:
     """Read, split and encode rows, choose unset values, plan batches. Raises `InputError` for a mistake of the user.
 
@@ -145,14 +155,9 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     """
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
     if own.new_tokens and name != SFT:
-        what = f"are for conversations (task sft), and this is {name} ({', '.join(map(repr, own.new_tokens))})"
+        what = f"are for conversations (task sft), and the task is {name} ({', '.join(map(repr, own.new_tokens))})"
         raise InputError.at("model.new_tokens", what)
-    if own.base is None:
-        tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=name == SFT)
-    else:
-        tokenizer = pretrained_tokenizer(own.base, local_only=is_folder(Path(own.base)), revision=own.revision)
-    if own.new_tokens:
-        tokenizer = tokenizer.with_tokens(own.new_tokens)
+    tokenizer = tokenizer_of(config, name)
 
     def base_with(labels: tuple[str, ...]) -> Base | None:
         if own.base is None:
@@ -187,7 +192,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     if name == CLASSIFICATION:
         weights = loss_weights(config, rows)
     elif config.data.class_weights != "uniform":
-        raise InputError(f"data.class_weights: {config.data.class_weights} is of classes, and {name} has no weights")
+        raise InputError(f"data.class_weights: {config.data.class_weights} is for classes, not {name}; set uniform")
     whole = task_of(config, rows.train, tokenizer, weights, cache)
     scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
@@ -201,7 +206,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     task, train_ids = whole, rows.train_ids
     if training.packing:
         if not isinstance(whole, SftTask):
-            raise InputError.at("training.packing", "is for conversations (task sft); a class is that of one row")
+            raise InputError.at("training.packing", f"is for conversations (task sft), not {name}; set false")
         task = whole.packed([rows.row_of(id_) for id_ in train_ids])
         train_ids = tuple(range(len(task)))
     elif rows.copies > 1:
@@ -221,7 +226,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
     # The batches. An epoch of packs has as many updates as an epoch of their rows.
     if not train_ids:
-        raise InputError("data.validation_fraction: leaves no row to train on")
+        raise InputError("data.validation_fraction: leaves no row to train on; set a smaller fraction")
     batch, updates = training.batch_size, None
     if training.packing:
         updates = min(-(-len(rows.train_ids) // batch), len(train_ids))
@@ -254,7 +259,6 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
-    """Problems of rows that encoding found unusable, by id."""
     return task.skipped if isinstance(task, SftTask) else {}
 
 
@@ -292,7 +296,7 @@ def task_of(
     if isinstance(data, TokenisedConversations | ConversationSet):
         return _conversations(config, data, tokenizer)
     if isinstance(data, Tagged) and config.data.text_pair_column is not None:
-        raise InputError.at("data.text_pair_column", "is for texts; words have tags in one text")
+        raise InputError.at("data.text_pair_column", "is not for token classification, whose rows have one text")
     encoded = encoded_texts(cache, data, tokenizer, config.model.max_length)
     tokens = encoded.tokens
     several = data.origins if data.origins is not None and len(data.origins.sizes) > 1 else None
@@ -325,7 +329,6 @@ def task_of(
 
 
 def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
-    """Conversations as a task, one a row; tokenized here unless `data` is tokenized."""
     limit, train_on = config.model.max_length, config.data.train_on
     if isinstance(data, TokenisedConversations):
         tokens, encoding = data.tokens, data.encoding
@@ -369,14 +372,19 @@ def padding_multiple(config: Config) -> int:
     return training.pad_to_multiple_of
 
 
+def cut_texts_note(count: int, config: Config) -> str:
+    """A note that `count` texts were cut to `model.max_length`; empty for none."""
+    return f"note: {counted(count, 'text')} cut to {config.model.max_length} tokens (model.max_length)" if count else ""
+
+
 def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
     """A note on how many of the scored rows `ids` are cut, and what that means; empty for none."""
     cut = task.cut_rows(ids)
     if not cut:
         return ""
     missed = config.task in (SFT, TOKEN_CLASSIFICATION)
-    means = "; what was cut off counts as missed, and is not in the loss" if missed else ""
-    return f"note: {cut} of {len(ids)} evaluation rows are cut to {config.model.max_length} tokens{means}"
+    means = "; the part cut off counts as wrong in the scores and is not in the loss" if missed else ""
+    return f"note: {cut} of {counted(len(ids), 'evaluation row')} cut to {config.model.max_length} tokens{means}"
 
 
 def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:

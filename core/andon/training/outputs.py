@@ -100,7 +100,6 @@ class Form(Enum):
 
 
 def form_of(config: Config) -> Form:
-    """The form of a run's own `adapter` folder."""
     if config.adapter.kind == "none":
         return Form.WHOLE
     return Form.COMPLETE if config.model.base is None else Form.ADAPTER
@@ -255,7 +254,6 @@ def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[
 
 
 def _command(config: Config, result: Summary, base: str | None) -> str:
-    """The shell command that repeats the run, with names of files and folders instead of paths."""
     weights = ["" if file.weight == 1 else f"={file.weight!r}" for file in config.data.files]
     names = short_names([file.path for file in config.data.files])
     named = {

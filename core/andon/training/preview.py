@@ -18,6 +18,7 @@ from andon.training.build import build_model
 from andon.training.choices import automatic_keys, is_set, placed, settings_line, value_of
 from andon.training.material import (
     cut_note,
+    cut_texts_note,
     eval_rows_note,
     few_updates,
     idleness,
@@ -89,9 +90,7 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     for each in filter(None, (idleness(plan, workers), note, *material.task.notes)):
         yield f"note: {each}"
     cut = cut_note(material.evaluation_task, material.evaluation_ids, config)
-    if count := material.tokenizer.truncated:
-        yield f"note: {count} texts are cut to {config.model.max_length} tokens (model.max_length)"
-    yield from filter(None, (cut, eval_rows_note(material)))
+    yield from filter(None, (cut_texts_note(material.tokenizer.truncated, config), cut, eval_rows_note(material)))
     if row is not None:
         count = len(material.validation_task)
         if not 0 <= row < count:

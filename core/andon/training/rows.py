@@ -37,7 +37,7 @@ from andon.data.rows import (
 )
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
 from andon.run.summary import HELD_OUT, LAST_VALIDATION, source_digest
-from andon_contracts.legible import legible_line
+from andon_contracts.legible import counted, legible_line
 
 _MOST_GROUPS, _MOST_CLASSES = 10, 30
 
@@ -102,7 +102,6 @@ class Rows:
 
     @property
     def trained_on(self) -> Examples:
-        """The training rows without repeated copies."""
         return self.train.subset(dict.fromkeys(map(self.row_of, self.train_ids)))
 
     @property
@@ -128,7 +127,7 @@ class Rows:
         if skipped and (not train_ids or not (validation_ids or self.evaluation)):
             purpose = "evaluate" if train_ids else "train"
             first = skipped[min(skipped)]
-            raise InputError.at(self.train.source, f"no row that can be used is left to {purpose} on; {first}")
+            raise InputError.at(self.train.source, f"no usable row is left to {purpose} on; {first}")
         return replace(self, train_ids=train_ids, validation_ids=validation_ids)
 
     def seen_in_training(self) -> int:
@@ -165,7 +164,8 @@ def notes(rows: Rows) -> Iterator[str]:
             places = [origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
             tables = [place for place in places if Path(place.rpartition(":")[0]).suffix.lower() in (".csv", ".tsv")]
             if tables:
-                yield f"note: {len(tables)} texts span several lines (first: {tables[0]}); is a quote left open there?"
+                found = f"{counted(len(tables), 'text')} with line breaks (first: {tables[0]})"
+                yield f"note: {found}; is a quote left open there?"
     if isinstance(train, DataSet):
         separator = likely_separator([train.labels[row.label] for row in train.rows])
         if separator:
@@ -274,7 +274,6 @@ def selection_of(data: Data, *, train: bool) -> RowSelection:
 
 
 def data_files(config: Config) -> list[Path]:
-    """The training and evaluation files."""
     return [Path(path) for path in (*(file.path for file in config.data.files), config.data.eval) if path is not None]
 
 
@@ -325,7 +324,7 @@ def read_rows(
         train, evaluation = _EMBEDDED[task](config.seed)
     else:
         example = f"examples/data/{_EXAMPLES[task]}"
-        what = f"task {task} needs rows: name a file with --data; a small one of the repository: {example}"
+        what = f"task {task} needs rows: name a file with --data; an example is {example}"
         raise InputError.at("data.train", what)
     train_places, validation_places = frozen_split(len(train), data.validation_fraction, config.seed)
     ids = train.ids
@@ -394,16 +393,12 @@ def column(columns: Columns, name: str, kind: str) -> array[int]:
 
 
 def unfit_model(config: Config) -> str:
-    """A warning if the embedded model would be trained on the user's rows; else empty.
-
-    It starts from random weights: on customer questions to a bank its accuracy was 0.56, a small pretrained encoder's
-    0.80.
-    """
+    """A warning if the embedded model, with random weights, would be trained on the user's rows; else empty."""
     if config.data.train is None or config.model.base is not None:
         return ""
     return (
-        "warning: --model is not set: the embedded model, small and drawn at random, trains on your rows; it has seen "
-        "no language. Name a pretrained one, a folder or a hub id, as in --model sentence-transformers/all-MiniLM-L6-v2"
+        "warning: --model is not set, so a tiny model with random weights is trained, which has seen no text before. "
+        "Name a folder or a hub id of a pretrained model, for example --model sentence-transformers/all-MiniLM-L6-v2"
     )
 
 

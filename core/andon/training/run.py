@@ -62,6 +62,7 @@ from andon.training.forecast import agree_on_devices, evaluation_batching, hold_
 from andon.training.material import (
     Material,
     cut_note,
+    cut_texts_note,
     eval_rows_note,
     few_updates,
     idleness,
@@ -91,6 +92,7 @@ from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.update import RESTORED, Restored
+from andon_contracts.legible import counted
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.record import End, Plan, Resume, Start
@@ -168,7 +170,7 @@ def assembled(
         if logs and compiling != "off" and any(device.type != "cuda" for device in backend.devices):
             say(f"training.compile={compiling} is for GPUs: on the CPU the model runs eagerly")
         if logs and backend.name == "mixed":
-            say("mixed: a GPU drops other activations than a CPU, so the result depends on which rank computes what")
+            say("mixed: dropout differs between GPUs and CPUs, so the result depends on which rank computes which rows")
         captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
         lengths = padded_lengths(config.model.max_length, padding_multiple(config))
@@ -247,8 +249,6 @@ def train(config: Config, folder: RunFolder, stop_asked: Callable[[], bool], sta
                 say(f"resume: the run in {folder.path} is finished, nothing to do")
             return Exit.OK
         checkpoint, history = point
-        if run.writes and unfit_model(session.config):
-            say(unfit_model(session.config))
         progress = progress_from(checkpoint) if checkpoint is not None else Progress()
         agree_on_start(session, progress)  # all ranks have read the folder, so rank 0 may write to it
         refuse_other_tokens(run.backend, material.tokenizer.read)
@@ -350,7 +350,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     changed = identity_changes(session, checkpoint)
     if changed:
         raise InputError(
-            Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run keeps what defines it")
+            Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run must keep this setting")
             for key, before, now in changed
         )
     if checkpoint is None:
@@ -363,7 +363,6 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
 
 
 def _digests(session: Session) -> dict[str, str]:
-    """Digests of the data, the tokenizer, the base and the initial weights."""
     weights = {"base": session.run.base, "initial_weights": session.run.initial_weights}
     digests = {"data": session.material.rows.digest, "tokenizer": session.material.tokenizer.digest}
     return {name: hex64(digest) for name, digest in weights.items()} | digests
@@ -379,7 +378,7 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
     if checkpoint is not None:
         old = checkpoint.state.get("identity")
         if not isinstance(old, dict):
-            what = "its state does not say what run it is of; move it away, to go on from the one before it"
+            what = "its state does not name its run; move it away, to resume from the checkpoint before it"
             raise InputError.at(checkpoint.path, what)
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
@@ -416,7 +415,7 @@ def agree_on_start(session: Session, progress: Progress) -> None:
         chosen = masking_of(run.primary.model, run.primary.device)
         masking = chosen.name
         if run.writes and run.primary.device.type == "cuda" and chosen is Masking.TOKENS:
-            say("this model takes the mask of tokens, at which the host waits for the GPU once a pass")
+            say("note: this model needs a mask of each row's tokens, which makes the CPU wait for the GPU at each pass")
     run.step.attest_start(
         {
             "configuration": _text_digest(config_digest(session.config)),
@@ -440,7 +439,7 @@ def refuse_other_tokens(backend: Backend, files: Sequence[str]) -> None:
     (first, host), *others = (bytes(row.tolist()).decode(errors="replace").split() for row in rows)
     wrong = {other: rank for rank, (digest, other) in reversed([*enumerate(others, 1)]) if digest != first}
     hosts = ", ".join(f"{other} (rank {rank})" for other, rank in sorted(wrong.items(), key=itemgetter(1)))
-    what = f"the same rows have other token ids on {hosts} than on {host} (rank 0); remove the token cache"
+    what = f"the same rows have different token ids on {hosts} than on {host} (rank 0); remove the token cache"
     if wrong:
         raise InputError.at("data.cache", f"{what} there (data.cache, or tokens in the run folder), and resume the run")
 
@@ -457,7 +456,7 @@ def clocks_apart(backend: Backend) -> str:
     seen = gathered(time.time_ns() // 1000)
     off = {rank: (each - seen[0]) / 1e6 for rank, each in enumerate(seen) if abs(each - seen[0]) > _CLOCKS_S * 1e6}
     text = ", ".join(f"rank {rank}'s is {abs(by):.1f} s {'ahead' if by > 0 else 'behind'}" for rank, by in off.items())
-    return f"the clocks of the ranks are apart: {text}, by rank 0's" if off else ""
+    return f"the clocks of the ranks differ from rank 0's: {text}" if off else ""
 
 
 def _text_digest(text: str) -> int:
@@ -516,10 +515,10 @@ def open_journal(
         name = checkpoint.path.name if checkpoint is not None else None
         ledger.append(Resume(step=progress.step, name=name, torn=ledger.torn, **common))
     else:  # the ledger is complete; files written after it may be missing
-        say("resume: the ledger has the end of this run; what is written after it is written again")
-    for note in filter(None, _announcements(session, progress.step)):
-        say(note)
+        say("resume: training had ended; writing the files that are still missing")
+    say(*filter(None, _announcements(session, progress.step)))
     trackers: list[Tracker] = []
+    steps, own = run.plan.total_steps, config.run
     if TENSORBOARD in config.run.report_to:
         trackers.append(EventFile(folder.events, progress.step))
     if WANDB in config.run.report_to:
@@ -528,7 +527,7 @@ def open_journal(
         folder=folder,
         ledger=ledger,
         metrics=MetricsWriter(folder.metrics, progress.step, trackers),
-        view=ProgressView(run.plan.total_steps, config.run.log_every, config.run.progress, progress.step),
+        view=ProgressView(steps, own.log_every, own.progress, progress.step, run.plan.epoch_of(steps) + 1),
         tensors=lambda: state_tensors(run.primary),
         fixed_state={"identity": _identity(session, config, digests), "fingerprint": machine},
         keep=config.training.keep_checkpoints,
@@ -538,24 +537,26 @@ def open_journal(
 
 
 def _announcements(session: Session, done: int) -> list[str]:
-    """Notes for the user before step `done` + 1; empty strings are skipped."""
     config, material, backend, plan = session.config, session.material, session.run.backend, session.run.plan
-    units, last, audit = "packs" if config.training.packing else "rows", plan.total_steps, session.run.step.audit
+    units, last, audit = "pack" if config.training.packing else "row", plan.total_steps, session.run.step.audit
     idle, late = idleness(plan, backend.world_size), (config.training.max_steps or 0) > last
     unaudited = audit.every and done != last and not any(map(audit.due, range(done + 1, last + 1)))
     none = f"; none falls into steps {done + 1} to {last}" if unaudited else ""
     seen, total, cut = material.rows.seen_in_training(), len(material.rows.evaluated_on), material.tokenizer.truncated
-    batches = f"{last} steps of {plan.batch_size} {units} in {plan.micro_batches} micro-batches"
-    seen_rows = f"{seen} of {total} evaluation rows have a text that is also trained on; their scores flatter"
+    verbose, workers = config.run.progress == "verbose", counted(backend.world_size, "worker")
+    batches = f"{counted(last, 'step')} of {plan.batch_size} {units}s"
+    batches += f" in {plan.micro_batches} micro-batches" if verbose else ""
+    seen_rows = f"{seen} of {counted(total, 'evaluation row')} have a text that is also trained on"
     return [
-        f"training on {len(plan.ids)} {units}, {batches}, {backend.world_size} {backend.name} workers",
+        unfit_model(config) if done == 0 else "",
+        f"training on {counted(len(plan.ids), units)}: {batches}, {workers} ({backend.name})",
         f"warning: {idle}" if idle else "",
         f"note: training.epochs ends the run at step {last}, before training.max_steps" if late else "",
         learns_nothing(plan, config),
         few_updates(plan, config),
-        f"{audit.describe()}{none}" if config.contracts.enabled else "",
-        f"warning: {seen_rows}" if seen else "",
-        f"note: {cut} texts were cut to {config.model.max_length} tokens (model.max_length)" if cut else "",
+        f"{audit.describe()}{none}" if config.contracts.enabled and verbose else "",
+        f"warning: {seen_rows}, so the scores may be too high" if seen else "",
+        cut_texts_note(cut, config),
         cut_note(material.evaluation_task, material.evaluation_ids, config),
         eval_rows_note(material),
     ]
@@ -590,7 +591,7 @@ def finish(session: Session, journal: FolderJournal | None, reason: str, progres
         return
     passes = backbone_of(run.primary.model).forward
     if isinstance(passes, CompiledPasses) and passes.eager:
-        say(f"compile: {passes.eager} training passes of rank 0 ran eagerly, since their micro-batches were not full")
+        say(f"note: rank 0 ran {passes.eager} training passes uncompiled, since their micro-batches were not full")
     if run.primary.captured is not None and run.primary.captured.eager:
         say(f"note: passes ran eagerly and not as CUDA graphs (run.cuda_graphs): {run.primary.captured.eager}")
     if 0 < journal.updates == journal.zero_updates:
@@ -638,7 +639,6 @@ def _summary(
     memory: Mapping[str, int] | None = None,
     kept: int = 0,
 ) -> Summary:
-    """The summary, without the fields that `_write_summary` fills in."""
     confusion = scores.confusion if scores is not None else None
     quoted = {"confusion": digest_of(confusion)} if confusion is not None else {}  # the matrix is in its own file
     backend, ended = session.run.backend, history.ended is not None  # an earlier process ended the run

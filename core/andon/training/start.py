@@ -44,6 +44,7 @@ from andon.training.rows import (
     task_notice,
     with_task,
 )
+from andon_contracts.legible import counted
 from andon_contracts.record import Resume, Step
 
 ENTRY = "andon.training.start:train_rank"
@@ -89,7 +90,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
     elif resuming:
         folder = newest_unfinished(config, RUNS)
         if folder is not None:
-            say(f"resume: {folder.path} is the newest unfinished run of this configuration (another one: --run-dir)")
+            say(f"resume: {folder.path} is the newest unfinished run of this configuration (for another: --run-dir)")
     config, chosen = placed(config if folder is None else as_begun(config, folder))
     config, not_portable = portable_demo(config)
     if folder is not None:
@@ -145,7 +146,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             with suppress(OSError):  # fails if the folder is not empty
                 folder.path.rmdir()
     if ended.exit is Exit.OK:
-        _report(folder, config)
+        report_result(folder, config)
     return ended
 
 
@@ -155,7 +156,6 @@ def foreign(path: Path) -> Problem:
 
 
 def _unfinished(folder: RunFolder, how: str) -> RunOutcome:
-    """The outcome of a run whose processes exited with code 0 early, for example by `sys.exit(0)`."""
     why = f"the run is not finished: {how} {progress_text(folder)}; resume with: {resume_command(folder)}"
     return RunOutcome(folder, Exit.RANK_LOST, why)
 
@@ -181,11 +181,11 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome
             return RunOutcome(folder, code, asked_by=next(iter(received), 0))
     except SystemExit as ended:
         argument = "" if ended.code is None else repr(ended.code)
-        return _unfinished(folder, f"something in it called sys.exit({argument})")
+        return _unfinished(folder, f"code in the run called sys.exit({argument})")
     except KeyboardInterrupt:
         saved = any(folder.checkpoints.glob("step-*"))
-        left = "the last checkpoint stands" if saved else "no checkpoint had been written yet"
-        why = f"ended at once: a second SIGINT asked for it; {left}"
+        left = "the last checkpoint is kept" if saved else "no checkpoint had been written yet"
+        why = f"stopped at once by a second SIGINT; {left}"
         return RunOutcome(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
 
 
@@ -262,19 +262,21 @@ def _train_in_ranks(
     return RunOutcome(folder, result.exit, why, report, result.asked_by)
 
 
-def _report(folder: RunFolder, config: Config) -> None:
+def report_result(folder: RunFolder, config: Config) -> None:
     summary = read_summary(folder.summary)
     scores = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(summary.eval).items()][:2])
     say(
-        f"done: {summary.steps} steps on {summary.world_size} {summary.backend} workers in {summary.wall_s:.1f} s, "
-        f"{summary.evaluated_on} {scores}"
+        f"done: {counted(summary.steps, 'step')} on {counted(summary.world_size, 'worker')} ({summary.backend}) in "
+        f"{summary.wall_s:.1f} s, {summary.evaluated_on} {scores}"
     )
     if summary.reason == "early-stopping":
-        say(f"stopped early: the last {config.training.early_stopping_patience} evaluations had no better loss")
-    broken = f"violations before it was resumed: {summary.violations}" if summary.violations else "no violation"
+        say(f"stopped early: the last {config.training.early_stopping_patience} evaluations had no lower loss")
     if summary.kept_step is not None:
-        say(f"kept the weights of step {summary.kept_step}, which has the lowest validation loss (training.keep=best)")
-    say(f"weights {summary.weights_digest}, {sum(summary.contracts.values())} clause evaluations, {broken}")
+        say(f"kept the weights of step {summary.kept_step}, with the lowest validation loss (training.keep=best)")
+    if summary.violations:
+        say(f"warning: violations before the run was resumed: {summary.violations}; see andon show {folder.path}")
+    if config.run.progress == "verbose":
+        say(f"weights {summary.weights_digest}, {sum(summary.contracts.values())} checks of contracts")
     say(f"run folder {folder.path}")
     use = "generate" if config.task == SFT else "predict"
     say(f"next: {command_line('andon', use, folder.path, '--data', 'FILE')}")

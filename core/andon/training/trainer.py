@@ -14,10 +14,13 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
+from statistics import fmean
 from time import monotonic
 from typing import Any
 
@@ -25,7 +28,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.console.messages import BROKEN_STREAM, InputError, command_line, write
+from andon.console.messages import BROKEN_STREAM, InputError, command_line, moves_cursor, write
 from andon.integrations.trackers import Tracker
 from andon.metrics.scores import Scores, digest_of, write_confusion
 from andon.model.masks import EvaluationBatching
@@ -44,6 +47,7 @@ from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
 from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Output, Restored
 from andon_contracts.laws.update import Evaluation as Scored
+from andon_contracts.legible import counted
 from andon_contracts.liveness.diagnosis import UPDATE, StepClock
 from andon_contracts.record import (
     GENESIS,
@@ -99,7 +103,6 @@ def retracted(violation: Broken, kept: int, last: int) -> Retraction | None:
 
 
 def begin_anew(config: Path) -> str:
-    """The command that starts the run of `config` from step 0 in another folder."""
     return command_line("andon", "train", config, "--run-dir", "ANOTHER_FOLDER")
 
 
@@ -177,7 +180,6 @@ def violation_records(violation: Violation, step: int, weights: int, kept: int, 
 
 
 def step_record(batch: GlobalBatch, result: StepResult, world_size: int, backend: str) -> Step:
-    """The ledger's record of one update, equal on all ranks."""
     placeholders = dict.fromkeys(("content", "gradient", "weights", "optimizer"), UNKNOWN)
     rows = batch.micro_batches(len(result.leaves))
     parts = []
@@ -314,7 +316,6 @@ class Trainer:
         return self.parts.plan.is_epoch_end(step) or (every is not None and step % every == 0)
 
     def _schedule_save(self, took: float) -> None:
-        """Set rank 0's deadline for the next timed checkpoint; `took`: seconds that the last one took."""
         minutes = self.parts.config.training.checkpoint_minutes
         if minutes is not None and self.parts.backend.ranks[0] == 0:
             self._save_deadline = monotonic() + max(60 * minutes, _SAVE_WAIT * took)
@@ -324,7 +325,6 @@ class Trainer:
         return patience is not None and self.progress.bad_evaluations >= patience
 
     def _settle(self, batch: GlobalBatch, result: StepResult, *, stopping: bool, saving: bool) -> None:
-        """Record a valid update, then evaluate, save and check the base if due. stopping, saving: ranks' requests."""
         step, backend, training = batch.step, self.parts.backend, self.parts.config.training
         record = step_record(batch, result, backend.world_size, backend.name)
         self.repeats.judge(record)  # before writing: the ledger must not get two results of a step
@@ -353,7 +353,6 @@ class Trainer:
             self._schedule_save(monotonic() - began)
 
     def _save(self, *, best: bool) -> None:
-        """Write a checkpoint and gather its outcome, so that all ranks continue or none does. Collective."""
         error: InputError | Violation | None = None
         self.clock.at(self.progress.step, "checkpoint")
         try:
@@ -446,6 +445,8 @@ def evaluate(
 
 _SILENT_S = 12.0
 """Seconds after which an update prints a line in any case, so that slow updates do not look like a hung run."""
+_REDRAW_S, _RECENT, _WIDE = 0.1, 100, 72
+"""Seconds between two drawings of the bar; updates that the rate is computed of; columns for all parts of the bar."""
 
 
 class MetricsWriter:
@@ -500,54 +501,59 @@ def _is_up_to(line: bytes, done: int) -> bool:
 
 
 class ProgressView:
-    """Shows metrics on standard error, as a rich progress bar or as lines for `grep`.
+    """Shows metrics on standard error: a bar of one line on a terminal, else lines for `grep`.
 
-    mode: auto (a bar on a terminal, else lines), always (a bar), never (lines), quiet (nothing), json (only metrics, on
-    standard output). done: steps already done.
+    mode: auto (a bar on a terminal, else lines), never (lines), verbose (lines with every value), quiet (nothing), json
+    (only metrics, on standard output). The loss is the mean of the last `log_every` updates; epochs count from 1.
     """
 
-    def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0) -> None:
-        self._mode, self._total, self._every, self._done_before = mode, total_steps, log_every, done
-        self._started = self._last_line = time.perf_counter()
+    def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0, epochs: int = 1) -> None:
+        self._mode, self._total, self._epochs, self._every = mode, total_steps, epochs, log_every
+        self._last_line = time.perf_counter()
+        self._losses, self._times = deque[float](maxlen=log_every), deque([self._last_line], maxlen=_RECENT + 1)
         self._bar: Any = None
-        try:
-            on_terminal = sys.stderr.isatty()
-        except ValueError:  # standard error is closed
-            on_terminal = False
-        if mode == "always" or (mode == "auto" and on_terminal):
+        if mode == "auto" and moves_cursor(sys.stderr):
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-            from rich.progress import Progress as Bar
+            from rich.progress import BarColumn, Progress, TextColumn
+            from rich.table import Column
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True))
-            self._bar.start()
-            self._bar.add_task("starting", total=total_steps, completed=done)
+            console = Console(stderr=True, force_jupyter=False)
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True))
+            self._bar = Progress(BarColumn(None), text, console=console, auto_refresh=False, expand=True)
+            with suppress(*BROKEN_STREAM):
+                self._bar.start()
+                console.show_cursor(True)  # a killed process could not show it again
+                self._bar.add_task(f"{done}/{total_steps} starting", total=total_steps, completed=done)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Show the metrics of an update."""
-        step, epoch, loss, now = line["step"], line["epoch"], line["loss"], time.perf_counter()
-        shown = step % self._every == 0 or step == self._total
+        step, now = line["step"], time.perf_counter()
+        self._losses.append(line["loss"])
+        self._times.append(now)
+        shown, since = step % self._every == 0 or step == self._total, now - self._last_line
         if self._mode == "json" and shown:
             write(f"{json.dumps(line)}\n", sys.stdout)
-        elif self._bar is not None:
+        rate = (len(self._times) - 1) / max(now - self._times[0], 1e-9)
+        left = f"{timedelta(seconds=round((self._total - step) / rate))} left" if step < self._total else "done"
+        parts = [f"epoch {line['epoch'] + 1}/{self._epochs}", f"loss {fmean(self._losses):.4f}"]
+        parts += [f"{rate:.3g} steps/s", left]
+        if self._bar is not None and (since > _REDRAW_S or step == self._total):
+            self._last_line = now
+            text = "  ".join((f"{step}/{self._total}", *(parts if self._bar.console.width >= _WIDE else parts[1::2])))
             with suppress(*BROKEN_STREAM):
-                self._bar.update(self._bar.task_ids[0], completed=step, description=f"epoch {epoch} loss {loss:.4f}")
-        elif shown or now - self._last_line > _SILENT_S:
-            rate = (step - self._done_before) / (now - self._started)
-            right = f"train_acc {line['accuracy']:.3f} " if "accuracy" in line else ""
-            self._line(
-                f"step {step}/{self._total} epoch {epoch} loss {loss:.4f} {right}"
-                f"grad_norm {line['grad_norm']:.3f} lr {line['lr']:.2e} {rate:.3g} steps/s"
-            )
+                self._bar.update(self._bar.task_ids[0], completed=step, description=text, refresh=True)
+        elif self._bar is None and (shown or since > _SILENT_S):
+            if self._mode == "verbose":
+                parts += [f"training accuracy {line['accuracy']:.3f}"] if "accuracy" in line else []
+                parts += [f"grad_norm {line['grad_norm']:.3f}", f"lr {line['lr']:.2e}"]
+            self._line(", ".join((f"step {step}/{self._total}", *parts)))
 
     def evaluated(self, line: Mapping[str, Any]) -> None:
-        """Show the metrics of an evaluation."""
         if self._mode == "json":
             write(f"{json.dumps(line)}\n", sys.stdout)
         loss = f" loss {line['loss']:.4f}" if "loss" in line else ""
         scores = " ".join(f"{word} {value:.4f}" for word, value in quoted(line).items())
-        self._line(f"{line['what']} after step {line['step']}: {scores}{loss} ({line['rows']} rows)")
+        if line["what"] != LAST_VALIDATION:  # those have been shown
+            self._line(f"{line['what']} after step {line['step']}: {scores}{loss} ({counted(line['rows'], 'row')})")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -556,14 +562,9 @@ class ProgressView:
             self._bar = None
 
     def _line(self, text: str) -> None:
-        if self._mode in ("quiet", "json"):
-            return
-        self._last_line = time.perf_counter()
-        if self._bar is not None:
-            with suppress(*BROKEN_STREAM):
-                self._bar.console.print(text)
-        else:
-            write(f"{text}\n")
+        if self._mode not in ("quiet", "json"):
+            self._last_line = time.perf_counter()
+            write(f"{text}\n")  # with a bar, rich prints it above
 
 
 @dataclass
@@ -642,7 +643,6 @@ class FolderJournal(Journal):
 
 
 def evaluation_of(step: int, epoch: int, scores: Scores) -> Evaluation:
-    """The ledger record of scores after `step` updates."""
     reals = {name: Real.of(value) for name, value in _reals(scores).items()}
     confusion = digest_of(scores.confusion) if scores.confusion is not None else None
     return Evaluation(step=step, epoch=epoch, rows=scores.rows, scores=reals, confusion=confusion)

@@ -1,4 +1,4 @@
-"""A subject on the bench: a trial runs it, and its claims judge what it left. Every kind of subject has one."""
+"""Runs trials of a subject and judges them by its claims. Each kind of subject has a bench."""
 
 from __future__ import annotations
 

@@ -93,12 +93,12 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
             accumulation=accumulation,
             seed=seed,
             curve=curve,
-            curve_name="seen / law, by update" if curve else "",
+            curve_name="seen / reference, by update" if curve else "",
             curve_law=1.0 if curve else None,
         )
 
     if not said:
-        return [finding(("", 0, 0), unknown(claim, "no case that was run says anything of it"))]
+        return [finding(("", 0, 0), unknown(claim, "no trial tested it"))]
     return [
         finding(place, merge(map(named, own)), own[0].trial.seed, next(filter(None, map(_curve, own)), ()))
         for place, own in found.items()
@@ -106,7 +106,6 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
 
 
 def _curve(said: TrialVerdict) -> tuple[float, ...]:
-    """The ratios, if there are several and all are finite."""
     ratios = tuple(found.ratio for found in said.verdict.counterexamples if found.ratio is not None)
     return ratios if len(ratios) > 1 and all(map(isfinite, ratios)) else ()
 

@@ -63,7 +63,7 @@ def read_request(
         wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {budget!r}"))
     wrong += _subject_problems(subject, script)
     if name is not None and not name.strip():
-        wrong.append(Problem("--name", "names nothing"))
+        wrong.append(Problem("--name", "is empty"))
     reasons = {}
     for text in expected_failed:
         claim, _, reason = (part.strip() for part in text.partition(":"))
@@ -72,7 +72,7 @@ def read_request(
         reasons[ALIASES.get(claim, claim)] = reason
     if case is not None and not all(len(given) == 1 for given in (backends, worlds, accumulations, seeds)):
         need = "--backend, --world, --accumulation and --seed"
-        wrong.append(Problem("--case", f"is one case, so that it needs one each of {need}"))
+        wrong.append(Problem("--case", f"needs exactly one value for each of {need}"))
     if wrong:
         raise InputError(wrong)
     names = tuple(ALIASES.get(claim, claim) for given in claims for claim in _words(given))
@@ -92,8 +92,8 @@ def check_names(option: str, given: Sequence[str], known: Collection[str], what:
 
 def _subject_problems(subject: str | None, script: str | None) -> list[Problem]:
     if script is not None:
-        both = [Problem("--script", "and --subject are two ways to name one thing: give one")] if subject else []
-        return both + ([] if script.strip() else [Problem("--script", "names no command")])
+        both = [Problem("--script", "and --subject exclude each other: give one")] if subject else []
+        return both + ([] if script.strip() else [Problem("--script", "is empty; give the command that trains")])
     if subject is None or subject == OURS or _NAMED.fullmatch(subject):
         return []
     if subject in PEERS:

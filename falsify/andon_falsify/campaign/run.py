@@ -67,7 +67,7 @@ class Campaign:
             self.said += self._smallest()
 
     def report(self, unfinished: str = "", *, explained: bool = True) -> Report:
-        """What is known by now. A selected claim that no trial has judged is unknown; the others are listed by name.
+        """The results so far. A selected claim that no trial has judged is unknown; the others are listed by name.
 
         explained: explain ratios, which takes a while.
         """
@@ -152,7 +152,6 @@ class Campaign:
 
 
 def _worlds(trial: Trial) -> tuple[int, ...]:
-    """The world sizes that it runs on: a run may be resumed on another one."""
     return (trial.case.world, trial.then_world) if trial.then_world else (trial.case.world,)
 
 
@@ -196,7 +195,7 @@ def opened(request: Request) -> Iterator[Campaign]:
             sys.path.insert(0, here)
         package = name.partition(":")[0].partition(".")[0]
         if peer is None and package not in sys.modules and find_spec(package) is None:
-            msg = f"there is no module {package!r}, in the current folder or installed, so that nothing can be tried"
+            msg = f"there is no module {package!r}, in the current folder or installed; check the name"
             raise InputError([Problem("--subject", msg)])
         names = packages_distributions().get(package, [])
         version = peer.version if peer is not None else installed(names[0]) if names else ""

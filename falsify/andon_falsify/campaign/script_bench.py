@@ -35,12 +35,14 @@ from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
 
 _GLOBAL_BATCH = 12
-"""Rows of a global batch: it can be dealt to 1, 2, 3, 4 and 6 micro-batches."""
+"""Rows of a global batch: divisible by 1, 2, 3, 4 and 6 micro-batches."""
 _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip_norm=None, backend="script").but(
     hidden=8, heads=1, inner=8, rank=1, dropout=0.0
 )
 """A script receives only the layout of a case: rows, model and seed are its own."""
 _RESUME = "{resume:"
+_PLACES = ("world", "local_batch", "accumulation", "folder")
+_PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
 _MARK = "ANDON_FALSIFY_RUN"
 """Set in the command's environment: every process that descends from the run inherits it."""
 _POLL_S, _CLOSE_POLL_S = 0.02, 0.001
@@ -113,7 +115,7 @@ class ScriptBench(Bench):
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
-        """A run that is killed half-way, and its resumption in the same folder."""
+        """Kill a run half-way, and resume it in the same folder."""
         updates = len(self._run(case).history.trajectory)
         half = -(-updates // 2)
         for after in (half, 1, 1):  # a short run may be over before it is killed
@@ -125,7 +127,7 @@ class ScriptBench(Bench):
                     self._runs += 1
                     again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
                     return {"cut": _evidence(cut, case), "resumed": _sound(again, case)}
-        raise RunUnavailable(cut.error or "it ended by itself, three times, before it could be killed half-way")
+        raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
 
 def _sound(done: Done, case: Case, what: str = "") -> Evidence:
@@ -133,11 +135,11 @@ def _sound(done: Done, case: Case, what: str = "") -> Evidence:
     worlds = {step.world for step in done.history.steps} - {case.world}
     why = done.error
     if not why and done.stray:
-        why = f"it left processes behind, which were ended: {', '.join(done.stray)}"
+        why = f"it left processes running, which were killed: {', '.join(done.stray)}"
     elif not why and not done.history.steps:
         why = "its ledger has no update: the watch observed no step of its optimizer"
     elif not why and worlds:
-        why = f"it was to train on {case.world} ranks, and its ledger says {worlds.pop()}"
+        why = f"it should have trained on {case.world} ranks, but its ledger says {worlds.pop()}"
     if why:
         raise RunUnavailable(f"{what}{why}")
     return _evidence(done, case)
@@ -164,7 +166,7 @@ class Command:
 
     `{folder}` becomes a folder that is new for every run, and shared by a run and its resumption. `{resume:WORDS}`
     becomes `WORDS` when a killed run is resumed, and is empty otherwise. `WORDS` may contain placeholders and balanced
-    braces. A path with `*` in it becomes the newest file that matches.
+    braces. A path with `*` in it becomes the newest file that matches. `{{name}}` becomes `{name}`; `${name}` stays.
     """
 
     text: str
@@ -172,16 +174,19 @@ class Command:
     @classmethod
     def read(cls, text: str) -> Command:
         """Raises `InputError` with everything that is missing or malformed."""
+        names = {match["name"] for match in _PLACE.finditer(text) if match["name"]}
+        needed = {"world": "the number of ranks", "local_batch": "the rows of one micro-batch of one rank"}
         wrong = [
-            Problem("--script", f"has no {{{name}}}, {why}")
-            for name, why in (
-                ("world", "so that the number of ranks cannot be varied"),
-                ("local_batch", "so that the global batch would grow with the number of ranks"),
-            )
-            if f"{{{name}}}" not in text
+            Problem("--script", f"has no placeholder {{{name}}}; put it where the command takes {what}")
+            for name, what in needed.items()
+            if name not in names
         ]
+        known = f"{', '.join(f'{{{name}}}' for name in _PLACES)} and {{resume:WORDS}}"
+        for name in sorted(names - {*_PLACES}):
+            what = f"is not a placeholder; known are {known}. For a literal {{{name}}} write {{{{{name}}}}}"
+            wrong.append(Problem("--script", f"{{{name}}} {what}"))
         if _RESUME in text and "{folder}" not in text:
-            wrong.append(Problem("--script", "has {resume:...} but no {folder}: where is what is to be resumed?"))
+            wrong.append(Problem("--script", "has {resume:...} but no {folder}, where checkpoints are written"))
         try:
             parts = list(_parts(text))
             shlex.split("".join(part for part, _ in parts))
@@ -194,7 +199,7 @@ class Command:
 
     @property
     def accumulates(self) -> bool:
-        return "{accumulation}" in self.text
+        return any(match["name"] == "accumulation" for match in _PLACE.finditer(self.text))
 
     @property
     def resumes(self) -> bool:
@@ -202,11 +207,10 @@ class Command:
 
     def words(self, case: Case, folder: str, *, resumed: bool = False) -> list[str]:
         """The command for the layout of `case`, split into words."""
-        values = {"world": case.world, "local_batch": case.local_batch, "accumulation": case.accumulation}
+        values = dict(zip(_PLACES, (case.world, case.local_batch, case.accumulation, shlex.quote(folder)), strict=True))
         filled = ""
-        for part, resuming in _parts(self.text):
-            for name, value in {**values, "folder": shlex.quote(folder)}.items():
-                part = part.replace(f"{{{name}}}", str(value))
+        for text, resuming in _parts(self.text):
+            part = _PLACE.sub(lambda match: str(values.get(match["name"], match["literal"] or match[0])), text)
             if not resuming:
                 filled += part
             elif resumed:
@@ -222,8 +226,7 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
         depth, end = 1, 0
         while depth:
             if end == len(rest):
-                msg = "a {resume: is not closed"
-                raise ValueError(msg)
+                raise ValueError("a {resume: is not closed")
             depth += {"{": 1, "}": -1}.get(rest[end], 0)
             end += 1
         yield rest[: end - 1], True
@@ -270,7 +273,7 @@ def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[P
             stray = _end_all(mark, process)
     history, why = read_history(ledger) if ledger.exists() else History(str(ledger), ()), ""
     if code is None and not stopped:
-        why = f"no end within {deadline_s:.0f} s"
+        why = f"the command did not end within {deadline_s:.0f} s"
     elif code and not stopped:
         why = f"the command ended with {code}: {_last_words(output)}"
     elif not ledger.exists() and not stopped:
@@ -328,7 +331,7 @@ def _last_words(output: Path) -> str:
     """The error, if the output has a traceback; otherwise the last line that says something."""
     found = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
     lines = [line for line in found if not _NO_REASON.match(line)]
-    lines = _without_launcher(lines) or lines or ["it said nothing"]
+    lines = _without_launcher(lines) or lines or ["it printed nothing"]
     raised = lines[lines.index(_TRACEBACK) :] if _TRACEBACK in lines else lines
     return next(filter(_is_error, raised), lines[-1]).removeprefix("traceback : ")[:_SHOWN]
 

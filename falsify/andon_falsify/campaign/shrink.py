@@ -1,4 +1,4 @@
-"""The smallest counterexample: a case is made smaller in one respect at a time while the claim stays falsified."""
+"""Searches for a smaller counterexample: reduces a case step by step while the claim stays falsified."""
 
 from __future__ import annotations
 

@@ -152,8 +152,8 @@ class Budget:
     """The size of a campaign.
 
     kinds: of trials; claims that none of them judges are not selected. draws: cases for each layout and variant.
-    deadline_s: for one run of a subject. most_late: after so many runs at one world size that miss the deadline, no
-    further one is started. shrink_s: for the search for smaller counterexamples, of all claims together.
+    deadline_s: for one run of a subject. most_late: this many late runs at one world size end the attempts at that
+    size. shrink_s: for the search for smaller counterexamples, of all claims together.
     """
 
     name: str
@@ -177,7 +177,7 @@ BUDGETS: Mapping[str, Budget] = {
 
 @dataclass(frozen=True)
 class Layouts:
-    """Where a subject is tried: all combinations of these."""
+    """Where a subject is tested: all combinations of these."""
 
     backends: tuple[str, ...]
     worlds: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Our own trainer and anyone's loop on the bench: both run on warm ranks, with the further runs that claims ask for."""
+"""Benches for Andon's trainer and for a user's loop: both run on warm ranks, with the further runs that claims need."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _sound(trace: Trace, what: str = "") -> Evidence:
         if not first.made and not first.resumed_from:
             why = "no step of an optimizer over parameters of the loop's `model` was seen"
         elif len(held) > 1 and sum(map(len, held)) == len(frozenset().union(*held)):
-            why = "the ranks' optimizers share out the parameters; an update must be a step over all of them"
+            why = "the ranks' optimizers split the parameters; an update must be a step over all of them"
             why += " on every rank"
         for step in () if why else sorted(first.made.keys() - {min(first.made, default=0)}):
             idle = not any(part.of(rank, step).leaves or step in part.rowless for part in parts for rank in part.ranks)

@@ -1,4 +1,4 @@
-"""Two runs of one loop compared: the same rows at every update, and the same weights within the rounding of fp32.
+"""Compares two runs of one loop: the same rows at every update, and the same weights within the rounding of fp32.
 
 The rounding is measured: the case's model is trained in one process in fp32, in whole batches and in micro-batches, and
 by the reference in float64. The distance between these, relative to how far the weights moved, is what rounding alone
@@ -30,7 +30,7 @@ UNMEASURED = 1e-3
 
 
 def noise(trace: Trace) -> dict[int, float]:
-    """For each update: the largest distance so far of fp32 weights from float64 ones, over the movement of these.
+    """For each update: the largest distance so far of fp32 from float64 weights, relative to how far these moved.
 
     Both are trained on the rows of `trace`, at its learning rates. Empty if it cannot be measured: if the loop trains
     another model than the case's, or if some rows are unknown, or if no update has rows.
@@ -98,7 +98,7 @@ def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
             allowed = max(FLOOR, MARGIN * measured[step]) if step in measured else UNMEASURED
             nearest = max(nearest, distance / allowed)
             if not distance <= allowed:
-                what = "the weights part by more than rounding explains"
+                what = "the weights differ by more than rounding explains"
                 limit = f"at most {allowed:.2e} of their movement ({MARGIN:g} x the noise of fp32)"
                 found.append(Counterexample(what, f"step {step}, {pair}", limit, f"{distance:.2e}", quantity="weights"))
                 break
@@ -109,7 +109,6 @@ def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
 
 
 def _different_rows(first: Trace, other: Trace, pair: str) -> Iterator[Counterexample]:
-    """The first update with other rows, and another number of updates."""
     ours, theirs = first.seen.trajectory, other.seen.trajectory
     for number, event in ours.items():
         if number in theirs and set(theirs[number].ids) != set(event.ids):
@@ -118,26 +117,25 @@ def _different_rows(first: Trace, other: Trace, pair: str) -> Iterator[Counterex
             break
     wanted, made = (max(each, default=0) for each in (ours, theirs))
     if len(ours) != len(theirs) and wanted != made and first.seen.runs[-1].finished:
-        yield Counterexample("another number of updates", pair, str(wanted), str(made))
+        yield Counterexample("a different number of updates", pair, str(wanted), str(made))
 
 
 def _different_optimizers(first: Trace, other: Trace, pair: str) -> Iterator[Counterexample]:
-    """Other tensors that train, and the first update at another rate: either makes weights differ."""
     names = [{name for name, _, _ in trace.first.layouts[0]} for trace in (first, other)]
     if odd := ", ".join(sorted(names[0] ^ names[1])[:3]):
         seen = f"{len(names[1])} (only one of the runs trains {odd})"
-        yield Counterexample("other tensors train", pair, f"{len(names[0])}", seen, quantity="weights")
+        yield Counterexample("the runs train different tensors", pair, f"{len(names[0])}", seen, quantity="weights")
     mine, theirs = (first_of(trace).made for trace in (first, other))
     for step in sorted(mine.keys() & theirs.keys()):
         if mine[step].rates != theirs[step].rates:
             wanted, seen = (", ".join(f"{rate:.9g}" for rate in made[step].rates) for made in (mine, theirs))
             where = f"step {step}, {pair}"
-            yield Counterexample("another learning rate", where, wanted, seen, quantity="learning rate")
+            yield Counterexample("a different learning rate", where, wanted, seen, quantity="learning rate")
             return
 
 
 def _distances(first: Trace, other: Trace) -> Iterator[tuple[int, float]]:
-    """For each update that both kept: the distance of the weights, over the movement of the first run's."""
+    """For each update with weights in both runs: their distance, relative to how far the first run's weights moved."""
     start = first_of(first).state
     for step, values in sorted(first.first.values.items()):
         twin = other.first.values.get(step)

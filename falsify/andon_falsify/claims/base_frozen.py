@@ -1,4 +1,4 @@
-"""No weight that is frozen, and no buffer, changes in a run."""
+"""No frozen weight and no buffer changes in a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLAIM = Claim(
 
 
 def check(evidence: Evidence) -> Verdict:
-    """Every rank's frozen tensors at the end against the start. Of a loop, nothing else of the model trains either."""
+    """Compare each rank's frozen tensors at the start and the end. A loop may train no other tensor of the model."""
     frozen = {rank: pair for rank, pair in sorted(evidence.observed.gathered("frozen").items()) if pair[1]}
     found = [
         Counterexample("a frozen weight changed", f"rank {rank}", start, end, quantity="weights")
@@ -25,6 +25,6 @@ def check(evidence: Evidence) -> Verdict:
         if start != end
     ]
     if evidence.of_loop and (extra := evidence.loop_law.made_trainable - evidence.loop_law.to_train):
-        what, named = f"{len(extra)} frozen tensors of the model train", first_of_many(sorted(extra), 3)
+        what, named = f"{len(extra)} frozen tensors of the model are trained", first_of_many(sorted(extra), 3)
         found.append(Counterexample(what, "from the start", "frozen", named, quantity="weights"))
     return conclude(CLAIM, len(frozen), found)

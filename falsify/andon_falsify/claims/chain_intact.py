@@ -21,7 +21,7 @@ NO_LINE = "0" * 16
 
 
 def check(evidence: Evidence) -> Verdict:
-    """The links of the subject's ledger; what a resume cut off of it is noted."""
+    """Check the links of the subject's ledger, and note what a resume cut off."""
     assert evidence.ledger is not None
     verdict = check_history(evidence.ledger)
     cut = [(event.line, event.fields.get("torn")) for event in evidence.ledger.of_kind("resume")]

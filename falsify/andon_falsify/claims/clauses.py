@@ -1,4 +1,4 @@
-"""Which claim is the law of which clause: the contracts' registry against the claims' own `clauses`.
+"""Which claim judges which clause: the contracts' registry against the claims' own `clauses`.
 
 The contracts check clauses inside a running loop; claims judge it from outside. If both are the same law, either name
 selects the claim (`--claim learning-rate-planned` is `--claim schedule`). `python -m andon_falsify.claims.clauses`

@@ -1,4 +1,4 @@
-"""What a loop reports of its evaluation against the evaluation of every row once."""
+"""Compares the evaluation that a loop reports with an evaluation that counts every row once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check judges a run by: two accounts that are never merged, tensors, and further runs of the same subject.
+"""The evidence about a run: two accounts that are never merged, tensors, and further runs of the same subject.
 
 The witness observed the run from outside and gives one account; the subject's own ledger is the other. A ledger or a
 script has only the second, so claims that need tensors do not apply to it.
@@ -146,7 +146,7 @@ def of_trace(trace: Trace, **others: Trace | None) -> Evidence:
 
 
 def tensors(what: str, *, of_updates: bool = False) -> Callable[[Evidence], str]:
-    """The need of a claim for `what`, which only a witness has. of_updates: and for the tensors of every update."""
+    """A need of a claim: `what`, which only a witness has. of_updates: also the tensors of every update."""
 
     def need(evidence: Evidence) -> str:
         if evidence.trace is None:

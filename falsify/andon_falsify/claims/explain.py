@@ -76,7 +76,6 @@ def fitting_powers(
 
 @lru_cache(maxsize=64)
 def _products(factors: tuple[int, ...]) -> tuple[list[float], list[tuple[int, ...]]]:
-    """The values of all products of powers of `factors`, ascending, and the powers of each."""
     powers = [each for each in product(_POWERS, repeat=len(factors)) if any(each)]
     found = sorted((_product(factors, each), each) for each in powers)
     return [value for value, _ in found], [each for _, each in found]

@@ -1,4 +1,4 @@
-"""The gradient of every update against the law of its rows; of a loop also what a wrong gradient is instead."""
+"""Compares the gradient of every update with the reference. For a loop, also says what a wrong gradient is."""
 
 from __future__ import annotations
 
@@ -115,13 +115,14 @@ def compare(
     for name in sorted(held.keys() | law.keys()):
         wanted, size = (f"{len(side[name])} elements" if name in side else "no gradient" for side in (law, held))
         if wanted != size:
-            found.append(Counterexample(f"{name} has another layout", where, wanted, size, quantity="gradient"))
+            found.append(Counterexample(f"{name} has a different layout", where, wanted, size, quantity="gradient"))
     alike = [name for name in law if name in held and len(held[name]) == len(law[name])]
     gaps = {name: _gap(held[name], law[name], floor * total) for name in alike}
     wrong = sorted((name for name in gaps if gaps[name].relative > tolerance), key=lambda name: -gaps[name].relative)
     if wrong:
         named = first_of_many([f"{name} {gaps[name].relative:.3g}" for name in wrong], _SHOWN)
-        what, limit = f"{len(wrong)} of {len(gaps)} tensors are off the law", f"relative error <= {tolerance:.3g}"
+        what = f"{len(wrong)} of {len(gaps)} tensors differ from the float64 reference"
+        limit = f"relative error <= {tolerance:.3g}"
         ratio = _common_factor([gap for gap in gaps.values() if gap.factor is not None])
         equals = "" if ratio is None else explain_ratio(ratio, factors or {})
         found.append(Counterexample(what, where, limit, named, ratio, equals, quantity="gradient"))
@@ -139,10 +140,10 @@ def _common_factor(gaps: Sequence[_Gap]) -> float | None:
 
 
 def _of_loop(law: LoopLaw, found: Mapping[int, Verdict]) -> Verdict:
-    """The verdicts on the updates as one, each wrong gradient with what it is instead."""
+    """Merge the verdicts on the updates, and say what each wrong gradient is instead."""
     verdicts = name_short_windows(law, {step: _explained(law, step, verdict) for step, verdict in found.items()})
     if lost := law.to_train - law.made_trainable:
-        what, held = f"{len(lost)} tensors that are to train have no gradient", first_of_many(sorted(lost), 3)
+        what, held = f"{len(lost)} trainable tensors have no gradient", first_of_many(sorted(lost), 3)
         shown = (what, "from the start", "requires_grad", f"frozen: {held}")
         verdicts.append(conclude(CLAIM, 1, [Counterexample(*shown, quantity="gradient")]))
     if law.unknown_updates:
@@ -193,7 +194,7 @@ def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
-    """Another mean over the visited rows, times what."""
+    """A different mean over the visited rows, and its factor."""
     visits, place = law.visits(step), {row: index for index, row in enumerate(law.rows(step))}
     leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
     ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]
@@ -270,7 +271,7 @@ def _relabelled(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanat
 
 
 def _counted(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
-    """Rows count otherwise than once, by least squares: `rows 3, 5 count 2 times, row 7 not at all`."""
+    """Rows that do not count exactly once, by least squares: `rows 3, 5 count 2 times, row 7 not at all`."""
     import torch
 
     if rows.shape[0] > rows.shape[1] or float(torch.linalg.svdvals(rows)[-1]) * 1e-3 <= 1e-6 * float(seen.norm()):
@@ -289,4 +290,4 @@ def _counted(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation
     ]
     if not parts or len(by_times) > 6:
         return _NONE
-    return "rows do not count once", f"by the law every row counts once, here {'; '.join(parts)}"
+    return "rows do not count once", f"every row must count once; here {'; '.join(parts)}"

@@ -34,16 +34,9 @@ CLAIM = Claim(
     trial="halt",
     runs=("poisoned",),
     needs=(_halts, _is_poisoned),
-    clauses=(
-        Clause("finite", "other"),
-        Clause(
-            "halt-together",
-            "other",
-            "only the halt that a NaN must cause",
-        ),
-    ),
+    clauses=(Clause("finite", "other"), Clause("halt-together", "other", "only the halt that a NaN must cause")),
     statements={
-        "loop": "A NaN in one rank's gradient stops all ranks before that update, by any error. No weight changes.",
+        "loop": "A NaN in one rank's gradient stops all ranks before that update, by any error. No weight changes."
     },
 )
 
@@ -86,11 +79,11 @@ def _check_ledger(history: History) -> Verdict:
     last = history.events[-1] if history.events else None
     if last is None or last.kind != "end":
         after = f"step {max(history.trajectory, default=0)}"
-        why = f"no end is recorded after {after}: it was killed, or goes on still, and why it stopped is not known"
+        why = f"no end is recorded after {after}: the run was killed or is still running"
         return conclude(CLAIM, 0, [], why)
     if history.of_kind("violation"):
-        return not_applicable(CLAIM, "what is recorded was only to be told of, so that nothing had to stop")
-    why = "no violation and nothing that is not finite is recorded, so that nothing had to stop"
+        return not_applicable(CLAIM, "the recorded violations were only reported (action warn), so nothing had to stop")
+    why = "no violation, NaN or infinity is recorded, so nothing had to stop"
     reason = last.fields.get("reason", "finished")
     return not_applicable(CLAIM, why if reason == "finished" else f"{why}; it ended with {str(reason)!r}")
 
@@ -147,13 +140,13 @@ def check_history(
         elif violations[0].step != planted:
             fail("noticed at another step", planted, str(planted), str(violations[0].step))
         elif clause and violations[0].fields.get("clause") != clause:
-            fail("another clause was named", planted, clause, str(violations[0].fields.get("clause")))
+            fail("a different clause was named", planted, clause, str(violations[0].fields.get("clause")))
     if stopped_at:
         checked += 1
         if len(set(stopped_at.values())) > 1:
             seen = ", ".join(f"rank {rank} at step {step}" for rank, step in sorted(stopped_at.items()))
             fail("the ranks did not stop together", min(stopped_at.values()), "one step", seen)
-    return conclude(CLAIM, checked, found, missing or ("" if checked else "nothing ever went wrong in this history"))
+    return conclude(CLAIM, checked, found, missing or ("" if checked else "nothing is recorded that had to stop it"))
 
 
 def stops(violation: Event) -> bool:

@@ -27,7 +27,7 @@ _DIGITS = 16
 
 
 def check(evidence: Evidence) -> Verdict:
-    """What the folder quotes of the ledger against its lines, and what the ledger quotes against the folder's files."""
+    """Compare the quotes in the folder's files with the ledger's lines, and the ledger's quotes with the files."""
     history, folder = evidence.history, evidence.folder
     assert folder is not None
     lines = enumerate(history.lines(), start=1)
@@ -37,7 +37,7 @@ def check(evidence: Evidence) -> Verdict:
         checked += 1
         seen = digests.get(count, "no such line") if count else NO_LINE
         if seen != digest:
-            found.append(_wrong(f"{place} quotes another line {count}", f"line {count}", digest, seen))
+            found.append(_wrong(f"{place} quotes line {count} with another digest", f"line {count}", digest, seen))
     evaluations = [event for event in history.of_kind("eval") if event.fields.get("confusion") is not None]
     checked += len(evaluations)
     found += [wrong for event in evaluations for wrong in _wrong_matrix(folder, event)]

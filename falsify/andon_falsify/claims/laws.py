@@ -250,7 +250,7 @@ class LoopLaw(RunLaw):
         if not self.case.values:
             return "values were not recorded"
         if self.first.resumed_from:
-            return "the run took up another one, whose weights are not at hand"
+            return "the run resumed another run, whose weights are not available"
         return ""
 
     @cached_property
@@ -259,11 +259,11 @@ class LoopLaw(RunLaw):
             return "values were not recorded from the first update on"
         for made in self.first.made.values():
             if made.optimizer not in ("SGD", "AdamW", "Adam"):
-                return f"the law knows SGD and AdamW, not {made.optimizer}"
+                return f"the reference computes SGD and AdamW, not {made.optimizer}"
             for group in made.groups:
                 on = [name for name in _UNKNOWN_SETTINGS if group.settings.get(name)]
                 if on:
-                    return f"the law does not know {made.optimizer} with {', '.join(on)}"
+                    return f"the reference does not compute {made.optimizer} with {', '.join(on)}"
         return ""
 
     @cached_property

@@ -39,7 +39,7 @@ class RecordedRun:
         from andon.config.load import load_config
 
         if path.is_symlink():
-            raise InputError([Problem(str(path), "is a link; put what it leads to in its place")])
+            raise InputError([Problem(str(path), "is a symbolic link; replace it with the file itself")])
         return load_config(path)
 
     def settings(self) -> Mapping[str, object]:
@@ -60,7 +60,7 @@ def read_run(path: Path) -> RecordedRun:
     if ledger.exists() and not ledger.is_file():  # opening a pipe would wait for a writer
         raise OSError(errno.EINVAL, "is a pipe or a device, not a file", str(ledger))
     if folder is not None and ledger.is_symlink():
-        raise OSError(errno.EINVAL, "is a link; put what it leads to in its place", str(ledger))
+        raise OSError(errno.EINVAL, "is a symbolic link; replace it with the file itself", str(ledger))
     return RecordedRun(path, read_history(ledger), folder)
 
 
@@ -71,7 +71,7 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
     command = command_line("andon", "verify", *(run.path for run in runs))
 
     def named(verdict: Verdict, of: RecordedRun | None = None) -> Verdict:
-        """The verdict with the command that repeats it and, if there are several ledgers, the one that it is about."""
+        """Add the command that repeats the verdict and, with several ledgers, the path of this one."""
         place = f"{of.path}, " if of is not None and others else ""
         found = (replace(each, where=f"{place}{each.where}", repro=command) for each in verdict.counterexamples)
         return replace(verdict, counterexamples=tuple(found))
@@ -98,7 +98,7 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
         digests = [each.get(name) if isinstance(each, Mapping) else None for each in held]
         if None not in digests and digests[0] != digests[1]:
             found.append(called)
-    return f"{other.path} is of another job than {first.path}, with other {', '.join(found)}" if found else ""
+    return f"{first.path} and {other.path} are of different jobs: they differ in {', '.join(found)}" if found else ""
 
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:

@@ -11,9 +11,9 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Quantity, Verdi
 
 def _reports_losses(evidence: Evidence) -> str:
     if evidence.of_loop and not getattr(evidence.observed.first, "told_losses", ()):
-        return "the loop tells no loss (told.loss)"
+        return "the loop reports no loss (told.loss)"
     silent = evidence.of_script and all(step.loss is None for step in evidence.history.steps)
-    return "the script tells no loss (w.loss)" if silent else ""
+    return "the script reports no loss (w.loss)" if silent else ""
 
 
 CLAIM = Claim(
@@ -23,13 +23,7 @@ CLAIM = Claim(
     order=80,
     subjects=("trainer", "loop", "script", "ledger"),
     needs=(_reports_losses,),
-    clauses=(
-        Clause(
-            "finite",
-            "other",
-            "a planted NaN, and the reported losses and norms",
-        ),
-    ),
+    clauses=(Clause("finite", "other", "a planted NaN, and the reported losses and norms"),),
 )
 
 
@@ -55,4 +49,4 @@ def check_history(history: History) -> Verdict:
             if number is not None and not number.finite:
                 shown = (f"the {name} is not finite", f"step {event.number}", "a real number", str(number))
                 found.append(Counterexample(*shown, quantity=quantity))
-    return conclude(CLAIM, checked, found, missing, "the loop told no loss: gradient norms only" if untold else "")
+    return conclude(CLAIM, checked, found, missing, "the loop reported no loss: gradient norms only" if untold else "")

@@ -1,4 +1,4 @@
-"""The norm that our trainer reports of every update against that of the law's gradient."""
+"""Compares the norm that Andon's trainer reports for each update with the norm of the reference gradient."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLAIM = Claim(
 def check(evidence: Evidence) -> Verdict:
     reported, found = {each.step: each.norm for each in evidence.observed.first.reported}, []
     for law in evidence.law.expected:
-        seen, what = reported[law.step], "the reported norm is not that of the law"
+        seen, what = reported[law.step], "the reported norm is not that of the float64 reference"
         if not abs(seen - law.norm) <= evidence.noise.norm * max(law.norm, FLOOR * law.summed):
             shown = (f"step {law.step}", f"{law.norm:.9g}", f"{seen:.9g}", seen / law.norm if law.norm else None)
             found.append(Counterexample(what, *shown, quantity="norm"))

@@ -13,11 +13,7 @@ CLAIM = Claim(
     subjects=("loop",),
     runs=("random",),
     needs=(tensors("state of a generator"),),
-    clauses=(
-        Clause("modes-agree"),
-        Clause("training-mode"),
-        Clause("randomness-declared"),
-    ),
+    clauses=(Clause("modes-agree"), Clause("training-mode"), Clause("randomness-declared")),
 )
 
 
@@ -40,7 +36,7 @@ def check(evidence: Evidence) -> Verdict:
         silent = Counterexample(what, where, "masks drawn in every forward pass", seen)
         return conclude(CLAIM, len(law.first.made), [silent])
     if trace.case.world == 1:
-        return not_applicable(CLAIM, "one rank has nobody to draw the same as")
+        return not_applicable(CLAIM, "one rank has no other rank to compare with")
     held: dict[tuple[int, int], str] = trace.gathered("draws")
     if not held:
         return not_applicable(CLAIM, "no forward pass draws from torch's generator")

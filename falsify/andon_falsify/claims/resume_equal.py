@@ -25,10 +25,7 @@ CLAIM = Claim(
     trial="resume",
     runs=("cut", "resumed"),
     needs=(lambda evidence: "" if evidence.declares("restores") else _UNSAVED,),
-    clauses=(
-        Clause("checkpoint-whole"),
-        Clause("resume-exact", "same"),
-    ),
+    clauses=(Clause("checkpoint-whole"), Clause("resume-exact", "same")),
     statements={
         "loop": "A resumed run makes the remaining updates with the same rows and learning rates. The weights differ "
         "by at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
@@ -57,7 +54,7 @@ def check(evidence: Evidence) -> Verdict:
 
     wanted = [step for step in evidence.trace.seen.trajectory if step > again.first.resumed_from]
     made = list(again.seen.trajectory)
-    apart = [Counterexample("other updates than those that were left", "", f"{wanted}", f"{made}")]
+    apart = [Counterexample("updates that differ from those that were left", "", f"{wanted}", f"{made}")]
     gap = conclude(CLAIM, len(wanted), [] if made == wanted else apart)
     return merge([alike(CLAIM, evidence.trace, [again]), gap])
 
@@ -65,7 +62,7 @@ def check(evidence: Evidence) -> Verdict:
 def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
     """As the witness saw it, and by the subject's own ledger; not if the resumed ranks are on other kinds of device."""
     if whole.place and resumed.place not in ("", whole.place):
-        why = f"its ranks went on on {resumed.place} after {whole.place}, and these round otherwise"
+        why = f"it ran on {whole.place} and was resumed on {resumed.place}, which round differently"
         return not_applicable(CLAIM, why)
     seen = check_history(History("resumed", cut.seen.events + resumed.seen.events), whole.seen)
     if resumed.ledger is None or whole.ledger is None or not whole.case.contracts:
@@ -82,7 +79,7 @@ def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
         return not_applicable(CLAIM, "no run was resumed")
     if whole:
         return merge(check_history(history, whole[0]) for history in cut)
-    alone = not_applicable(CLAIM, "no step was done again; name the uninterrupted run as well, to compare with")
+    alone = not_applicable(CLAIM, "no step was repeated; also give the uninterrupted run, to compare with")
     verdicts = map(check_history, cut)
     return merge(alone if each.outcome is Outcome.UNKNOWN and not each.checked else each for each in verdicts)
 
@@ -109,7 +106,7 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         for event in run.steps:
             if event.number > expected:
                 wanted, seen = f"step {expected}", f"step {event.number}"
-                found.append(Counterexample(f"{wanted} was never done", seen, wanted, seen))
+                found.append(Counterexample(f"{wanted} is missing", seen, wanted, seen))
             expected = event.number + 1
             done = max(done, event.number)
     if uninterrupted is not None:
@@ -150,7 +147,7 @@ def disowned(history: History) -> list[Counterexample]:
             wanted = f"a violation of {clause} after step {last}, back to a checkpoint, up to step {last}"
             if broken is None or clause != broken or kept not in checkpoints or event.fields.get("last") != last:
                 said = f"to step {event.fields.get('last')}, back to step {kept}, after {broken or 'no violation'}"
-                what = "updates were taken back without right"
+                what = "updates were retracted without a violation"
                 found.append(Counterexample(what, f"line {event.line}", wanted, said, quantity="record"))
             last, broken = min(last, kept), None
     return found
@@ -182,7 +179,7 @@ def check_script(whole: History, cut: History, resumed: History) -> Verdict:
     if not again:
         return conclude(CLAIM, 0, [], "the resumed run made no update")
     if len(again) >= len(every):
-        what = f"a run that was killed after update {len(done)} was not resumed: it began anew"
+        what = f"a run that was killed after update {len(done)} was not resumed: it started over"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
     if len(again) < len(every) - len(done):
         what, least = f"killed after update {len(done)}, it was resumed at a later one", len(every) - len(done)

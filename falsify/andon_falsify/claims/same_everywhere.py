@@ -50,17 +50,17 @@ COMPARED = 50
 """Updates whose norms and losses are compared; later ones may differ by what rounding made of earlier differences."""
 _SCALED = {"grad_norm", "loss"}
 """Means over a batch, so a wrong mean shows as a product of the layout's numbers."""
-_TELL = "tell the rows of each micro-batch with w.batch(ids)"
+_REPORT = "report the rows of each micro-batch with w.batch(ids)"
 _DEAL = (
     "Draw the rows of every global batch from one seed, whatever the number of ranks, and deal them to the ranks "
     "(DistributedSampler; Accelerate: DataLoaderConfiguration(use_seedable_sampler=True))"
 )
 _DRAWS = (
-    "dropout and augmentation that draw by rank do this, and so does a mean of unequal means. Switch those off, or "
-    "tell the loss with w.loss: the same loss on both shows that nothing else was drawn"
+    "dropout or augmentation may draw other numbers, or a mean of per-rank means weighs rows unequally. Switch dropout "
+    "and augmentation off, or report the loss with w.loss: an equal loss shows that no other numbers were drawn"
 )
-_SCHEDULED = "another number of updates, and so other learning rates where a schedule is as long as the run"
-_NO_DRAWS = "Switch this off (p = 0) in the run that is compared"
+_SCHEDULED = "a different number of updates: a schedule as long as the run then gives other learning rates"
+_NO_DRAWS = "Switch this off (p = 0) while you compare runs"
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -92,7 +92,7 @@ def check_traces(base: Trace, *others: Trace) -> Verdict:
     """All bits of every update, if the ranks are on devices of one kind."""
     elsewhere = sorted({other.place for other in others} - {base.place, ""})
     if elsewhere and base.place:
-        why = f"other kinds of device round otherwise: {' and '.join(elsewhere)} against {base.place}"
+        why = f"different kinds of devices round differently: {' and '.join(elsewhere)} against {base.place}"
         return not_applicable(CLAIM, why)
     return compare([base.seen, *(other.seen for other in others)])
 
@@ -114,7 +114,7 @@ def check_loop(traces: Sequence[Trace]) -> Verdict:
     if "to_the_bit" in first.claims:
         return compare([trace.seen for trace in traces])
     if any(first_of(trace).draws for trace in traces):
-        return not_applicable(CLAIM, "forward passes draw random numbers: other ones on another number of ranks")
+        return not_applicable(CLAIM, "forward passes draw random numbers, which differ with the number of ranks")
     return alike(CLAIM, traces[0], traces[1:])
 
 
@@ -129,7 +129,8 @@ def compare(histories: Sequence[History]) -> Verdict:
     machine, *machines = (each.start.fingerprint if each.start is not None else None for each in histories)
     for other, fingerprint in zip(others, machines, strict=True):
         if fingerprint != machine:
-            return not_applicable(CLAIM, f"not comparable: {other.name} has another fingerprint than {first.name}")
+            why = f"not comparable: {other.name} and {first.name} ran on different machines or with different versions"
+            return not_applicable(CLAIM, why)
     found: list[Counterexample] = []
     places = [" then ".join(dict.fromkeys(map(_of, history.steps))) for history in histories]
     checked, missing = 0, f"every history ran on {places[0]}" if len({*places}) < 2 else ""
@@ -171,7 +172,7 @@ def _first_difference(first: History, other: History) -> tuple[int, Counterexamp
     if not ended or first.trajectory.keys() == other.trajectory.keys():
         return checked, None
     expected, seen = (f"{len(history.trajectory)} updates" for history in (first, other))
-    return checked, Counterexample("another number of updates", against, expected, seen)
+    return checked, Counterexample("a different number of updates", against, expected, seen)
 
 
 def _of(event: StepEvent) -> str:
@@ -191,7 +192,7 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int]) -> V
     for place, number in enumerate(sorted(ours.keys() & theirs.keys())):
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
         if rows := different_rows(step, twin, where):
-            said = f"{where}: other rows are trained on (expected {rows[0].expected}, seen {rows[0].seen})"
+            said = f"{where}: the rows differ (expected {rows[0].expected}, seen {rows[0].seen})"
             return unknown(CLAIM, f"{said}, so that nothing can be compared. {_DEAL}", checked)
         compared, apart = different_numbers(step, twin, where, number)
         if place >= COMPARED:
@@ -206,14 +207,14 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int]) -> V
             draws = next((each.draws for history in (base, other) for each in history.steps if each.draws), "")
             return unknown(CLAIM, _unproven(apart, step, twin, layout, draws), checked)
     if len(ours) != len(theirs):
-        what, counts = "another number of updates", (str(len(ours)), str(len(theirs)))
+        what, counts = "a different number of updates", (str(len(ours)), str(len(theirs)))
         if not all(step.ids for step in (*ours.values(), *theirs.values())):
             said = f"{other.name}: {what} (expected {counts[0]}, seen {counts[1]}), and the rows are not known"
-            return unknown(CLAIM, f"{said}. {_TELL}", checked)
+            return unknown(CLAIM, f"{said}. {_REPORT}", checked)
         return conclude(CLAIM, checked, [Counterexample(what, other.name, *counts)])
     told = {"rows (w.batch)": ours[min(ours)].ids, "losses (w.loss)": ours[min(ours)].loss}
     untold = " and ".join(name for name, value in told.items() if not value)
-    notes = [f"not told, so not compared: {untold}"] if untold else []
+    notes = [f"not reported, so not compared: {untold}"] if untold else []
     if len(ours) > COMPARED:
         notes.append(f"losses and norms are compared in the first {COMPARED} of {len(ours)} updates")
     return conclude(CLAIM, checked, [], note="; ".join(notes))
@@ -257,7 +258,7 @@ def _unproven(
         return f"{said}. The forward passes draw random numbers, which differ between layouts: {draws}. {_NO_DRAWS}"
     if step.ids and twin.ids:
         return f"{said}. The rows are the same: {_DRAWS}"
-    return f"{said}, and the rows are not known. {_DEAL}, or {_TELL}"
+    return f"{said}, and the rows are not known. {_DEAL}, or {_REPORT}"
 
 
 def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
@@ -266,4 +267,4 @@ def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
     if len(uneven) < 2 or not uneven.pop(number) or any(uneven.values()):
         return ""
     ranks = f"{len(theirs[number].ids)} rows on {theirs[number].world} ranks"
-    return f"{ranks}, the first that do not divide evenly: a mean of unequal means?"
+    return f"{ranks}, the first batch that does not divide evenly: is a mean of per-rank means used?"

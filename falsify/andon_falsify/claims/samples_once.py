@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -44,7 +45,7 @@ def check(evidence: Evidence) -> Verdict:
     if evidence.of_script:
         return check_visits(history)
     if history.start is not None and history.start.watched and not any(step.ids for step in history.steps):
-        return not_applicable(CLAIM, "the loop told its watch no rows (w.batch)")
+        return not_applicable(CLAIM, "the loop does not report its rows (w.batch)")
     return check_history(history)
 
 
@@ -56,12 +57,12 @@ def _of_loop(law: LoopLaw) -> Verdict:
     """Rows as they were recognised at the model on all ranks, each in the update whose gradient it is part of."""
     made, parts = sorted(law.first.made), law.parts
     if made and all(set(part.rowless) >= set(made) for part in parts):
-        return not_applicable(CLAIM, "the model is not called with `input_ids`, and the loop tells no rows (told.rows)")
+        return not_applicable(CLAIM, "the model gets no `input_ids`, and the loop reports no rows (told.rows)")
     found: list[Counterexample] = []
     if strangers := [stranger for part in parts for stranger in part.strangers]:
         first = min(strangers, key=lambda stranger: (stranger.step, stranger.rank))
         where, shown = f"step {first.step}, rank {first.rank}", "; ".join(each.text for each in strangers[:3])
-        found.append(_rows(f"{len(strangers)} rows of no data set", where, "rows of the case, as they are", shown))
+        found.append(_rows(f"{len(strangers)} rows are not in the dataset", where, "unchanged rows of the case", shown))
     left = sorted(row for part in parts for row in part.leftover)
     if left and law.first.violation is None:
         shown = f"rows {', '.join(map(str, left))}"
@@ -74,13 +75,13 @@ def _of_loop(law: LoopLaw) -> Verdict:
     planned, updates = law.case.updates(size), len(made) + law.first.resumed_from
     stopped = law.first.violation is not None or law.case.stop_after is not None
     if updates > planned or (updates < planned and not stopped):
-        sizes.append(_rows("another number of updates than planned", "", str(planned), str(updates)))
+        sizes.append(_rows("a different number of updates than planned", "", str(planned), str(updates)))
     known, counted = conclude(CLAIM, len(made), found, missing), conclude(CLAIM, len(made), sizes)
     verdict = merge([known, check_history(law.trace.seen), counted])
     if not (weightless := sorted({row for part in parts for row in part.weightless})):
         return verdict
     shown = first_of_many(weightless, 3)
-    note = f"forward passes of rows {shown} counted for nothing, by their gradient, and are no visits"
+    note = f"forward passes of rows {shown} did not contribute to a gradient and are not counted"
     return replace(verdict, reasons=(*verdict.reasons, note))
 
 
@@ -120,7 +121,7 @@ def check_history(history: History) -> Verdict:
         if whole and len(seen) >= _ORDERED:
             before = first_with.setdefault(order.digest(), epoch)
             if before != epoch:
-                what = f"the rows came in the order of epoch {before}"
+                what = f"the rows have the order of epoch {before}"
                 repeats.append(_rows(what, f"epoch {epoch}", "another order", "the same order"))
     found += repeats
     if not complete:
@@ -134,29 +135,36 @@ def check_history(history: History) -> Verdict:
 
 
 def check_visits(history: History) -> Verdict:
-    """The same for the ledger of a script, which tells the rows of its ranks but not the plan.
+    """The same for the ledger of a script, which has the rows of its ranks but not the plan.
 
-    Of R different rows, every R visits in a row must visit each once: these are the epochs, wherever they begin. For a
-    script that tells no rows, a violation that its watch saw at the data loaders falsifies; none proves nothing.
+    Of R different rows, every R consecutive visits must visit each once: these are the epochs. A violation that the
+    watch saw at the data loader falsifies: of the order, or of any kind if the script does not report its rows. Only
+    the watch knows whether a sampler shuffles, so an order that it did not see is noted.
     """
     visits = [row for step in history.trajectory.values() for row in step.ids]
+    clauses = ("order-renewed",) if visits else ("order-renewed", CLAIM.name)
+    found = [each.fields for each in history.of_kind("violation") if each.fields.get("clause") in clauses]
+    if broken := [fields for fields in found if fields.get("action") != "suspected"]:
+        seen, where = broken[0].get("seen"), f"step {broken[0].get('step')}, at its data loader"
+        remedy = ": call sampler.set_epoch(epoch)" if broken[0].get("clause") == "order-renewed" else ""
+        return conclude(CLAIM, len(broken), [_rows(f"{seen}{remedy}", where, "", "")])
     if not visits:
-        seen = [event.fields for event in history.of_kind("violation") if event.fields.get("clause") == CLAIM.name]
-        broken = [fields for fields in seen if fields.get("action") != "suspected"]
-        if broken:
-            what, where = f"{broken[0].get('seen')}", f"step {broken[0].get('step')}, at its data loader"
-            return conclude(CLAIM, len(broken), [_rows(what, where, "", "")])
-        return not_applicable(CLAIM, "the script tells no rows (w.batch)")
+        return not_applicable(CLAIM, "the script does not report its rows (w.batch)")
     rows = set(visits)
-    for epoch, start in enumerate(range(0, len(visits), len(rows))):
-        own = visits[start : start + len(rows)]
+    epochs = [visits[start : start + len(rows)] for start in range(0, len(visits), len(rows))]
+    for epoch, own in enumerate(epochs):
         if twice := _repeated(own):
+            start = epoch * len(rows)
             lost = rows - set(own)
             what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
             shown = ("each once", f"{never}more than once {listed(twice)}")
             return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
-    return conclude(CLAIM, -(-len(visits) // len(rows)), [])
+    whole = [own for own in epochs if len(own) == len(rows) >= _ORDERED]
+    same = any(one == other for one, other in pairwise(whole))
+    note = "two epochs have the same order: if they should be shuffled, call sampler.set_epoch(epoch)" if same else ""
+    once = f"orders of epochs were not compared: the run has no two whole epochs of at least {_ORDERED} rows"
+    return conclude(CLAIM, len(epochs), [], note=note if len(whole) > 1 else once)
 
 
 def _split(event: StepEvent) -> list[Counterexample]:
@@ -212,14 +220,13 @@ def _epoch(
         if lost := set(rows) - times.keys():
             found.append(_rows("rows that were never visited", where, _named(lost), "", _LOST))
         if strange := times.keys() - set(rows):
-            found.append(_rows("rows that are not for training", where, "", _named(strange), _STRANGE))
+            found.append(_rows("rows outside the training set", where, "", _named(strange), _STRANGE))
     elif size is not None and len(times) != size:
-        found.append(_rows("another number of rows was visited", where, str(size), str(len(times))))
+        found.append(_rows("a different number of rows was visited", where, str(size), str(len(times))))
     return found
 
 
 def _repeated(visits: Iterable[RowId]) -> Counter[RowId]:
-    """The rows that occur more than once, with how often they do."""
     return Counter({row: times for row, times in Counter(visits).items() if times > 1})
 
 

@@ -114,12 +114,12 @@ def _of_loop(trace: Trace) -> Verdict:
             if theirs is not None and theirs.rates != update.rates:
                 mine, own = (", ".join(f"{rate:.9g}" for rate in each.rates) for each in (update, theirs))
                 where = f"step {step}, rank {part.ranks[0]}"
-                apart.append(_rate("another learning rate than on rank 0", where, mine, own))
+                apart.append(_rate("a different learning rate than on rank 0", where, mine, own))
                 break
     for step, update in () if declares else made:
         odd = [place for place, rate in enumerate(update.rates) if not math.isclose(rate, update.rate, rel_tol=_FP32)]
         if odd:
-            what = f"group {odd[0]} of the optimizer has another learning rate than group 0"
+            what = f"group {odd[0]} of the optimizer has a different learning rate than group 0"
             apart.append(_rate(what, f"step {step}", f"{update.rate:.9g}", f"{update.rates[odd[0]]:.9g}"))
             break
     return merge([verdict, conclude(CLAIM, len(made), apart)]) if apart else verdict

@@ -57,7 +57,7 @@ def check(evidence: Evidence) -> Verdict:
             target = wanted[name]
             moved, off = float((target - before[name]).norm()), float((tensor - target).norm())
             if not off <= evidence.noise.update * moved + 2.0**-23 * float(target.norm()) + 1e-12:
-                what = f"{name} is not where one step of {optimizer} leads"
+                what = f"{name} is not the result of one step of {optimizer}"
                 shown = (f"a step of length {moved:.3g}", f"a step that ends {off:.3g} away")
                 found.append(Counterexample(what, f"step {step}", *shown, quantity="weights"))
     return conclude(CLAIM, checked, found)
@@ -78,7 +78,7 @@ def _between_updates(law: LoopLaw, step: int) -> Iterator[Counterexample]:
     left = held.weights if held is not None else {}
     if names := [name for name, tensor in moved.items() if left and not tensor.equal(left[name])]:
         where = f"between steps {step - 1} and {step}"
-        what, seen = f"{len(names)} tensors changed behind the optimizer's step", ", ".join(names[:3])
+        what, seen = f"{len(names)} tensors changed outside the optimizer's step", ", ".join(names[:3])
         yield Counterexample(what, where, "the weights that the update left", seen, quantity="weights")
 
 
@@ -92,11 +92,11 @@ def _clip(law: LoopLaw, step: int, noise: float) -> Iterator[Counterexample]:
         # It matters only if either of the two gradients was to be clipped.
         if limit is not None and is_clipped(max(norm, given or math.inf), limit):
             what = "clipped before the gradient was whole (reduced, or all of it accumulated)"
-            held = f"{norm:.6g}, where the clip had one of norm {'unknown' if given is None else f'{given:.6g}'}"
+            held = f"{norm:.6g}, but the clip saw one of norm {'unknown' if given is None else f'{given:.6g}'}"
             wanted = f"a gradient of norm <= {limit:g}, clipped as it is"
             yield Counterexample(what, where, wanted, held, quantity="gradient")
     elif given is not None and norm and not abs(given - norm) <= noise * norm:
-        what, ratio = "clipped by another norm than the gradient's", given / norm
+        what, ratio = "clipped by a norm that is not the gradient's", given / norm
         equals = explain_ratio(ratio, {"world": law.case.world, "accumulation": law.case.accumulation})
         yield Counterexample(what, where, f"{norm:.6g}", f"{given:.6g}", ratio, equals, quantity="norm")
 
@@ -117,12 +117,12 @@ def _settings(law: LoopLaw, step: int) -> Iterator[Counterexample]:
     kind = {"adamw": "AdamW", "sgd": "SGD"}[case.optimizer]
     coupled = any(group.settings.get("weight_decay") and not decouples(made.optimizer, group) for group in made.groups)
     if made.optimizer != kind and not (made.optimizer == "Adam" and kind == "AdamW" and not coupled):
-        yield differs("another optimizer than the case's", kind, made.optimizer)
+        yield differs("not the optimizer of the case", kind, made.optimizer)
     decays = law.first.decays
     for group in made.groups if decays else ():
         held = float(group.settings.get("weight_decay", 0.0))
         if wrong := [name for name in group.names if decays[name] != held]:
-            what = f"{len(wrong)} tensors decay otherwise than the loop declares, {_first(wrong)}"
+            what = f"{len(wrong)} tensors do not decay as the loop declares, {_first(wrong)}"
             yield differs(what, decays[wrong[0]], held)
     yield from () if decays else (differs(*each) for each in _usual_decays(made, law))
     origin = dict.fromkeys(_DEFAULTS, "torch's default") | {"momentum": "the case's"}
@@ -131,14 +131,14 @@ def _settings(law: LoopLaw, step: int) -> Iterator[Counterexample]:
         for group in made.groups:
             held = group.settings.get(name, wanted)
             if held != wanted:
-                yield differs(f"{name} otherwise than {origin[name]}, for {_first(group.names)}", wanted, held)
+                yield differs(f"{name} is not {origin[name]}, for {_first(group.names)}", wanted, held)
 
 
 def _usual_decays(made: Made, law: LoopLaw) -> Iterator[tuple[str, str, str]]:
     """Of a loop that does not declare what decays: all by the case's weight decay, or usual exceptions by none."""
     wanted = law.case.weight_decay
     held = [float(group.settings.get("weight_decay", 0.0)) for group in made.groups if group.names]
-    yield from (("another weight decay", f"{wanted}", f"{each}") for each in held if each not in (0.0, wanted))
+    yield from (("a different weight decay", f"{wanted}", f"{each}") for each in held if each not in (0.0, wanted))
     if wanted and not any(held):
         yield "no group decays its weights", f"weight decay {wanted}", "0"
     elif wanted:

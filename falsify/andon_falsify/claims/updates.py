@@ -1,4 +1,4 @@
-"""What two records of one update must have in common: for runs elsewhere, and for resumed runs.
+"""Compares two records of one update: from another layout, or from a resumed run.
 
 `bits` are compared if the subject promises equal bits. `NUMBERS` are compared, within rounding, if it only reports
 numbers.
@@ -17,7 +17,7 @@ from andon_falsify.verdict import Counterexample, Quantity
 NUMBERS: Mapping[str, tuple[Quantity, str]] = {
     "lr": ("learning rate", "the learning rate"),
     "grad_norm": ("norm", "the norm of the reduced gradient"),
-    "loss": ("loss", "the loss that is told"),
+    "loss": ("loss", "the reported loss"),
     "weights_norm": ("weights", "the norm of the weights after the update"),
 }
 """The numbers of an update, in causal order: what they are of, and their name in words."""
@@ -33,8 +33,8 @@ QUANTITIES: Mapping[str, Quantity] = {
 """What each name of `bits` is a number of."""
 _DOUBLINGS = 6
 _SEED = (
-    "Begin it with torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) if it draws from these, "
-    "before the model and the data are made"
+    "Call torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) if it uses them, before it creates the "
+    "model and the data"
 )
 
 
@@ -71,7 +71,7 @@ def different_numbers(
         if abs(other - mine) > allowed(number) * max(abs(mine), 1e-12) if both else mine != other:
             ratio = other / mine if mine and other is not None else None
             shown = (where, str(before), str(after), ratio)
-            found[field] = Counterexample(f"{what} is another one", *shown, quantity=quantity)
+            found[field] = Counterexample(f"{what} differs", *shown, quantity=quantity)
     return checked, found
 
 
@@ -86,7 +86,7 @@ def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Count
     if not mine or not others or mine == others:
         return []
     shown = (listed(mine - others) or "no further", listed(others - mine) or "none")
-    return [Counterexample("other rows are trained on", where, *shown, quantity="rows")]
+    return [Counterexample("the rows differ", where, *shown, quantity="rows")]
 
 
 def first_difference(first: History, again: History, *, exact: bool = False) -> str:

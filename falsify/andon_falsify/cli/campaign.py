@@ -18,7 +18,7 @@ from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.report.document import read_json, write_json
-from andon_falsify.report.findings import Report, verdict_lines
+from andon_falsify.report.findings import Column, Report, verdict_lines
 from andon_falsify.report.junit import write_junit
 from andon_falsify.verdict import Outcome, Verdict
 
@@ -62,7 +62,7 @@ class ReportFiles:
         """Write the files that can be read before the end. An error is logged once, and the next call tries again."""
         try:
             if self.paths.keys() & {"--json", "--junit"}:
-                self.write(campaign.report("it goes on", explained=False), html=False)
+                self.write(campaign.report("the campaign is still running", explained=False), html=False)
         except InputError as error:
             if str(error) not in self._refused:
                 self._refused.add(str(error))
@@ -143,12 +143,11 @@ def stops(deadline_s: float | None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def reread(path: Path, files: ReportFiles) -> int:
-    """Write and print the report in `path`; the exit code of its campaign. Raises `InputError`."""
+def reread(path: Path, files: ReportFiles) -> None:
+    """Write and print the report in `path`. Raises `InputError`."""
     report = read_json(path)
     files.write(report)
     show(report, files)
-    return report.exit_code
 
 
 def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None:
@@ -165,7 +164,7 @@ def opening_line(campaign: Campaign) -> str:
     backends = dict.fromkeys(trial.place[0] for trial in campaign.trials)
     seeds = sorted({trial.seed for trial in campaign.trials})
     shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
-    name = f"{bench.subject} {bench.version}".strip()
+    name = f"{Column(bench.subject, '').short} {bench.version}".strip()
     how = "exactly one case" if campaign.exact else f"budget {campaign.budget.name}"
     claims = f"{len(campaign.claims)} of {len(bench.claims)} claims"
     return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {len(campaign.trials)} trials, {claims}"
@@ -188,7 +187,6 @@ class Progress:
         return self
 
     def begin(self, trials: int) -> None:
-        """There are `trials` trials."""
         self._began, self._trials = time.monotonic(), trials
         if sys.stderr is not None and sys.stderr.isatty():
             self._bar = _bar(trials)
@@ -196,7 +194,6 @@ class Progress:
             self._logger.start()
 
     def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
-        """A trial has ended."""
         self._done += 1
         self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
         if self._bar is not None:
@@ -218,11 +215,12 @@ class Progress:
     def _log(self) -> None:
         while not self._over.wait(self._every_s):
             seconds, done = time.monotonic() - self._began, self._done
-            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if done else ""
+            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if 0 < done < self._trials else ""
             say(f"{done} of {self._trials} trials after {seconds:.0f} s{left}, {self._summary()}")
 
     def _summary(self) -> str:
-        return f"falsified: {', '.join(sorted(self._fallen))}" if self._fallen else "none falsified"
+        then = "; searching for smaller counterexamples" if self._done == self._trials else ""
+        return f"falsified: {', '.join(sorted(self._fallen))}{then}" if self._fallen else "none falsified"
 
 
 def _trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:

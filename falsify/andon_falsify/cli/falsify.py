@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from andon.console.messages import Exit, InputError, OutputError, Problem, say
+from andon.console.messages import InputError, OutputError, Problem, say
 
 USAGE, INTERNAL, _INTERRUPTED = 64, 70, 128 + signal.SIGINT
 _TRACEBACK = "ANDON_TRACEBACK"
@@ -20,10 +20,9 @@ _USAGE_ERROR, _SHOWN_BY_TYPER = typer.BadParameter.__mro__[1:3]
 
 
 class FalsifyCommand(TyperCommand):
-    """A command whose exit codes 1 and 2 are verdicts.
+    """A command whose exit codes 1 to 3 are verdicts.
 
-    Options that cannot be read end it with 64, an internal error with 70. If standard output cannot be written it ends
-    with 2: no verdict is known to its caller.
+    It ends with 64 if its options cannot be read, and with 70 for an internal error or if standard output is lost.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -46,7 +45,7 @@ class FalsifyCommand(TyperCommand):
             raise typer.Exit(getattr(stop, "code", _INTERRUPTED)) from None
         except OutputError as error:
             say(*map(str, error.problems))
-            raise typer.Exit(int(Exit.USAGE)) from None
+            raise typer.Exit(INTERNAL) from None
         except Exception as error:
             raise typer.Exit(internal(error)) from error
 
@@ -61,25 +60,25 @@ def internal(error: Exception) -> int:
 
 def falsify(
     subject: Annotated[
-        str | None, typer.Option(help="A bundled name, or package.module:make; our own trainer by default.")
+        str | None, typer.Option(help="A bundled name, or package.module:make. Default: Andon's own trainer.")
     ] = None,
     script: Annotated[
         str | None, typer.Option(help="A command to train with, with {world}, {local_batch} and {accumulation} in it.")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="Names, as in inline,gloo; all that this machine has.")] = None,
+    backend: Annotated[str | None, typer.Option(help="Backends, as in inline,gloo. Default: all here.")] = None,
     world: Annotated[str | None, typer.Option(help="Numbers of ranks, as in 2,3.")] = None,
-    accumulation: Annotated[str | None, typer.Option(help="Micro-batches of a rank in an update, as in 1,2.")] = None,
+    accumulation: Annotated[str | None, typer.Option(help="Micro-batches of a rank in one update, as in 1,2.")] = None,
     seed: Annotated[str, typer.Option(help="Random seed, or a range such as 0-199.")] = "0",
-    budget: Annotated[str, typer.Option(help="quick, standard or deep.")] = "quick",
-    claim: Annotated[list[str] | None, typer.Option(help="Only this claim; again for another.")] = None,
-    case: Annotated[str | None, typer.Option(help="Exactly this case, as a counterexample gives it.")] = None,
-    name: Annotated[str | None, typer.Option(help="What reports call the subject.")] = None,
+    budget: Annotated[str, typer.Option(help="Amount of work: quick, standard or deep.")] = "quick",
+    claim: Annotated[list[str] | None, typer.Option(help="Test only this claim. Repeat for more.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run exactly this case: JSON, as in 'repeat with'.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the subject in reports.")] = None,
     expected_failed: Annotated[
         list[str] | None,
-        typer.Option(help='"CLAIM: REASON": a known failure; it does not affect the exit code.'),
+        typer.Option(help='"CLAIM: REASON": a known failure. Exit code 3 once the claim holds. Repeat for more.'),
     ] = None,
     deadline: Annotated[
-        float | None, typer.Option(help="Stop after so many seconds, and report the verdicts so far.")
+        float | None, typer.Option(help="Stop after this many seconds and report the verdicts so far.")
     ] = None,
     json: Annotated[
         Path | None, typer.Option(help="Write the report to this file as JSON, at the end and at intervals.")
@@ -87,10 +86,14 @@ def falsify(
     junit: Annotated[Path | None, typer.Option(help="Write it as JUnit XML, at the same times.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write it as one HTML page, at the end.")] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Try nothing: read this report of --json, and write the others of it.")
+        Path | None, typer.Option(help="Run nothing: show a --json report, and write it as --junit or --html. Exits 0.")
     ] = None,
 ) -> None:
-    """Try to prove a trainer wrong; 0 all hold, 1 a claim is falsified, 2 one is unknown, 64 usage, 70 internal."""
+    """Try to prove a trainer wrong.
+
+    Exit codes: 0 all claims hold, 1 one is falsified, 2 one is unknown, 3 one of --expected-failed holds,
+    64 wrong arguments, 70 internal error.
+    """
     # Not at the top: `andon --help` imports this module, and needs none of these.
     from andon_falsify.campaign.request import read_request
     from andon_falsify.cli import campaign
@@ -101,7 +104,8 @@ def falsify(
             raise InputError([Problem("--deadline", f"must be seconds, more than 0, not {deadline:g}")])
         files = campaign.ReportFiles({option: path for option, path in paths.items() if path is not None})
         if report is not None:
-            raise typer.Exit(campaign.reread(report, files))
+            campaign.reread(report, files)
+            raise typer.Exit
         request = read_request(
             subject=subject,
             script=script,

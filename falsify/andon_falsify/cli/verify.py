@@ -22,7 +22,10 @@ Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; severa
 def verify(
     runs: Runs, verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say why claims do not apply.")] = False
 ) -> None:
-    """Check every claim that a ledger can decide; 0 all hold, 1 one is falsified, 2 one is unknown."""
+    """Check every claim that a ledger can decide.
+
+    Exit codes: 0 all claims hold, 1 one is falsified, 2 one is unknown, 64 wrong arguments, 70 internal error.
+    """
     try:
         lines, code = report(runs, verbose=verbose)
     except OSError as error:

@@ -11,14 +11,6 @@ MOMENTUM = SGD.but(momentum=0.9)
 PLAIN = SGD.but(dropout=0.0)
 """Without dropout the law needs no masks: for faults that draw other masks, or compute other micro-batches."""
 BIG = Case(
-    rows=make_rows(40),
-    batch_size=8,
-    micro_batches=8,
-    world=1,
-    hidden=64,
-    inner=128,
-    rank=16,
-    values=False,
-    memory=True,
+    rows=make_rows(40), batch_size=8, micro_batches=8, world=1, hidden=64, inner=128, rank=16, values=False, memory=True
 )
 """Five updates of a model so large that the fixed cost of a digest does not hide a gradient or a base."""

@@ -147,7 +147,7 @@ class Count:
             if len(failed) > 1:
                 terminalreporter.write_line(f"  and in {len(failed) - 1} more failed tests")
             if reason := self._expected_failed.get(verdict.claim):
-                expected = "as expected" if verdict.outcome is Outcome.FALSIFIED else "but expected to fall"
+                expected = "as expected" if verdict.outcome is Outcome.FALSIFIED else "but expected to be falsified"
                 terminalreporter.write_line(f"{verdict.claim}: {verdict.outcome.value}, {expected}: {reason}")
         terminalreporter.write_line(closing_line(verdicts, self._runs, len(self._claims) - len(verdicts)))
 
@@ -205,9 +205,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--accumulation", help="micro-batches of a rank in an update, as in 1,2")
     group.addoption("--seed", help="random seed, or a range such as 0-199")
     group.addoption("--budget", help="quick, standard or deep")
-    group.addoption("--claim", action="append", help="only this claim about it (again for another)")
+    group.addoption("--claim", action="append", help="test only this claim; repeat it for more")
     group.addoption("--name", help="what to call the trainer")
-    known = '"CLAIM: REASON": a known failure, which does not affect the exit code (again for another)'
+    known = '"CLAIM: REASON": a known failure, which is no failed test; repeat it for more'
     group.addoption("--expected-failed", action="append", help=known)
 
 
@@ -244,7 +244,7 @@ def _suite(config: pytest.Config) -> Suite | None:
         return None
     if "subject" not in given and "script" not in given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise pytest.UsageError(f"{options}: of which trainer? add --subject or --script (--subject andon for our own)")
+        raise pytest.UsageError(f"{options}: also give --subject or --script (--subject andon tests Andon's trainer)")
     given["claims"] = given.pop("claim", ())
     try:
         return Suite(read_request(**given, backend=",".join(config.getoption("backend") or ()) or None))

@@ -96,7 +96,7 @@ def test_the_layout_is_that_of_one_rank(
 
 
 def test_without_gpus_a_run_falls_back_to_cpus(runner: ClaimRunner) -> None:
-    """The placement is asked as if there were no GPU. A run there has the bits of one CPU."""
+    """Ask for a placement as if there were no GPU. A run there has the bits of one CPU."""
     backend, devices, note = placement(Run(backend="nccl", workers=2, cpu_fallback=True), 0)
     assert "CPU" in note
     runner.attempt(Trial(LAW, Case(world=len(devices), backend=backend)), backend)

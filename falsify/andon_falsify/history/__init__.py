@@ -47,7 +47,7 @@ class Run:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether it completed by a rule of its own, before the last planned update."""
+        """Whether a stopping rule ended it before the last planned update."""
         return self._end == _EARLY
 
     @property

@@ -49,7 +49,7 @@ class Number(NamedTuple):
 
 
 def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses a name that is given twice, since readers of JSON disagree on which of the two values counts."""
+    """Rejects a duplicate name: readers of JSON disagree on which of the two values counts."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -79,7 +79,7 @@ def _held(fields: Fields, name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _text(fields: Fields, name: str) -> str | None:
-    """Empty text is None, as an absent field is."""
+    """None for an empty text, as for an absent field."""
     return _held(fields, name, str) or None
 
 
@@ -310,7 +310,7 @@ _NO_FIELDS: Fields = {}
 def parse_line(line_text: str, line: int, digest: str, before: str = "") -> Event:
     """The event of `line_text` (a line without its newline). digest, before: of this line and of the previous one.
 
-    Raises `LineError` for text that is no JSON object, another version, an unknown kind, or a field of a wrong type.
+    Raises `LineError` for text that is not a JSON object, an unknown version or kind, or a field of a wrong type.
     """
     try:
         fields: object = json.loads(line_text, object_pairs_hook=_without_repeats)

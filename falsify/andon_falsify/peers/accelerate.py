@@ -1,4 +1,4 @@
-"""Accelerate as its documentation teaches, and with the sums that it gives for rows of unequal number.
+"""Accelerate as its documentation teaches, and with its documented fix for batches of unequal size.
 
 (https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation; the sums are in its section "on training
 samples of variable size".)

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP2 as their tutorials teach: the mean loss of each micro-batch, over the accumulation.
+"""DistributedDataParallel and FSDP2 as their tutorials teach: micro-batch means, divided by the accumulation.
 
 `DistributedSampler` splits the rows, and both average over the ranks.
 (https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html, FSDP_tutorial.html, and the notes of `no_sync`.)

@@ -52,7 +52,7 @@ def parse(text: bytes, name: str) -> Report:
     try:
         plain = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise InputError([Problem(name, f"is not JSON: {error}")]) from error
+        raise InputError([Problem(name, f"is not a report of andon falsify --json: {error}")]) from error
     if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
         found = plain.get("schema") if isinstance(plain, dict) else plain
         raise InputError([Problem(name, f"is not a report of schema {SCHEMA}: its schema is {shown(found)}")])

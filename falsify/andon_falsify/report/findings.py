@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from hashlib import sha256
 from math import nan
 from typing import Annotated
 
@@ -15,8 +16,8 @@ from pydantic import WrapValidator
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
 
 SCHEMA = 2
-_SHOWN = 3
-"""Reasons and places in the text; the others are counted."""
+_SHOWN, _LONGEST_NAME = 3, 60
+"""Reasons and places in the text, whose others are counted; characters of a name."""
 Number = Annotated[float, WrapValidator(lambda value, read: nan if value is None else read(value))]
 """JSON has no NaN: null is read as NaN."""
 
@@ -97,7 +98,7 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 if a claim is falsified and not excused; 2 if one is unknown, none was checked, a requested backend was not
-        tried, the campaign was cut short, or an excused claim holds; otherwise 0.
+        tried, or the campaign was cut short; 3 if an excused claim holds; otherwise 0.
         """
         cells = self.cells
         excused = [cell for cell in cells if cell.expected is not None and cell.expected.excused]
@@ -105,7 +106,7 @@ class Report:
         counted = [cell.verdict for cell in cells if cell not in fell]
         counted += [Verdict(cell.claim, Outcome.HOLDS, checked=max(cell.verdict.checked, 1)) for cell in fell]
         passed = any(cell.verdict.outcome is Outcome.HOLDS for cell in excused)
-        return exit_code(counted) or (2 if self.untried or self.unfinished or passed else 0)
+        return exit_code(counted) or (2 if self.untried or self.unfinished else 3 * passed)
 
 
 class Mark(StrEnum):
@@ -126,11 +127,19 @@ class Column:
     name: str
     version: str
 
+    @property
+    def short(self) -> str:
+        """The name; of a command without a name, its script and a digest: `train.py-3fa2c1`."""
+        if len(self.name) <= _LONGEST_NAME:
+            return self.name
+        word = next((word for word in self.name.split() if word.endswith(".py")), self.name)
+        return f"{word[-_LONGEST_NAME:]}-{sha256(self.name.encode(errors='backslashreplace')).hexdigest()[:6]}"
+
     def __str__(self) -> str:
         """`andon 0.1.0`; if the version names libraries, `hf_trainer (transformers 5.23.0)`."""
         if not self.version or self.version.startswith(f"{self.name} "):
-            return self.version or self.name
-        return f"{self.name} {self.version}" if self.version[0].isdecimal() else f"{self.name} ({self.version})"
+            return self.version or self.short
+        return f"{self.short} {self.version}" if self.version[0].isdecimal() else f"{self.short} ({self.version})"
 
 
 @dataclass(frozen=True)
@@ -142,12 +151,10 @@ class Cell:
 
     @property
     def claim(self) -> str:
-        """The claim's name."""
         return self.findings[0].claim
 
     @property
     def subject(self) -> Column:
-        """The subject with its version."""
         return Column(self.findings[0].subject, self.findings[0].subject_version)
 
     @cached_property
@@ -188,7 +195,6 @@ class Table:
         return self._by_place.get((claim, subject))
 
     def of(self, subject: Column) -> tuple[Cell, ...]:
-        """The cells of a column, from the top."""
         return tuple(cell for claim in self.claims if (cell := self.cell(claim, subject)))
 
     def version(self, claim: str) -> str:
@@ -227,7 +233,7 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
     for backend, why in report.untried.items():
         yield f"skipped {backend}: {why}"
     if report.unfinished:
-        yield f"not all was tried: {report.unfinished}"
+        yield f"incomplete: {report.unfinished}"
 
 
 def counterexample_lines(verdict: Verdict, rest: str = "in the file of --json") -> Iterator[str]:
@@ -284,5 +290,8 @@ def _places(findings: Sequence[Finding]) -> str:
 def _expected(cell: Cell) -> str:
     if cell.expected is None:
         return ""
-    fell = "as expected" if cell.expected.excused else "known"
-    return f", {fell if cell.verdict.outcome is Outcome.FALSIFIED else 'but expected to fall'}: {cell.expected.reason}"
+    if cell.verdict.outcome is Outcome.FALSIFIED:
+        return f", {'as expected' if cell.expected.excused else 'known'}: {cell.expected.reason}"
+    passed = cell.expected.excused and cell.verdict.outcome is Outcome.HOLDS
+    remedy = "; remove its --expected-failed (exit code 3)" if passed else ""
+    return f", but expected to be falsified: {cell.expected.reason}{remedy}"

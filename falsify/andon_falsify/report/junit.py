@@ -1,7 +1,7 @@
 """A report as JUnit XML: one test case for each claim, backend and world size.
 
-Falsified, unknown, and an expected failure that holds are failures. Not applicable and an excused failure are skipped.
-Times are not written, since the time of a single claim is not measured.
+Falsified, and an expected failure that holds, are failures. Unknown is an error, and so is a campaign that was cut
+short. Not applicable, not tried and an excused failure are skipped. The time of a single claim is not measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ def write_junit(report: Report, path: Path) -> None:
     for parent in (root, *root):
         cases = list(parent.iter("testcase"))
         parent.set("tests", str(len(cases)))
-        parent.set("failures", str(sum(case.find("failure") is not None for case in cases)))
-        parent.set("errors", "0")
-        parent.set("skipped", str(sum(case.find("skipped") is not None for case in cases)))
+        for counted, tag in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
+            parent.set(counted, str(sum(case.find(tag) is not None for case in cases)))
     ElementTree.indent(root)
     text: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     write_whole(path, text + b"\n")
@@ -40,7 +39,7 @@ def _add_suite(root: ElementTree.Element, report: Report, subject: Column, cells
     suite = _add(root, "testsuite", name=str(subject), timestamp=report.started)
     about = {"subject": subject.name, "version": subject.version}
     about |= {"not selected": ", ".join(report.not_selected)} if report.not_selected else {}
-    about |= {"not all was tried": report.unfinished} if report.unfinished else {}
+    about |= {"incomplete": report.unfinished} if report.unfinished else {}
     _add_properties(suite, {**report.versions, **report.machine, **about})
     for cell in cells:
         by_world: dict[tuple[str, int], list[Finding]] = {}
@@ -49,7 +48,7 @@ def _add_suite(root: ElementTree.Element, report: Report, subject: Column, cells
         for (backend, world), findings in by_world.items():
             place = "-".join(str(part) for part in (backend, world) if part)
             name = f"{cell.claim}[{place}]" if place else cell.claim
-            case = _add(suite, "testcase", classname=subject.name, name=name)
+            case = _add(suite, "testcase", classname=subject.short, name=name)
             numbers = {
                 "claim version": ", ".join(dict.fromkeys(str(finding.version) for finding in findings)),
                 "accumulation": ", ".join(dict.fromkeys(str(finding.accumulation) for finding in findings)),
@@ -57,7 +56,10 @@ def _add_suite(root: ElementTree.Element, report: Report, subject: Column, cells
                 "checked": str(sum(finding.checked for finding in findings)),
             }
             _add_properties(case, numbers)
-            _add_result(case, cell, findings)
+            _add_result(case, cell, findings, report.unfinished)
+    if report.unfinished:
+        campaign = _add(suite, "testcase", classname=subject.short, name="campaign")
+        _add(campaign, "error", type="unfinished", message=f"incomplete: {report.unfinished}")
 
 
 def _add_properties(parent: ElementTree.Element, values: Mapping[str, str]) -> None:
@@ -66,17 +68,20 @@ def _add_properties(parent: ElementTree.Element, values: Mapping[str, str]) -> N
         _add(properties, "property", name=name, value=value)
 
 
-def _add_result(case: ElementTree.Element, cell: Cell, findings: list[Finding]) -> None:
+def _add_result(case: ElementTree.Element, cell: Cell, findings: list[Finding], unfinished: str) -> None:
     verdict, expected = merge(findings), cell.expected
     known = [] if expected is None else [f"expected to be falsified: {expected.reason}"]
     example = next(map(str, verdict.counterexamples), reasons(verdict) or verdict.outcome.value)
     if verdict.outcome is Outcome.NOT_APPLICABLE:
         _add(case, "skipped", type="not applicable", message=reasons(verdict) or "not applicable")
+    elif unfinished and not any(finding.place for finding in findings):
+        _add(case, "skipped", type="not tried", message=f"not tried: {unfinished}")
     elif expected is not None and expected.excused and verdict.outcome is Outcome.FALSIFIED:
         message = f"{Mark.EXPECTED.value}: {expected.reason}; {example}"
         _add(case, "skipped", type="expected failure", message=message)
     elif verdict.outcome is not Outcome.HOLDS:
-        failure = _add(case, "failure", type=verdict.outcome.value, message=example)
+        tag = "error" if verdict.outcome is Outcome.UNKNOWN else "failure"
+        failure = _add(case, tag, type=verdict.outcome.value, message=example)
         failure.text = legible("\n".join([*known, *(f"{finding.place}: {finding}" for finding in findings)]))
     elif cell.mark is Mark.UNEXPECTED_PASS:
         failure = _add(case, "failure", type=cell.mark.value, message=f"holds, but was {known[0]}")

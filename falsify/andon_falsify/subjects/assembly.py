@@ -31,7 +31,7 @@ from andon_falsify.subjects.watching import Watcher
 
 @dataclass
 class TrainerUnderTest(Run):
-    """A run that is ready to begin. Everything belongs to it alone, so a fault need not be taken out again.
+    """A run that is ready to start. It shares nothing with other runs, so a planted fault need not be removed.
 
     seen: what its watchers note. meters: count the bytes of each local rank; empty unless the case asks for it and all
     ranks are on the CPU.

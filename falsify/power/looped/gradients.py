@@ -213,7 +213,7 @@ FAULTS = (
             multiplied(lambda loop, _: (len(loop.batch), loop.case.global_batch)), _SHORT, by=5),
     LoopFault("F37", "clip norm summed over replicas", changed(_apply=_norm_over_replicas),
               Inside("clip-once", 2, ("clip", "reduced")),
-              Outside("update-law", r"clipped by another norm than the gradient's.*ratio 1\.414", _CLIPPED)),
+              Outside("update-law", r"clipped by a norm that is not the gradient's.*ratio 1\.414", _CLIPPED)),
     LoopFault("F38", "clip before unscale",
               changed(LossScaled, _add_over_ranks=_reduced_scaled, _apply=_clipped_scaled), Inside("clip-placed", 1),
               Outside("gradient-law", r"step 1: .*ratio 1024\.000", _CLIPPED)),
@@ -235,6 +235,6 @@ FAULTS = (
               "its updates are rounded away, which is another fault of this list"),
     LoopFault("F44", "updates of a 16-bit head rounded away", _HALF_HEAD, Inside("update-applied", 2, case=_ROUNDED),
               Outside("update-law",
-                      r"score\.weight is not where.*a step of length (\S+), seen a step that ends \1 away",
+                      r"score\.weight is not the result.*a step of length (\S+), seen a step that ends \1 away",
                       SGD.but(lr=2e-6))),
 )  # fmt: skip

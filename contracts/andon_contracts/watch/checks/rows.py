@@ -70,7 +70,7 @@ def _inputs_differ(seen: _RowsSeen) -> Finding | None:
     if seen.same_input < _LIKELY:
         return None
     what = f"in {seen.same_input} consecutive updates, the model's inputs or the raw gradients were equal on all ranks"
-    return Finding(f"{what}, bit for bit: do the ranks train on the same rows?", seen.step, (), "global batch")
+    return Finding(f"{what}, bit for bit, as if all trained on the same rows", seen.step, (), "global batch")
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
@@ -126,6 +126,11 @@ class LoadedRows(Check):
 
     def cover(self) -> Mapping[str, Cover]:
         return {"order-renewed": LIVE}
+
+    @property
+    def ids(self) -> list[int]:
+        """This rank's rows of the present update, as far as its data loaders show them."""
+        return [row for each in self._window for row in each.ids or ()]
 
     def yielded(self, batch: Yielded) -> None:
         self._waiting.append(batch)
@@ -208,8 +213,7 @@ class LoadedRows(Check):
             known = all(seen.column("drawn"))
             self._same = self._same + 1 if known and one["drawn keys"] and one["given"] else 0
             self._same_input = self._same_input + 1 if (one["given"] or one["raw"]) and not known else 0
-        rows = [row for each in self._window for row in each.ids or ()]
-        verdicts.judge(_ROWS, _RowsSeen(seen.step, self._same, self._same_input, rows), scene)
+        verdicts.judge(_ROWS, _RowsSeen(seen.step, self._same, self._same_input, self.ids), scene)
         if self.context.settings.is_sampled(seen.step) and seen.any("held"):
             self._judge_passes(seen.step)
 

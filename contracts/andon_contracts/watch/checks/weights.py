@@ -19,6 +19,7 @@ from torch import Tensor
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
+from andon_contracts.legible import counted
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
@@ -254,5 +255,5 @@ class Synchrony:
         """ "" if the loop does not average its weights now and then."""
         if self.state is not State.LOCAL:
             return ""
-        apart = f"at most {self.longest} update{'s' * (self.longest > 1)} apart"
-        return f"  replicas-agree: checked where the loop synchronises its weights, {self.met} times, {apart}"
+        apart = f"at most {counted(self.longest, 'update')} apart"
+        return f"  replicas-agree: checked after {counted(self.met, 'update')} that averaged the weights, {apart}"

@@ -37,17 +37,17 @@ from andon_contracts.record import Broken, End, Evaluation, Resume, Retraction, 
 from andon_contracts.untrusted import read_json
 
 _CURVES = (
-    ("loss", "Loss", "mean of an update"),
-    ("accuracy", "Accuracy", "share that is predicted right"),
+    ("loss", "Loss", "mean over one update"),
+    ("accuracy", "Accuracy", "share of correct predictions"),
     ("lr", "Learning rate", ""),
     ("grad_norm", "Gradient norm", "2-norm of the whole reduced gradient"),
-    ("seconds", "Step time", "seconds, with evaluations and checkpoints before it"),
+    ("seconds", "Step time", "seconds, with the evaluation and checkpoint before it"),
 )
 _MOST_SCORES, _MOST_EVALUATIONS, _MOST_STORY, _MOST_CLASSES, _MOST_ROWS = 8, 60, 200, 100, 1000
 _MOST_RANKS, _MOST_CHARACTERS, _SHADES = 64, 2000, 9
 
 Value = str | int | float | None
-"""A table cell. A float is shown with four digits and its exact value for machines; None as "not known"."""
+"""A table cell. A float is shown with four digits and its exact value for machines; None as "unknown"."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,16 @@ class RunView:
                 done = record.last.step
             elif not isinstance(record, Evaluation | Saved):
                 if isinstance(record, Resume) and under_way and ours:
-                    lines.append(("cut off", f"{after}, without a line of its end: killed, or failed"))
+                    lines.append(("cut off", f"{after}, without an end record: the process was killed or failed"))
                 parts = (line.partition(" ") for line in event(record, self.recorded))
                 lines += [(kind, text.strip()) for kind, _, text in parts]
                 under_way = not isinstance(record, End)
                 done = record.step if isinstance(record, Resume | Retraction) else done
         if under_way:
             after = f"after step {done}" if done else "before its first step"
-            lines.append(("unfinished", f"{after} the ledger has no end: it goes on still, or was cut off"))
+            lines.append(("unfinished", f"{after} the ledger has no end record: the run continues, or was killed"))
         if self.recorded.torn:
-            lines.append(("torn", f"{self.recorded.torn} bytes of an unfinished last line"))
+            lines.append(("torn", f"{self.recorded.torn} bytes of an incomplete last line"))
         return lines
 
 
@@ -152,7 +152,7 @@ def load_run_view(side: Side) -> RunView:
     Raises `InputError` for a configuration, and if a file of the folder is damaged or cannot be read.
     """
     if side.recorded is None:
-        raise InputError.at(side.name, "is a configuration; a report is of a run folder or a ledger")
+        raise InputError.at(side.name, "is a configuration; a report needs a run folder or a ledger")
     folder, start = side.recorded.folder, side.recorded.start
     if folder is None:
         return RunView(side, side.recorded, environment=dict(start.fingerprint) if start is not None else {})
@@ -216,7 +216,7 @@ def _object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise InputError.at(path, f"is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise InputError.at(path, "holds no object")
+        raise InputError.at(path, "is JSON, but not an object")
     return content
 
 
@@ -290,7 +290,7 @@ def render(page: Page) -> str:
         facts=_beside("At a glance", heads, map(_facts, runs)),
         pictures=_pictures(runs, [f"{name}: " if two else "" for name in names], parting),
         scores=_beside("Scores", heads, scores) if any(scores) else None,
-        clauses=Table("Evaluations by rank 0's last process", ("clause", *heads, "what it promises"), clauses),
+        clauses=Table("Evaluations in rank 0's last process", ("clause", *heads, "what it promises"), clauses),
         environment=_beside("Where it ran", heads, environments) if any(environments) else None,
         settings=_settings(runs, heads),
         most_classes=_MOST_CLASSES,
@@ -305,11 +305,11 @@ def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
         for each in run.evaluations[-_MOST_EVALUATIONS:]
     ]
     left = len(run.evaluations) - len(evaluations)
-    earlier = f"{left} earlier ones are drawn above, and in the ledger." if left else ""
+    earlier = f"{left} earlier ones are in the curves above and in the ledger." if left else ""
     commands, folder = [], run.recorded.folder
     if folder is not None and folder.config.exists():
         if run.state not in ("finished", "early-stopping"):
-            commands.append((f"Go on with the run{of}", resume_command(folder)))
+            commands.append((f"Continue the run{of}", resume_command(folder)))
         again = command_line("andon", "train", folder.config, "--run-dir", "ANOTHER_FOLDER")
         commands.append((f"Repeat the run{of}", again))
     classes, matrix = 0, None
@@ -327,7 +327,7 @@ def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
         "evaluations": Table(f"Evaluations{of}", ("after", "of", "rows", *scored), evaluations, more=earlier),
         "classes": classes,
         "story": _cut(f"What happened{of}", ("what", ""), run.story, _MOST_STORY),
-        "ends": _cut(f"How the last launch's processes ended{of}", ("rank", "exit code", "why", "said"), ends),
+        "ends": _cut(f"How the last launch's processes ended{of}", ("rank", "exit code", "cause", "message"), ends),
         "commands": commands,
         "matrix": matrix,
         "parts": _parts(run, of),
@@ -424,7 +424,7 @@ def _facts(run: RunView) -> dict[str, Value]:
         "workers": workers or (f"{start.world} {start.backend}" if start is not None else None),
         "training loss of the last batch": last.loss.value if last is not None and last.loss is not None else None,
         "weights after the last step": last.digests.weights if last is not None else None,
-        "weights that were kept": f"{summary.weights_digest}, of step {step}" if summary is not None and step else None,
+        "weights of the result": f"{summary.weights_digest}, of step {step}" if summary is not None and step else None,
         "checkpoints": f"{len(saved)}{f', the best {best[-1]}' if best else ''}",
         "seconds, last command": summary.wall_s if summary is not None else None,
         **{f"peak memory of {name}": f"{size / 2**20:,.0f} MiB" if size else None for name, size in peaks.items()},
@@ -439,9 +439,9 @@ def _audit(run: RunView) -> str | None:
     every, coverage = config.get("contracts.audit_every"), config.get("contracts.audit_coverage")
     if every == 0 or config.get("contracts.enabled") is False:
         return "off"
-    often = "a hundredth of the work" if every is None else f"every {every} steps"
+    often = "about 1 % of the work" if every is None else f"every {every} steps"
     times = run.summary.contracts.get("audit", 0) if run.summary is not None else 0
-    counted = f"; evaluated {times} times in the last part of the run" if times else "; none fell due"
+    counted = f"; evaluated {times} times in the last part of the run" if times else "; none was due"
     return f"{often}, {coverage} of each rank's micro-batches{counted if run.summary is not None else ''}"
 
 

@@ -27,14 +27,13 @@ WIDTH, HEIGHT = 420, 120
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 24
 _MOST_DOTS = 60
 _MOST_CHARACTERS = 4000
-_LONGEST_NAME = 60
 _FELL = (Mark.FALSIFIED, Mark.EXPECTED)
 _MEANINGS = {
     Mark.FALSIFIED: "a counterexample was found",
     Mark.EXPECTED: "a counterexample was found, and the reason is known",
-    Mark.UNEXPECTED_PASS: "was to be falsified for a known reason and holds: the reason is out of date",
-    Mark.UNKNOWN: "nothing could be inferred",
-    Mark.HOLDS: "comparisons were made and none contradicts it",
+    Mark.UNEXPECTED_PASS: "expected to be falsified for a known reason, but holds: the reason is out of date",
+    Mark.UNKNOWN: "could not be decided: the reason says why",
+    Mark.HOLDS: "comparisons were made, and none contradicts the claim",
     Mark.NOT_APPLICABLE: "the claim says nothing about this subject",
 }
 _CLASSES = {
@@ -85,7 +84,7 @@ class _Page:
         given = Counter[str]()
         self._addresses: dict[Cell, str] = {}
         for cell in self.table.cells:
-            slugs = (re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") for text in (cell.claim, cell.subject.name))
+            slugs = (re.sub(r"[^a-z0-9_-]+", "-", text.lower()).strip("-") for text in (cell.claim, cell.subject.short))
             name = ".".join(slug or "unnamed" for slug in slugs)
             given[name] += 1
             self._addresses[cell] = name if given[name] == 1 else f"{name}.{given[name]}"
@@ -96,7 +95,7 @@ class _Page:
 
     @property
     def headline(self) -> str:
-        """The result in one line; a long command is named by the script in it, or by its beginning."""
+        """The result in one line."""
         subjects = self.table.subjects
         if not subjects:
             return "Nothing was judged"
@@ -108,10 +107,9 @@ class _Page:
         expected = sum(cell.mark is Mark.EXPECTED for cell in decided)
         known = f", {'all' if expected == broken else expected} of them as expected" if expected else ""
         known = ", as expected" if expected == broken == 1 else known
-        name = str(subjects[0])
-        if len(name) > _LONGEST_NAME:
-            name = next((word for word in name.split() if word.endswith(".py")), f"{name[:_LONGEST_NAME]}...")
-        return f"{name} breaks {broken or 'none'} of {counted(len(decided), 'claim')} that could be checked{known}"
+        return (
+            f"{subjects[0]} breaks {broken or 'none'} of {counted(len(decided), 'claim')} that could be checked{known}"
+        )
 
     def gist(self, cell: Cell) -> str:
         """The second line of a cell: the ratio of a counterexample, else the number of places."""
@@ -181,7 +179,7 @@ def draw(finding: Finding) -> Curve | None:
     ticks = [] if finding.curve_law is None else [finding.curve_law]
     if not finite:
         return None
-    words = f"{finding.curve_name or 'one number an update'}: {total} numbers; first {finite[0]:.4g}, "
+    words = f"{finding.curve_name or 'one number per update'}: {total} numbers; first {finite[0]:.4g}, "
     words += f"last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
     words += "".join(f"; it should be {law:.4g}" for law in ticks)
     words += f"; {total - len(finite)} not finite" if total > len(finite) else ""
