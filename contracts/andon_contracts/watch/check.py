@@ -31,9 +31,9 @@ C = TypeVar("C", bound="Check")
 
 
 class BackwardPass(NamedTuple):
-    """A backward pass of the loop: the parts of its loss (`LossParts`; None: unknown), and the line that called it."""
+    """A backward pass of the loop: what is read of its loss (`LossPass`), and the line that called it."""
 
-    parts: Any
+    loss: Any
     line: str
 
 

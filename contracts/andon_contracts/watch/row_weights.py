@@ -1,8 +1,8 @@
 """The weight of a trained token in the loss, read from its logits and their gradient, however the loss is written.
 
 A token is one row of logits [classes]. Cross entropy with weight w has the gradient w (p - onehot(label)) there, with
-p = softmax(logits). The sum of the other elements is w (1 - p[label]), so the label's element is the largest in
-magnitude, and w is the quotient of the two sums. The residual is 0 if the loss is a plain cross entropy. Label
+p = softmax(logits). The other elements add up to w (1 - p[label]), so the label's element is the largest in magnitude,
+and w is the quotient of two sums. The residual is 0 if the loss is a plain cross entropy. Label
 smoothing, soft targets, a sigmoid, squares and terms on the logits leave a residual, whatever the number of classes:
 it is a share of the sum of magnitudes, to which a smoothed target adds its smoothing. Two classes always fit.
 """
@@ -26,18 +26,20 @@ _COLUMNS = 8
 _CONFIDENT = 0.05
 """With less probability beside the label, the label's own element has lost digits, and the others give the weight."""
 _ROUNDED = 4 * torch.finfo(torch.float32).eps
+_TIE = 1.02
 _GOLDEN = 0.6180339887498949
 
 
-def spread(rows: int, count: int, number: int, device: torch.device) -> Tensor:
-    """int64 [min(rows, count)]: distinct positions, evenly spread. Another `number` gives other positions.
+def spread(rows: int, count: int, number: int, device: torch.device, first: Sequence[Tensor] = ()) -> Tensor:
+    """int64 [min(rows, count)]: distinct positions in an order that spreads every prefix of them over all rows.
 
-    A stride that never moved might meet nothing but padding.
+    Another `number` gives other positions: a fixed choice might meet nothing but padding. first: bool [rows] each;
+    rows that are true in more of them are preferred.
     """
-    if rows <= count:
-        return torch.arange(rows, device=device)
-    offset = number * _GOLDEN % 1.0
-    return ((torch.arange(count, device=device, dtype=torch.float64) + offset) * (rows / count)).long()
+    key = (torch.arange(rows, dtype=torch.float64, device=device) * _GOLDEN + number * _GOLDEN**2) % 1.0
+    for each in first:
+        key += each
+    return key.topk(min(rows, count)).indices
 
 
 def trained(gradient: Tensor) -> Tensor:
@@ -63,7 +65,8 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z, g = logits.to(exact), gradient.to(exact)
     log_p = z.log_softmax(1)
-    label = (g if z.shape[1] == 2 else -g.abs()).argmin(1, keepdim=True)
+    # Of two elements that are almost all there is, the negative one is the label's: most weights are positive.
+    label = torch.maximum(g, g * -_TIE).argmax(1, keepdim=True)
     others = log_p.exp().scatter(1, label, 0.0)
     rest, own = others.sum(1, keepdim=True), g.gather(1, label)
     g = g.scatter(1, label, 0.0)
@@ -72,7 +75,7 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     # 1 - p[label] was rounded as a number near 1 where the loss was computed, which is in fp32 or better.
     own_off = ((own + size.copysign(weight)).abs() - weight.abs() * _ROUNDED).clamp(min=0)
     residual = ((g - weight * others).abs().sum(1, keepdim=True) + own_off) / (2 * size)
-    error = z.shape[1] * kind.tiny * kind.eps / size
+    error = z.shape[1] * kind.tiny * kind.eps / size + _ROUNDED / 16 / rest
     return torch.cat([weight, residual, label.to(exact), -log_p.gather(1, label), error], 1)
 
 
@@ -102,7 +105,8 @@ class Unequal(IntEnum):
 class Row(NamedTuple):
     """residual: the share of the gradient that is not that of a plain cross entropy. loss: without its weight.
 
-    error: the share of the gradient that may have underflowed, as in fp16 without a loss scale.
+    error: the share of the gradient that may have been lost: to underflow, as in fp16 without a loss scale, or because
+    the model is certain of the label.
     """
 
     weight: float

@@ -27,7 +27,7 @@ from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, d
 from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
-from andon_contracts.watch.checks.scale import loss_parts
+from andon_contracts.watch.checks.token_weights import LossPass
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, listen, outside_of_transforms
@@ -430,7 +430,7 @@ class _LoopCalls(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._context.backward = BackwardPass(loss_parts(loss), user_line())
+            self._context.backward = BackwardPass(LossPass(loss), user_line())
 
     def backward_over(self) -> None:
         self._context.backward = None

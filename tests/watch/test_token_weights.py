@@ -1,4 +1,4 @@
-"""What a loss weighs by its graph, the scale of an update by that and the reduction, and the audit of random passes."""
+"""The weights of tokens in loops, right and wrong ones, and the audit of random passes."""
 
 from __future__ import annotations
 
@@ -12,208 +12,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Seen
-from andon_contracts.watch.checks.scale import SCALE, LossWeight, Scale, ScaleSummary, loss_parts
+from andon_contracts.watch.checks.token_weights import SCALE, Judged, Summary, UpdateWeights
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
 from tests.watch.small import Dropping, answers, sgd
-
-# a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
-
-
-def terms(count: int) -> Tensor:
-    return torch.linspace(0.5, 2.0, count).requires_grad_()
-
-
-def weight_of(loss: Tensor) -> LossWeight | None:
-    """What it weighs; None where its graph, or a number in that, does not say."""
-    parts = loss_parts(loss)
-    return None if parts is None else parts.weight()
-
-
-Step = Callable[[Tensor], Tensor]
-STEPS: dict[str, Step] = {
-    "divided by a count": lambda loss: loss / 3,
-    "times a count": lambda loss: loss * 4,
-    "times a number": lambda loss: 0.25 * loss,
-    "divided by a tensor": lambda loss: loss / torch.tensor(7),
-    "times the scale of a scaler": lambda loss: torch.tensor(1024.0) * loss,
-    "cast": lambda loss: loss.double(),
-    "in a list": lambda loss: loss.view(1).squeeze(0),
-    "the mean of one": lambda loss: loss.mean(),
-    "the sum of one": lambda loss: loss.unsqueeze(0).sum(),
-    "a constant more": lambda loss: loss + 1,
-    "cloned": lambda loss: loss.clone(),
-}
-
-
-@given(
-    st.lists(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), min_size=1, max_size=3),
-    st.sampled_from(["sum", "mean", "stack sum", "stack mean"]),
-    st.integers(2, 7),
-)
-def test_the_weight_of_a_loss_is_what_autograd_says(chains: list[list[str]], joined: str, count: int) -> None:
-    """However means are divided, multiplied, stacked and added, a part weighs what its derivatives add up to."""
-    parts = []
-    leaves = [terms(count + index) for index in range(len(chains))]
-    for leaf, chain in zip(leaves, chains, strict=True):
-        loss = leaf.abs().mean()
-        for step in chain:
-            loss = STEPS[step](loss)
-        parts.append(loss)
-    if joined.startswith("stack"):
-        together = torch.stack([part.double() for part in parts])
-        loss = together.mean() if joined.endswith("mean") else together.sum()
-    else:
-        loss = sum(parts[1:], start=parts[0]) / (len(parts) if joined == "mean" else 1)
-    found = weight_of(loss)
-    assert found is not None
-    expected = [abs(float(each.sum())) for each in torch.autograd.grad(loss, leaves)]
-    assert found.first_part == pytest.approx(expected[0], rel=1e-5)
-    alike = [each for each in expected if each == pytest.approx(expected[0], rel=1e-4)]
-    assert found.equal_parts == pytest.approx(sum(alike), rel=1e-3)
-
-
-LOGITS, NUMBERS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_(), torch.zeros(6, 3)
-LABELS, WEIGHTS = torch.tensor([0, 1, 2, -100, 1, 0]), torch.tensor([0.5, 1.0, 4.0])
-WEIGHED: dict[str, tuple[Callable[[], Tensor], tuple[float, int]]] = {
-    "mean": (lambda: F.cross_entropy(LOGITS, LABELS), (1, 5)),
-    "sum": (lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum"), (5, 5)),
-    "sum by count": (lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum") / 5, (1, 5)),
-    # 0.5 + 1 + 4 + 1 + 0.5, which is what the mean is divided by
-    "weighed mean": (lambda: F.cross_entropy(LOGITS, LABELS, WEIGHTS), (1, 7)),
-    "squares": (lambda: F.mse_loss(LOGITS, NUMBERS), (1, 18)),
-    "logits": (lambda: 2 * F.binary_cross_entropy_with_logits(LOGITS, NUMBERS), (2, 18)),
-    "none, then mean": (lambda: F.mse_loss(LOGITS, NUMBERS, reduction="none").mean(), (1, 18)),
-    "none, halved, then mean": (lambda: (F.mse_loss(LOGITS, NUMBERS, reduction="none") / 2).mean(), (0.5, 18)),
-    "under a mask, then mean": (lambda: (F.mse_loss(LOGITS, NUMBERS, reduction="none") * NUMBERS).mean(), (1, 18)),
-    "halves in a stack": (lambda: (torch.stack([LOGITS.mean(), LOGITS.abs().mean()]) / 2).sum(), (0.5, 36)),
-    "none, then sum": (lambda: F.mse_loss(LOGITS[:, 0], NUMBERS[:, 0], reduction="none").sum(), (6, 6)),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHED)
-def test_what_torchs_losses_weigh(name: str) -> None:
-    """A mean weighs 1 and knows its terms, less those that are ignored; a sum weighs as many as it has."""
-    loss, expected = WEIGHED[name]
-    found = weight_of(loss())
-    assert found is not None
-    assert (round(found.first_part, 6), found.terms) == expected
-
-
-UNKNOWN: dict[str, Step] = {
-    "a sum of what was multiplied": lambda x: x.square().sum(),  # nobody knows how many terms it has
-    "a sum under a mask": lambda x: (x.abs() * torch.tensor([1.0, 0, 0, 1, 1, 1])).sum() / 4,
-    "a product of means": lambda x: x.mean() * x.abs().mean(),
-    "a quotient of means": lambda x: x.mean() / x.abs().mean(),
-    "no multiple of a mean": lambda x: x.abs().mean().exp(),
-    "a factor without a value": lambda x: x.to("meta").abs().mean() * torch.ones((), device="meta"),
-    "a sum over weighed classes": lambda x: F.cross_entropy(
-        x.view(2, 3), torch.tensor([0, 1]), torch.tensor([1.0, 2, 3]), reduction="sum"
-    ),
-    "a sum of which ignored terms may be part": lambda x: F.cross_entropy(
-        x.view(2, 3), torch.tensor([0, -100]), reduction="none"
-    ).sum(),
-    "a sum under a mask of the loss": lambda x: (
-        F.binary_cross_entropy_with_logits(x, torch.zeros(6), torch.tensor([1.0, 0, 0, 1, 1, 1]), reduction="sum") / 4
-    ),
-    "a sum over rows of several elements": lambda x: F.mse_loss(x.view(3, 2), torch.zeros(3, 2), reduction="sum") / 3,
-    "a sum whose terms are no elements": lambda x: F.multi_margin_loss(
-        x.view(2, 3), torch.tensor([0, 1]), reduction="sum"
-    ),
-    "a quotient that is rounded": lambda x: torch.div(x.mean(), 2, rounding_mode="trunc"),
-    "no finite weight": lambda x: x.mean() * math.inf,
-    "no scalar": lambda x: x.abs(),
-    "no graph": lambda x: x.detach().mean(),
-    "nothing": lambda x: 0 * x.mean(),
-}
-
-
-@pytest.mark.parametrize("loss", UNKNOWN)
-def test_what_a_graph_does_not_say_is_not_known(loss: str) -> None:
-    assert weight_of(UNKNOWN[loss](torch.randn(6, requires_grad=True))) is None
-
-
-READ: dict[str, tuple[Step, str, bool]] = {
-    "a power": (lambda x: (x**2).mean() / 2, "squared", True),
-    "a product with itself": (lambda x: (x * x).mean(), "squared", True),
-    "of a difference": (lambda x: ((x - torch.ones(6)).square() / 2).mean(), "squared", True),
-    "rows of squares": (lambda x: x.view(3, 2).square().sum(1).mean() / 2, "squared", True),
-    "under a mask": (lambda x: (x.square() * torch.tensor([1.0, 0, 0, 1, 1, 1])).mean(), "squared", True),
-    "a loss of torch": (lambda x: F.mse_loss(x, torch.zeros(6)) / 2, "squared", True),
-    "the same, by rows": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="none").mean(), "squared", True),
-    "the same, summed": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="sum") / 12, "squared", True),
-    "a cube": (lambda x: (x**3).mean() / 2, "squared", False),
-    "a product of two": (lambda x: (x * x.tanh()).mean(), "squared", False),
-    "magnitudes": (lambda x: x.abs().mean() / 2, "squared", False),
-    "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, "squared", False),
-    "0.5 *": (lambda x: 0.5 * x.mean(), "deliberate", True),
-    "/ 2": (lambda x: x.mean() / 2, "deliberate", False),
-    "* 2.0": (lambda x: x.mean() * 2.0, "deliberate", False),
-    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "deliberate", False),
-}
-
-
-@pytest.mark.parametrize("loss", READ)
-def test_squares_and_weights_of_choice_are_known_as_such(loss: str) -> None:
-    """Who weighs a loss writes 0.5; who divides by micro-batches or ranks has a whole number, as scalers have."""
-    make, name, expected = READ[loss]
-    found = weight_of(make(torch.randn(6, requires_grad=True)))
-    assert getattr(found, name) is expected
-
-
-def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
-    """Reading its graph would: what has a hook on it is left alone, and bits and memory stay as they were."""
-    x, calls = torch.randn(6, requires_grad=True), list[int]()
-
-    def inside(x: Tensor) -> Tensor:
-        calls.append(1)
-        return F.cross_entropy(x.view(2, 3), torch.tensor([0, 1]), reduction="sum") / 2
-
-    for _ in range(3):
-        loss = checkpoint(inside, x, use_reentrant=False)
-        assert weight_of(loss) is None
-        loss.backward()
-    assert len(calls) == 2 * 3
-
-
-def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
-    count = torch.tensor(4.0)
-    logits = torch.randn(4, 3, requires_grad=True)
-    parts = loss_parts(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
-    count.fill_(2.5)
-    found = parts and parts.weight()
-    assert (found and (found.first_part, found.deliberate)) == (pytest.approx(1.0), False)
-
-
-def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> int:
-        kept[len(kept)] = tensor
-        return len(kept) - 1
-
-    x = torch.randn(6, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):
-        loss = F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2
-    found = weight_of(loss)
-    # A mean weighs 1 whatever its terms, of which nothing is known then; a number of Python's has no hook.
-    assert found is not None
-    assert (found.first_part, found.terms) == (0.5, 0)
-    loss.backward()
-    assert x.grad is not None
-
 
 # loops
 
@@ -367,9 +178,6 @@ def wrong_loops() -> Mapping[str, tuple[Trained, int, float]]:
     if world == 1:
         return found
 
-    def squares(logits: Tensor, *_: object) -> Tensor:
-        return F.mse_loss(logits, torch.zeros_like(logits)) / 2
-
     def twice(gradient: Tensor) -> object:
         return gradient.div_(world * world)
 
@@ -377,7 +185,6 @@ def wrong_loops() -> Mapping[str, tuple[Trained, int, float]]:
         "multiplied by the ranks": (Trained(lambda *given: _mean(*given) * world), 2, float(world)),
         "the ranks are added": (Trained(_mean, by_hand=lambda gradient: gradient), 2, float(world)),
         "averaged over the ranks twice": (Trained(_mean, by_hand=twice), 2, 1 / world),
-        "squares, averaged over the ranks twice": (Trained(squares, by_hand=twice), 2, 1 / world),
         "as an HF Trainer does": (Trained(lambda *given: _plain(*given) * world), 2, 2.0 * world),
     }
 
@@ -388,7 +195,7 @@ def right_are_silent() -> dict[str, object]:
     for name, loop in right_loops().items():
         found, lines = loop.run()
         known = lines[0].startswith("  gradient scale: that of the mean loss in 6 of 6") if lines else dist.get_rank()
-        judged = any("updates, from the observed losses" in line for line in lines)
+        judged = any("updates, from the observed" in line for line in lines)
         odd[name] = found or (judged if name == NOT_SEEN else not known)
     return {name: each for name, each in odd.items() if each}
 
@@ -442,7 +249,7 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     by_rank = answers(2, closing)
     assert not any(by_rank[1].values())
     lines = by_rank[0]
-    seen = "from the observed losses and reductions"
+    seen = "from the observed tokens"
     assert lines["right"] == [f"  gradient scale: that of the mean loss in 6 of 6 updates, {seen}"]
     assert lines["halved"] == [f"  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates, {seen}"]
     assert lines["unknown"] == []
@@ -450,8 +257,9 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     assert lines["clipped by hand"] == [changed]
 
 
-def scale(first: float, factor: float, line: int = 1) -> Scale:
-    return Scale(first, first, line, 1, 0, deliberate=False, squared=False, reduction_factor=factor)
+def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> UpdateWeights:
+    ends = (total, total, (0, 0), (0, 0), "")
+    return UpdateWeights(total, *ends, line, passes, 1, 8, True, False, factor, 1.0, 1.0, 8)
 
 
 @pytest.mark.parametrize(
@@ -465,11 +273,11 @@ def scale(first: float, factor: float, line: int = 1) -> Scale:
         ([scale(2, 1.0, 1), scale(4, 0.5, 2)], "2.000 to 4.000 times that of the mean loss in 2 of 2"),  # two losses
     ],
 )
-def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
-    summary = ScaleSummary()
+def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[UpdateWeights], shown: str) -> None:
+    summary = Summary()
     for each in scales:
-        summary.add(each)
-    assert summary.closing_line().startswith(f"  gradient scale: {shown}")
+        summary.add(each, [Observation(0, 1, 1, "before", {"weight flags": 0, "weight passes": 0})])
+    assert summary.closing_lines([])[0].startswith(f"  gradient scale: {shown}")
 
 
 def _loss(logits: Tensor, label: int = 0) -> Tensor:
@@ -530,8 +338,8 @@ def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
     ],
 )
 def test_a_factor_is_named_with_causes_of_its_direction(factor: float, named: str, likely: str) -> None:
-    scale = Scale(factor, factor, 1, 4, 0, deliberate=False, squared=False, reduction_factor=0.5)
-    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], (scale, scale)))
+    now = scale(factor, 0.5, passes=4)
+    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], Judged(now, now, 1, True)))
     assert found is not None
     said = message("gradient-scale", found, Scene(2))
     assert all(part in said for part in (f"mean loss (= {named}): on each", f"\n  likely   {likely} ")), said
@@ -603,71 +411,6 @@ def test_another_loss_of_another_line_is_no_short_window() -> None:
                 (_loss(model(torch.randn(4, 6))) / 2).backward()
 
     assert _fused(backward) == []
-
-
-# a loss among the outputs of the model, which DDP passes through a graph node
-
-OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "alone": (lambda loss, logits: loss, lambda given: given),
-    "before the logits": (lambda loss, logits: {"loss": loss, "logits": logits}, lambda given: given["loss"]),
-    "after the logits": (lambda loss, logits: (logits, loss), lambda given: given[1]),
-    "after what has no graph": (lambda loss, logits: (logits.argmax(-1), logits, loss), lambda given: given[2]),
-    "after what is no tensor": (lambda loss, logits: (None, loss, 3 * loss), lambda given: given[1]),
-}
-"""What a model returns, and how the loop takes the loss from it. The last has an output more than tensors."""
-NO_TENSOR = "after what is no tensor"
-
-
-class Classifier(nn.Module):
-    """Returns its loss among its outputs, as models of transformers do."""
-
-    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
-        self.returns = returns
-
-    def forward(self, x: Tensor, labels: Tensor) -> Any:
-        logits = self.layers(x)
-        return self.returns(F.cross_entropy(logits, labels), logits)
-
-
-def of_outputs(options: dict[str, bool]) -> dict[str, list[float | None]]:
-    """The weight of each output's loss in the first pass under DDP with these options, and in the next."""
-    found: dict[str, list[float | None]] = {}
-    for name, (returns, take) in OUTPUTS.items():
-        model = DistributedDataParallel(Classifier(returns), **options)
-        found[name] = []
-        for factor in (0.5, 3.0):
-            loss = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
-            weight = weight_of(loss)
-            found[name].append(weight and weight.first_part)
-            loss.backward()
-    return found
-
-
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool]) -> None:
-    """Whichever output it is. If an output is not a tensor, DDP's node does not say which input it was, and the weight
-    is unknown: of a static graph in its first pass alone."""
-    unsaid = [None if options else 0.5, None if "find_unused_parameters" in options else 3.0]
-    expected = {name: unsaid if name == NO_TENSOR else [0.5, 3.0] for name in OUTPUTS}
-    assert answers(2, of_outputs, options) == [expected] * 2
-
-
-def prediction_beside_what_is_no_tensor() -> list[float | None]:
-    model = DistributedDataParallel(Classifier(lambda loss, logits: (None, logits)), find_unused_parameters=True)
-    labels = torch.zeros(4, dtype=torch.long)
-    losses: list[Step] = [
-        lambda logits: F.mse_loss(logits, torch.zeros(4, 3)) / 2,
-        lambda logits: -logits.mean(),
-        lambda logits: 3 * F.cross_entropy(logits, labels),
-    ]
-    found = [weight_of(loss(model(torch.randn(4, 6), labels)[1])) for loss in losses]
-    return [weight and weight.first_part for weight in found]
-
-
-def test_a_loss_beside_what_is_no_tensor_is_weighed_up_to_ddps_node() -> None:
-    assert answers(2, prediction_beside_what_is_no_tensor)[0] == [0.5, 1.0, 3.0]
 
 
 # the audit draws what the ranks drew: dropout and batch statistics hide no wrong gradient, and fake none
