@@ -7,12 +7,14 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,7 +65,9 @@ def trained(
                 scaler.update()
             optimizer.zero_grad()
         watch.close()
-    return found, [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
+    return found, [
+        line for line in said.getvalue().splitlines() if line.startswith(("  gradient scale:", "  token weights:"))
+    ]
 
 
 @dataclass
@@ -252,13 +256,14 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     seen = "from the observed tokens"
     assert lines["right"] == [f"  gradient scale: that of the mean loss in 6 of 6 updates, {seen}"]
     assert lines["halved"] == [f"  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates, {seen}"]
-    assert lines["unknown"] == []
+    (unknown,) = lines["unknown"]
+    assert unknown.startswith("  token weights: unknown in 6 of 6 updates: the loss is no plain cross entropy")
     changed = "  gradient scale: not comparable in 6 of 6 updates: the loop changed the gradients after backward()"
     assert lines["clipped by hand"] == [changed]
 
 
 def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> UpdateWeights:
-    ends = (total, total, (0, 0), (0, 0), "")
+    ends = (total, total, ("", ""), "")
     return UpdateWeights(total, *ends, line, passes, 1, 8, True, False, factor, 1.0, 1.0, 8)
 
 
@@ -276,7 +281,7 @@ def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> Update
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[UpdateWeights], shown: str) -> None:
     summary = Summary()
     for each in scales:
-        summary.add(each, [Observation(0, 1, 1, "before", {"weight flags": 0, "weight passes": 0})])
+        summary.add(each, [Observation(0, 1, 1, "before", {"weight flags": 0, "weight tokens": 8})])
     assert summary.closing_lines([])[0].startswith(f"  gradient scale: {shown}")
 
 
@@ -411,6 +416,101 @@ def test_another_loss_of_another_line_is_no_short_window() -> None:
                 (_loss(model(torch.randn(4, 6))) / 2).backward()
 
     assert _fused(backward) == []
+
+
+# reports of users, each rebuilt with the weight that its tokens have, and where a token is one of many
+
+
+class Words(nn.Module):
+    """Predicts a word for each word."""
+
+    def __init__(self, words: int = 97) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(words, 12), nn.Linear(12, 12), nn.Linear(12, words, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.body(self.embed(ids))))
+        return logits
+
+
+class Tokens(NamedTuple):
+    """The trained tokens of a micro-batch and of an update, and the number of ranks."""
+
+    own: int
+    all: int
+    world: int
+
+
+Counts = tuple[tuple[int, ...], ...]
+"""By rank and micro-batch, the trained tokens."""
+EQUAL, RAGGED, FOUR, THREE_AND_ONE = ((6, 6), (6, 6)), ((6, 3), (5, 2)), ((6, 3, 4, 2), (5, 2, 1, 7)), ((3, 1), (3, 1))
+REPORTS: dict[str, tuple[Counts, Callable[[Tensor, Tokens], Tensor], float]] = {
+    # the sums of all ranks by all tokens, with the factor that undoes the average over the ranks
+    "right": (RAGGED, lambda loss, n: loss * n.world / n.all, 1.0),
+    # huggingface/trl#6024: divided by the tokens of two windows
+    "of another window": (EQUAL, lambda loss, n: loss * n.world / (2 * n.all), 0.5),
+    # modelscope/ms-swift#10117: divided by all tokens, and by the accumulation again
+    "accumulation again": (FOUR, lambda loss, n: loss * n.world / n.all / 4, 0.25),
+    # Snowflake-AI-Research/Arctic-Platform#119: the average over the ranks is not undone
+    "average kept": (RAGGED, lambda loss, n: loss / n.all, 0.5),
+    # the Trainer of transformers on classes: times the ranks, and not divided by the accumulation
+    "times ranks": (EQUAL, lambda loss, n: loss / n.own * n.world, 4.0),
+    # huggingface/transformers#37474: replicas in one process, whose losses by all tokens are averaged
+    "replicas": (RAGGED, lambda loss, n: loss * n.world / n.all / 2, 0.5),
+    # verl-project/verl#5625: means of 3 tokens and of 1, weighed by their rows: 1/6 and 1/2 of a rank, and not 1/4
+    "means by rows": (THREE_AND_ONE, lambda loss, n: loss / n.own / 2, 1.0),
+}
+"""The loss of a micro-batch by the sum of its tokens' losses, and how many times the weight of a mean its tokens have.
+The losses of "replicas" have one backward pass."""
+
+
+def reports(kind: str, names: Sequence[str]) -> dict[str, tuple[list[tuple[str, int, str]], list[str]]]:
+    """What a watch says of each, with AdamW and a clip."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        model: nn.Module = Words()
+        if kind == "FSDP2":
+            mesh = init_device_mesh("cpu", (world,))
+            for each in (model.body, model.head, model):
+                fully_shard(each, mesh=mesh)  # type: ignore[arg-type]
+        else:
+            model = DistributedDataParallel(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=1024.0)
+
+        def backward(model: nn.Module, update: int, name: str = name, scaler: Any = scaler) -> None:
+            counts, weigh, _ = REPORTS[name]
+            losses = []
+            for count in counts[rank]:
+                labels = torch.randint(97, (9,)).where(torch.arange(9) < count, -100)
+                total = F.cross_entropy(model(torch.randint(97, (1, 9)))[0], labels, reduction="sum")
+                losses.append(weigh(total, Tokens(count, sum(map(sum, counts)), world)))
+                if name != "replicas":
+                    scaler.scale(losses.pop()).backward()
+            if losses:
+                scaler.scale(sum(losses, torch.zeros(()))).backward()
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found[name] = trained(model, backward, optimizer=optimizer, scaler=scaler, clip=0.05)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "scaled"])
+def test_reports_of_users_are_found_with_their_factor(kind: str) -> None:
+    for rank, said in enumerate(answers(2, reports, kind, list(REPORTS))):
+        for name, (found, lines) in said.items():
+            factor = REPORTS[name][2]
+            shown = "that of the mean loss" if factor == 1 else f"{factor:.3f} times that of the mean loss"
+            assert [(clause, step) for clause, step, _ in found] == [("gradient-scale", 2)] * (factor != 1), (
+                name,
+                found,
+            )
+            assert all(shown in seen for _, _, seen in found)
+            assert rank or lines[0] == f"  gradient scale: {shown} in 4 of 4 updates, from the observed tokens"
+            unequal = [line for line in lines[1:] if "they differ between micro-batches" in line]
+            assert rank or bool(unequal) == (name == "means by rows"), (name, lines)
+            assert all("from 0.667 (rank" in line and "to 2.000 (rank" in line for line in unequal)
 
 
 # the audit draws what the ranks drew: dropout and batch statistics hide no wrong gradient, and fake none

@@ -9,18 +9,14 @@ it is a share of the sum of magnitudes, to which a smoothed target adds its smoo
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SAMPLED = 16
-"""The most rows of one tensor of logits that are read."""
 _COLUMNS = 8
 """A row is trained if one of so many columns of its gradient is not 0."""
 _CONFIDENT = 0.05
@@ -79,27 +75,21 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([weight, residual, label.to(exact), -log_p.gather(1, label), error], 1)
 
 
-class Reason(IntEnum):
-    """Why the weights of an update are unknown."""
-
-    NONE = 0
-    NO_LOGITS = 1
-    NOT_REACHED = 2
-    NOT_SAMPLED = 3
-    OTHER_LOSS = 4
-    SIGNS = 5
-    SEVERAL = 6
-    REDUCTION = 7
-    OTHER_TERMS = 8
-
-
-class Unequal(IntEnum):
-    """Between what the weights of one update differ on this rank: the first of these that explains the difference."""
-
-    NOT = 0
-    LABELS = 1
-    PASSES = 2
-    ROWS = 3
+(NO_LOGITS, NOT_REACHED, NOT_SAMPLED, OTHER_LOSS, SIGNS, SEVERAL, REDUCTION) = range(1, 8)
+REASONS = (
+    "",
+    "the model returned no logits",
+    "no gradient arrived at the logits that the model returned: a fused or compiled loss",
+    "none of the rows that were read is trained, or the model is certain of all",
+    "the loss is no plain cross entropy of the logits: smoothing, soft targets, squares",
+    "tokens have weights of both signs, as in policy gradients",
+    "the backward passes are of several losses, or they differ between ranks",
+    "the reduction of the gradients is unknown",
+)
+"""Why the weights of an update are unknown, by the number of the reason; 0: they are known."""
+LABELS, PASSES, ROWS = range(1, 4)
+BETWEEN = ("", "labels, as class weights are", "micro-batches", "rows")
+"""What the weights of a rank differ between."""
 
 
 class Row(NamedTuple):
@@ -113,7 +103,7 @@ class Row(NamedTuple):
     residual: float
     label: float
     loss: float
-    error: float = 0.0
+    error: float
 
 
 @dataclass(frozen=True)
@@ -125,50 +115,46 @@ class PassWeights:
     tolerance: float
 
     @property
-    def reason(self) -> Reason:
-        if not self.count:
-            return Reason.NONE
-        if not self.rows:
-            return Reason.NOT_SAMPLED
+    def reason(self) -> int:
+        if not (self.count and self.rows):
+            return NOT_SAMPLED if self.count else 0
         # NaN fails every comparison, so this form finds it.
-        if not all(row.residual < 4 * self.tolerance and math.isfinite(row.weight) for row in self.rows):
-            return Reason.OTHER_LOSS
-        return Reason.NONE if all(row.weight > 0 for row in self.rows) else Reason.SIGNS
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(row.weight for row in self.rows) / len(self.rows) if self.rows else 0.0
+        if not all(row.residual < 2 * self.tolerance for row in self.rows):
+            return OTHER_LOSS
+        return 0 if all(row.weight > 0 for row in self.rows) else SIGNS
 
     @property
     def total(self) -> float:
         """The sum of the weights of all trained rows."""
-        return self.count * self.mean
+        return self.count * sum(row.weight for row in self.rows) / max(len(self.rows), 1)
 
     @property
     def loss(self) -> float:
         """The weighted loss of all trained rows, by the sampled ones."""
-        return self.count * math.fsum(row.weight * row.loss for row in self.rows) / max(len(self.rows), 1)
+        return self.count * sum(row.weight * row.loss for row in self.rows) / max(len(self.rows), 1)
 
     @property
     def is_equal(self) -> bool:
-        weights = [row.weight for row in self.rows]
-        return not weights or max(weights) <= min(weights) * (1 + 2 * self.tolerance)
+        return _is_equal([row.weight for row in self.rows], self.tolerance)
 
 
-def unequal(passes: Sequence[PassWeights]) -> Unequal:
-    """Between what the weights of the known `passes` differ.
+def _is_equal(weights: Sequence[float], tolerance: float) -> bool:
+    return not weights or max(weights) <= min(weights) * (1 + 2 * tolerance)
+
+
+def between(passes: Sequence[PassWeights]) -> int:
+    """What the weights of the known `passes` differ between; 0: they are equal.
 
     A weight that is a function of the label shows only if a label has several rows: these must have one weight.
     """
     taken = [each for each in passes if each.rows]
-    tolerance = 1 + 2 * max((each.tolerance for each in taken), default=0.0)
+    tolerance = max((each.tolerance for each in taken), default=0.0)
     if all(each.is_equal for each in taken):
-        means = [each.mean for each in taken]
-        return Unequal.PASSES if means and max(means) > min(means) * tolerance else Unequal.NOT
-    relative = defaultdict[tuple[int, float], list[float]](list)
+        return 0 if _is_equal([each.total / each.count for each in taken], tolerance) else PASSES
     # Torch divides by the sum of the weights of a pass, so only quotients within a pass are a function of the label.
-    for place, each in enumerate(taken):
+    by_label = defaultdict[tuple[int, float], list[float]](list)
+    for number, each in enumerate(taken):
         for row in each.rows:
-            relative[place, row.label].append(row.weight)
-    same = all(max(weights) <= min(weights) * tolerance for weights in relative.values())
-    return Unequal.LABELS if same and any(len(weights) > 1 for weights in relative.values()) else Unequal.ROWS
+            by_label[number, row.label].append(row.weight)
+    same = all(_is_equal(weights, tolerance) for weights in by_label.values())
+    return LABELS if same and any(len(weights) > 1 for weights in by_label.values()) else ROWS

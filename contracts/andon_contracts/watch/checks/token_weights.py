@@ -19,9 +19,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,26 +31,15 @@ from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import DENSE_TYPES, has_other_hooks
 from andon_contracts.violation import Finding
+from andon_contracts.watch import row_weights as reads
 from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
-from andon_contracts.watch.row_weights import (
-    SAMPLED,
-    PassWeights,
-    Reason,
-    Row,
-    Unequal,
-    row_weights,
-    rows_at,
-    spread,
-    trained,
-    unequal,
-)
+from andon_contracts.watch.row_weights import PassWeights, Row
 from andon_contracts.watch.values import text_digest
 
-_KEPT = 4 * SAMPLED
-"""The rows of logits that are kept from a forward pass, of which some may not be trained."""
-_ROTATIONS = 4
+_SAMPLED, _KEPT = 16, 64
+"""The most rows of one tensor of logits that are read, and that are kept until it is known which are trained."""
 _ROUNDING = 5e-3
 """The relative rounding error of a factor computed from gradients, which may have 16 bits."""
 _TOLERANCE, _LOW_TOLERANCE = 2e-3, 1.5e-2
@@ -62,8 +52,8 @@ _STEADY = 3
 """A window with fewer tokens is compared with this number of windows before, if all of them had the same number."""
 _ELEMENTS = 1024  # of one parameter, which represent all gradients
 _SAME = frozenset(f"{name}Backward0" for name in ("Alias", "Clone", "LogSoftmax", "ToCopy"))
-"""Nodes below the output of a model whose input has the gradient of logits, if the output has a loss."""
-_NUMBERS = frozenset(f"{name}Backward{kind}" for name in ("Mul", "Div") for kind in (0, 1))
+"""Nodes below the output of a model that pass the loss on to its logits."""
+_HEADS = 4  # the most outputs of a model that are read
 _CHAIN = 8  # the most nodes between a loss and the number with which the loop weighs it
 
 
@@ -74,38 +64,11 @@ def _close(one: float, other: float) -> bool:
 # what the hooks read on the device
 
 
-@dataclass
-class _Kept:
-    """Rows of the logits of one forward pass. stop: the ids of the stop token; stop_seen: whether the batch has one."""
-
-    rows: Tensor
-    positions: Tensor
-    shape: torch.Size
-    output: int
-    stop: Sequence[int]
-    stop_seen: Tensor | None
-
-    @torch.no_grad()
-    def read(self, gradient: Tensor) -> list[Tensor]:
-        """[rows, 6] the fields of `Row` and whether it is trained; [3] the trained rows and the stop token's flags."""
-        gradient = gradient.detach()
-        mask = trained(gradient)
-        here = mask[self.positions]
-        first = here.sort(descending=True, stable=True).indices[:SAMPLED]
-        values = row_weights(self.rows[first], rows_at(gradient, self.positions[first]))
-        head = [mask.sum().to(torch.float64)]
-        if self.stop_seen is not None:
-            stops = torch.stack([(gradient[..., each] < 0).any() for each in self.stop]).any()
-            head += [self.stop_seen.to(torch.float64), stops.to(torch.float64)]
-        return [torch.cat([values, here[first, None].to(values.dtype)], 1), torch.stack(head)]
-
-
 class LossPass:
     """One backward pass of the loop: its loss, and what was read of the logits below it."""
 
     def __init__(self, loss: Tensor | None) -> None:
-        is_plain = loss is not None and type(loss) in DENSE_TYPES and loss.numel() == 1
-        self.loss = [loss.detach().clone().reshape(())] if is_plain and loss is not None else []
+        self.loss = [] if loss is None or type(loss) not in DENSE_TYPES else [loss.detach().clone()]
         self.deliberate = loss is not None and _is_weighed(loss.grad_fn)
         self.read: list[list[Tensor]] = []
         """For each tensor of logits that the pass reached: what `_Kept.read` returned."""
@@ -118,56 +81,80 @@ class LossPass:
             listed = [Row(*row[:-1]) for row in rows.tolist() if row[-1]]
             sure = [row for row in listed if not row.error > self.tolerance]
             found.append(PassWeights(sure, round(float(head[0])), self.tolerance))
-        return [each for each in found if each.reason is not Reason.OTHER_LOSS] or found
+        return [each for each in found if each.reason != reads.OTHER_LOSS] or found
 
 
 def _is_weighed(node: Any) -> bool:
-    """Whether the last numbers by which a loss was multiplied or divided contain a fraction, as users write weights."""
+    """Whether the loss was multiplied or divided by a fraction at last, as a user weighs it.
+
+    Reads no saved tensor that has hooks of the loop: those of a checkpoint would compute its part of the model again.
+    """
     for _ in range(_CHAIN):
         inputs = [] if node is None else [each for each, _ in node.next_functions if each is not None]
         if len(inputs) != 1:
             return False
-        if node.name() in _NUMBERS:
-            values = [getattr(node, f"_saved_{name}", None) for name in ("self", "other")]
-            numbers = [each for each in values if isinstance(each, int | float)]
-            numbers += [float(e) for e in values if isinstance(e, Tensor) and e.device.type == "cpu" and not e.dim()]
-            if any(not float(each).is_integer() for each in numbers):
+        for name in ("self", "other") if node.name() in ("MulBackward0", "DivBackward0") else ():
+            raw = getattr(node, f"_raw_saved_{name}", None)
+            value = getattr(node, f"_saved_{name}", None) if raw is not None and raw.unpack_hook is None else None
+            if value is not None and value.device.type == "cpu" and not value.dim() and not float(value).is_integer():
                 return True
         node = inputs[0]
     return False
 
 
-def _logits_of(output: Any) -> Tensor | None:
-    """The first tensor among the outputs of a model that may be logits, `logits` before the others; None for none."""
+@dataclass
+class _Kept:
+    """Rows of the logits of one forward pass. stop: the ids of the stop token; stop_seen: whether the batch has one."""
+
+    rows: Tensor
+    positions: Tensor
+    shape: torch.Size
+    stop: Sequence[int]
+    stop_seen: Tensor | None
+
+    @torch.no_grad()
+    def read(self, gradient: Tensor) -> list[Tensor]:
+        """[rows, 6] the fields of `Row` and whether it is trained; [3] the trained rows and the stop token's flags."""
+        mask = reads.trained(gradient)
+        here = mask[self.positions]
+        first = here.sort(descending=True, stable=True).indices[:_SAMPLED]
+        values = reads.row_weights(self.rows[first], reads.rows_at(gradient, self.positions[first]))
+        head = [mask.sum()]
+        if self.stop_seen is not None:
+            head += [self.stop_seen, torch.stack([(gradient[..., each] < 0).any() for each in self.stop]).any()]
+        return [torch.cat([values, here[first, None].to(values.dtype)], 1), torch.stack([h.double() for h in head])]
+
+
+def _logits_of(output: Any) -> list[Tensor]:
+    """The tensors among the outputs of a model that may be logits: `logits` if there is one, else the first ones."""
     outputs = list(output.values()) if isinstance(output, Mapping) else output
     outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    return next(filter(_may_be_logits, (named, *outputs)), None)
+    return [each for each in ([named] if _may_be_logits(named) else outputs) if _may_be_logits(each)][:_HEADS]
 
 
-def _may_be_logits(value: Any) -> bool:
+def _may_be_logits(value: Any) -> TypeGuard[Tensor]:
     if type(value) not in DENSE_TYPES or not (value.requires_grad and value.is_floating_point() and value.dim() > 1):
         return False
     return bool(value.shape[-1] > 1 and value.numel() and not torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
-@lru_cache(maxsize=64)
-def _positions(rows: int, number: int, device: torch.device) -> Tensor:
-    return spread(rows, _KEPT, number, device)
+_positions = lru_cache(maxsize=64)(reads.spread)
 
 
 class LogitRows(Check):
-    """Keeps rows of the logits of each forward pass, and reads their weights when the gradient arrives."""
+    """Keeps rows of the logits of each forward pass, and reads their weights when the gradient arrives.
+
+    It keeps no logits, because the loop may drop them before the backward pass, and they may be the largest tensor of
+    a model. In the backward pass nothing is copied but a few rows of the gradient.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._calls = 0
-        self.has_logits = False
-        """Whether a forward pass has returned a tensor that may be logits."""
-        config = getattr(context.subject.inner, "config", None)
-        stop = getattr(config, "eos_token_id", None)
-        listed = [stop] if isinstance(stop, int) else list(stop) if isinstance(stop, list | tuple) else []
-        self.stop = [each for each in listed if isinstance(each, int) and each >= 0]
+        self.calls = 0
+        """The forward passes that returned a tensor that may be logits."""
+        stop = getattr(getattr(context.subject.inner, "config", None), "eos_token_id", None)
+        self.stop = [each for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, int)]
 
     def hooks(self) -> list[Callable[[], None]]:
         subject, hook = self.context.subject, ForwardHook(self._returned, arguments=True)
@@ -175,54 +162,71 @@ class LogitRows(Check):
         return [each.register_forward_hook(hook, with_kwargs=True).remove for each in called]
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        # A checkpoint calls the model once more within the backward pass.
         if self.context.muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        logits = _logits_of(output)
-        if logits is None:
-            return
-        self.has_logits, self._calls = True, self._calls + 1
-        node, place = logits.grad_fn, logits.output_nr
-        while node is not None and node.name() in _SAME and node.next_functions[0][0] is not None:
-            node, place = node.next_functions[0]
-        if node is None:
-            return
-        with torch.no_grad():
-            kept = self._keep(logits.detach(), place, [*args, *kwargs.values()])
-        node.register_prehook(partial(self._arrived, kept))
+        with self.context.timed(), torch.no_grad():
+            found = _logits_of(output)
+            self.calls += bool(found)
+            for logits in found:
+                node, place = logits.grad_fn, logits.output_nr
+                while node is not None and node.name() in _SAME:
+                    node, place = node.next_functions[0]
+                if node is not None:
+                    kept = self._keep(logits.detach(), [*args, *kwargs.values()])
+                    node.register_prehook(partial(self._arrived, kept, place))
 
-    def _keep(self, logits: Tensor, place: int, given: Sequence[Any]) -> _Kept:
-        rows, classes = logits.numel() // logits.shape[-1], logits.shape[-1]
-        of_rows = [
-            each
-            for each in given
-            if type(each) is Tensor and each.dtype == torch.int64 and each.shape == logits.shape[:-1]
-        ]
-        first: list[Tensor] = []
-        if rows > _KEPT:
+    def _keep(self, logits: Tensor, given: Sequence[Any]) -> _Kept:
+        shape, device = logits.shape, logits.device
+        tokens = [each for each in given if type(each) is Tensor and each.dtype == torch.int64]
+        tokens = [each for each in tokens if each.shape == shape[:-1] and each.device == device]
+        rows, number = logits[..., 0].numel(), self.calls % 4
+        if tokens and rows > _KEPT:
             # A label is that of its row, or of the row before in a model that predicts the next token.
-            valid = [each.ge(0) for each in of_rows if each.device == logits.device]
-            first = [part.flatten() for each in valid for part in (each, each.roll(-1, -1))]
-        number = self._calls % _ROTATIONS
-        positions = (
-            spread(rows, _KEPT, number, logits.device, first) if first else _positions(rows, number, logits.device)
+            labelled = [part.flatten() for each in tokens for part in (each >= 0, each.roll(-1, -1) >= 0)]
+            positions = reads.spread(rows, _KEPT, number, device, labelled)
+        else:
+            positions = _positions(rows, _KEPT, number, device)
+        stop = self.stop if tokens and max(self.stop, default=shape[-1]) < shape[-1] else []
+        seen = [each.eq(token).any() for each in tokens for token in stop]
+        return _Kept(
+            reads.rows_at(logits, positions), positions, shape, stop, torch.stack(seen).any() if seen else None
         )
-        stop = self.stop if self.stop and max(self.stop) < classes and of_rows else []
-        seen = None
-        if stop:
-            seen = torch.stack([each.eq(token).any().to(logits.device) for each in of_rows for token in stop]).any()
-        return _Kept(rows_at(logits, positions), positions, logits.shape, place, stop, seen)
 
-    def _arrived(self, kept: _Kept, gradients: tuple[Tensor | None, ...]) -> None:
-        now, gradient = self.context.backward, gradients[kept.output]
+    def _arrived(self, kept: _Kept, place: int, gradients: Sequence[Tensor | None]) -> None:
+        now, gradient = self.context.backward, gradients[place]
         if self.context.muted or now is None or gradient is None or gradient.shape != kept.shape:
             return
-        if type(gradient) in DENSE_TYPES and gradient.layout == torch.strided:
+        if type(gradient) not in DENSE_TYPES:
+            return
+        with self.context.timed():
             if gradient.dtype in (torch.bfloat16, torch.float16):
                 now.loss.tolerance = _LOW_TOLERANCE
-            now.loss.read.append(kept.read(gradient))
+            now.loss.read.append(kept.read(gradient.detach()))
 
 
 # the weights of an update, by the values of all ranks
+
+
+class Flags(NamedTuple):
+    """Small numbers that a rank sends as one integer. A pass is a number from 0; `bits` are those below."""
+
+    reason: int
+    between: int
+    heads: int
+    low_at: int
+    high_at: int
+    bits: int
+
+    def pack(self) -> int:
+        return int.from_bytes(bytes(min(each, 255) for each in self))
+
+    @staticmethod
+    def of(packed: int) -> Flags:
+        return Flags(*packed.to_bytes(6))
+
+
+_DELIBERATE, _ROUGH, _HALF, _STOP_SEEN, _STOP_TRAINED = 1, 2, 4, 8, 16
 
 
 @dataclass(frozen=True)
@@ -230,19 +234,18 @@ class UpdateWeights:
     """The weights of the trained tokens of one update, as the optimizer receives them.
 
     total: the sum of all weights; 1 for a mean. low, high: the smallest and the largest weight, times the number of
-    tokens: 1 in a mean over all of them. low_at, high_at: their rank and backward pass. between: what the weights
-    differ between, or "". line: the digest of the source line that called for the backward passes. passes: their
-    number on each rank, or 0 if the ranks have different numbers. heads: the tensors of logits in each pass. exact:
-    the total is not estimated from unequal rows. deliberate: the loop weighed the loss by a fraction. factor: the
-    gradient that the optimizer receives over the sum of the raw gradients. loss: the sum of the losses that the loop
-    passed to `backward`; of_tokens: the sum of the tokens' weighted losses, of which `sampled` were read.
+    tokens: 1 in a mean over all of them. ends: in words, where these two are. between: what the weights differ
+    between, or "". line: the digest of the source line that called for the backward passes. passes: their number on
+    each rank, or 0 if the ranks have different numbers. heads: the tensors of logits in each pass. exact: the total is
+    not estimated from unequal rows, and no pass lacks a trained token. deliberate: the loop weighed the loss by a
+    fraction. factor: the gradient that the optimizer receives over the sum of the raw gradients. loss: the sum of the
+    losses that the loop passed to `backward`; of_tokens: the same by the tokens, of which `sampled` were read.
     """
 
     total: float
     low: float
     high: float
-    low_at: tuple[int, int]
-    high_at: tuple[int, int]
+    ends: tuple[str, str]
     between: str
     line: int
     passes: int
@@ -260,7 +263,8 @@ class UpdateWeights:
         passes = f"{self.passes} backward passes of loss weight {weight / max(self.passes, 1):.3f} each"
         loss = passes if self.passes > 1 else f"the loss has weight {weight:.3f}"
         if world > 1:
-            loss = f"on each of {world} ranks, {loss}; reduction factor {self.factor:.3f}"
+            shown = f"{self.factor:.3f}" if self.factor >= _ROUNDING else f"{self.factor:.3g}"
+            loss = f"on each of {world} ranks, {loss}; reduction factor {shown}"
         equals = f" ({factor.strip()})" if factor else ""
         return f"the gradient is {self.total:.3f} times that of the mean loss{equals}: {loss}"
 
@@ -268,6 +272,9 @@ class UpdateWeights:
     def is_mean(self) -> bool:
         """Of each of several heads there may be a mean, and their losses are added."""
         return _close(self.total, 1) or _close(self.total, self.heads)
+
+    def is_like(self, other: UpdateWeights | None) -> bool:
+        return other is not None and self.line == other.line and _close(self.total, other.total)
 
 
 def _reduction_factor(seen: Seen[object], place: int, *, shards: bool) -> float | None:
@@ -280,65 +287,54 @@ def _reduction_factor(seen: Seen[object], place: int, *, shards: bool) -> float 
     return None if cancelled or not final else final / total
 
 
-_CHOSEN, _ROUGH, _HALF, _STOP_SEEN, _STOP_TRAINED = 1, 2, 4, 8, 16
-_KIND, _REASON, _HEADS = 8, 16, 32
-"""The flags in `weight flags`, and the places of three small numbers in it."""
-
-
-def _number(flags: int, place: int) -> int:
-    return flags >> place & 0xFF
-
-
-_BETWEEN = {Unequal.ROWS: "rows", Unequal.LABELS: "labels, as class weights are", Unequal.PASSES: "micro-batches"}
-
-
-def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | Reason:
-    """The weights of an update by the observations of all ranks, or why these do not determine them."""
+def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
+    """The weights of an update by the observations of all ranks, or the number of the reason why they are unknown."""
     seen = Seen[object](said, None)
-    flags, passes, tokens = (seen.column(f"weight {name}") for name in ("flags", "passes", "tokens"))
-    reason = max(_number(each, _REASON) for each in flags)
+    flags, passes, tokens = (
+        list(map(Flags.of, seen.column("weight flags"))),
+        *map(seen.column, ("weight passes", "weight tokens")),
+    )
+    reason, bits = max(each.reason for each in flags), [each.bits for each in flags]
     if reason:
-        return Reason(reason)
-    heads = {_number(each, _HEADS) for each in flags}
-    if "weight line" in seen.differing or len(heads) > 1:
-        return Reason.SEVERAL
+        return reason
+    if "weight line" in seen.differing or len({each.heads for each in flags}) > 1:
+        return reads.SEVERAL
     factor, second = (_reduction_factor(seen, place, shards=shards) for place in (0, 1))
     # Two products, because a reduction that is not a multiple of the sum has a quotient too.
     if factor is None or second is None or not _close(factor, second) or not sum(tokens):
-        return Reason.REDUCTION
-    total, low, high, loss, of_tokens = (
-        list(map(real_of, seen.column(f"weight {name}"))) for name in ("total", "low", "high", "loss", "of tokens")
-    )
+        return reads.REDUCTION
+    names = ("total", "low", "high", "loss", "of tokens")
+    total, low, high, loss, of_tokens = (list(map(real_of, seen.column(f"weight {name}"))) for name in names)
     ranks = [rank for rank, count in enumerate(tokens) if count]
     smallest, largest = min(ranks, key=low.__getitem__), max(ranks, key=high.__getitem__)
-    where, scale = seen.column("weight where"), factor * sum(tokens)
-    kind = Unequal(max(_number(each, _KIND) for each in flags))
-    tolerance = _LOW_TOLERANCE if any(each & _HALF for each in flags) else _TOLERANCE
-    ranks_differ = high[largest] > low[smallest] * (1 + 2 * tolerance)
+    tolerance = _LOW_TOLERANCE if any(each & _HALF for each in bits) else _TOLERANCE
+    apart = "ranks" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
     return UpdateWeights(
-        factor * math.fsum(total),
-        scale * low[smallest],
-        scale * high[largest],
-        (smallest, where[smallest] & 0xFFFF),
-        (largest, where[largest] >> 16),
-        _BETWEEN.get(kind, "ranks" if ranks_differ else ""),
-        said[0].values["weight line"],
-        0 if "weight passes" in seen.differing else passes[0],
-        heads.pop(),
-        sum(tokens),
-        not any(each & _ROUGH for each in flags),
-        any(each & _CHOSEN for each in flags),
-        factor,
-        math.fsum(loss),
-        math.fsum(of_tokens),
-        sum(min(count, SAMPLED * number) for count, number in zip(tokens, passes, strict=True)),
+        total=factor * sum(total),
+        low=factor * low[smallest] * sum(tokens),
+        high=factor * high[largest] * sum(tokens),
+        ends=(
+            f"rank {smallest}, pass {flags[smallest].low_at + 1}",
+            f"rank {largest}, pass {flags[largest].high_at + 1}",
+        ),
+        between=reads.BETWEEN[max(each.between for each in flags)] or apart,
+        line=said[0].values["weight line"],
+        passes=0 if "weight passes" in seen.differing else passes[0],
+        heads=flags[0].heads,
+        tokens=sum(tokens),
+        exact=all(tokens) and not any(each & _ROUGH for each in bits),
+        deliberate=any(each & _DELIBERATE for each in bits),
+        factor=factor,
+        loss=sum(loss),
+        of_tokens=sum(of_tokens),
+        sampled=sum(min(count, _SAMPLED * number) for count, number in zip(tokens, passes, strict=True)),
     )
 
 
 class Judged(NamedTuple):
     """The weights of an update, of the last known one before, and how long they have been like these.
 
-    steady: the number of known updates before in a row that were means over as many tokens as the last one. plain:
+    steady: the number of known updates in a row before that were means over as many tokens as the last one. plain:
     whether the losses of this update, and of those before with the same total, are those of their tokens alone.
     """
 
@@ -353,7 +349,7 @@ def _short_window(seen: Seen[Judged]) -> Finding | None:
     if before is None or now.is_mean or not before.is_mean or now.line != before.line or now.deliberate:
         return None
     counts = [("micro-batches", now.passes, before.passes)]
-    if steady >= _STEADY:  # a constant normaliser is that of the mean now and then
+    if steady >= _STEADY:  # a constant divisor is the number of tokens now and then
         counts.append(("terms", now.tokens, before.tokens))
     for what, here, full in counts:
         if 0 < here < full and now.exact and _close(now.total / before.total, here / full):
@@ -367,41 +363,29 @@ def _short_window(seen: Seen[Judged]) -> Finding | None:
 def _factor_of_layout(seen: Seen[Judged]) -> Finding | None:
     """A finding if this update and the last one with known weights are off by the same count of ranks or passes."""
     now, before, _, plain = seen.want
-    if before is None or now.is_mean or now.line != before.line or not _close(now.total, before.total):
-        return None
     # Users often halve a loss, and seldom double it.
-    if not (now.exact and plain) or (now.deliberate and now.total < 1):
+    if now.is_mean or not now.is_like(before) or not (now.exact and plain) or (now.deliberate and now.total < 1):
         return None
     world, passes = len(seen.observations), max(now.passes, 1)
-    layout = {world, passes, world * passes, world**2} - {1}
+    layout, named = {world, passes, world * passes, world**2} - {1}, name_ratio(now.total, world, passes, _ROUNDING)
     if now.heads > 1:  # their losses may have been added or averaged
-        layout = {now.heads}
+        layout, named = {now.heads}, f" = 1 / {now.heads} outputs in one backward pass"
     if not any(_close(now.total, each) or _close(now.total, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    what = now.description(world, name_ratio(now.total, world, passes, _ROUNDING))
+    what = now.description(world, named)
     return Finding(what, seen.step, (), "gradient", likely=twice if now.total < 1 else None)
 
 
-_READS = tuple(
-    f"weight {name}"
-    for name in ("passes", "line", "flags", "tokens", "total", "low", "high", "where", "loss", "of tokens")
-) + tuple(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1))
+_READS = (
+    *("weight passes", "weight line", "weight flags", "weight tokens", "weight total", "weight low", "weight high"),
+    *("weight loss", "weight of tokens", *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1))),
+)
 SCALE: tuple[Law[Seen[Judged]], ...] = (
     Law("gradient-scale/short", _READS, _short_window, suspicion=True),
     Law("gradient-scale/before", _READS, _factor_of_layout, suspicion=True),
 )
 """Judged at every update with known weights: the tokens of all passes and ranks have the total weight of a mean."""
-
-_WHY = {
-    Reason.NO_LOGITS: "the model returned no logits",
-    Reason.NOT_REACHED: "no gradient arrived at the logits that the model returned: a fused or compiled loss",
-    Reason.NOT_SAMPLED: "none of the rows that were read is trained, or the model is certain of all",
-    Reason.OTHER_LOSS: "the loss is no plain cross entropy of the logits: smoothing, soft targets, squares",
-    Reason.SIGNS: "tokens have weights of both signs, as in policy gradients",
-    Reason.SEVERAL: "the backward passes are of several losses, or they differ between ranks",
-    Reason.REDUCTION: "the reduction of the gradients is unknown",
-}
 
 
 @dataclass
@@ -418,24 +402,23 @@ class Summary:
     updates of one line without the total of a mean differ in the total and in the reduction factor. After a wrong
     division one of the two would be equal.
     """
-    stop_seen: bool = False
-    stop_trained: bool = False
+    bits: int = 0
     _wrong: dict[int, UpdateWeights] = field(default_factory=dict)  # the last that was not a mean, by line
-    _unknown: Counter[Reason] = field(default_factory=Counter)
-    _unequal: int = 0
-    _widest: tuple[float, str] = (0.0, "")
+    _unknown: Counter[int] = field(default_factory=Counter)
+    _unequal: list[tuple[float, str]] = field(default_factory=list)
     _empty: list[str] = field(default_factory=list)
 
-    def add(self, found: UpdateWeights | Reason, said: Observations) -> None:
+    def add(self, found: UpdateWeights | int, said: Observations) -> None:
         self.updates += 1
-        flags = [each.values["weight flags"] for each in said]
-        self.stop_seen |= any(each & _STOP_SEEN for each in flags)
-        self.stop_trained |= any(each & _STOP_TRAINED for each in flags)
-        empty = [rank for rank, each in enumerate(said) if each.values["weight passes"] and not _trains(each.values)]
+        flags = [Flags.of(each.values["weight flags"]) for each in said]
+        for each in flags:
+            self.bits |= each.bits
+        empty = [
+            f"rank {rank}" for rank, each in enumerate(said) if not (each.values["weight tokens"] or flags[rank][0])
+        ]
         if empty:
-            ranks = "no rank" if len(empty) == len(said) else f"not rank {', '.join(map(str, empty))}"
-            self._empty.append(f"{ranks} had a trained token in update {said[0].step}")
-        if isinstance(found, Reason):
+            self._empty.append(f"{', '.join(empty)} had no trained token in update {said[0].step}")
+        if isinstance(found, int):
             self._unknown[found] += 1
             return
         self.known, self.means = self.known + 1, self.means + found.is_mean
@@ -447,41 +430,29 @@ class Summary:
             self.gradients_changed |= not any(_close(*pair) for pair in same)
             self._wrong[found.line] = found
         if found.between:
-            self._unequal += 1
-            places = [f"on rank {rank}, pass {number + 1}" for rank, number in (found.low_at, found.high_at)]
-            sizes = f"{found.low:.3f} ({places[0]}) to {found.high:.3f} ({places[1]})"
-            text = f"differ between {found.between}, at most in update {said[0].step}: {sizes} times that of the mean"
-            self._widest = max(self._widest, (found.high / found.low, text))
+            sizes = f"from {found.low:.3f} ({found.ends[0]}) to {found.high:.3f} ({found.ends[1]}) times the mean's"
+            self._unequal.append((found.high / found.low, f"{found.between}, most in update {said[0].step}: {sizes}"))
 
     def closing_lines(self, stop: Sequence[int]) -> list[str]:
-        lines = [self._scale_line()]
+        lines, of = [], f"of {self.updates} updates"
+        if self.gradients_changed:
+            others = f"; that of the mean loss in {self.means}" * (self.means > 0)
+            why = f"the loop changed the gradients after backward(){others}"
+            lines.append(f"  gradient scale: not comparable in {self.known - self.means} {of}: {why}")
+        elif self.known:
+            between = " to ".join(dict.fromkeys((f"{self.smallest:.3f}", f"{self.largest:.3f}")))
+            shown = "that of the mean loss" if self.means == self.known else f"{between} times that of the mean loss"
+            lines.append(f"  gradient scale: {shown} in {self.known} {of}, from the observed tokens")
         if self._unknown:
             reason, count = self._unknown.most_common(1)[0]
-            of = f"in {count} of {self.updates} updates"
-            lines.append(f"  token weights: unknown {of}: {_WHY[reason]}" * (reason in _WHY))
+            lines.append(f"  token weights: unknown in {count} {of}: {reads.REASONS[reason]}")
         if self._unequal and not self.gradients_changed:
-            lines.append(f"  token weights: in {self._unequal} of {self.updates} updates they {self._widest[1]}")
+            lines.append(f"  token weights: in {len(self._unequal)} {of} they differ between {max(self._unequal)[1]}")
         if self._empty:
-            lines.append(f"  token weights: {self._empty[0]}, the first of {len(self._empty)} such updates")
-        if self.stop_seen and not self.stop_trained and self.known:
-            ids = ", ".join(map(str, stop))
-            lines.append(f"  token weights: the stop token ({ids}) is in the batches, and was never trained")
+            lines.append(f"  token weights: {self._empty[0]}; so it was in {len(self._empty)} {of}")
+        if self.known and self.bits & (_STOP_SEEN | _STOP_TRAINED) == _STOP_SEEN:
+            lines.append(f"  token weights: the stop token {stop} is in the batches, and was never trained")
         return lines
-
-    def _scale_line(self) -> str:
-        if not self.known:
-            return ""
-        if self.gradients_changed:
-            of = f"in {self.known - self.means} of {self.updates} updates"
-            others = f"; that of the mean loss in {self.means}" * (self.means > 0)
-            return f"  gradient scale: not comparable {of}: the loop changed the gradients after backward(){others}"
-        between = " to ".join(dict.fromkeys((f"{self.smallest:.3f}", f"{self.largest:.3f}")))
-        shown = "that of the mean loss" if self.means == self.known else f"{between} times that of the mean loss"
-        return f"  gradient scale: {shown} in {self.known} of {self.updates} updates, from the observed tokens"
-
-
-def _trains(values: Mapping[str, int]) -> bool:
-    return bool(values["weight tokens"] or _number(values["weight flags"], _REASON))
 
 
 # the reduction, and what a rank sends
@@ -503,8 +474,7 @@ class _Elements:
                 raise ValueError(f"a parameter with placements {placements}")
             shards, own = mesh.size(len(outer)), mesh.get_local_rank(len(outer))
             rows, width = parameter.shape[0], parameter.numel() // parameter.shape[0]
-            chunk = -(-rows // shards)
-            starts = [min(each * chunk, rows) for each in range(shards + 1)]
+            starts = [min(each * -(-rows // shards), rows) for each in range(shards + 1)]
             sizes = [min((b - a) * width, _ELEMENTS // shards) for a, b in itertools.pairwise(starts)]
             parts = [torch.arange(size) + start * width for start, size in zip(starts, sizes, strict=False)]
             self._whole, self.copies = torch.cat(parts), mesh.size() // shards
@@ -523,12 +493,10 @@ class _Elements:
         if self._random.device != gradient.device:
             self._random = self._random.to(gradient.device)
             self._whole = None if self._whole is None else self._whole.to(gradient.device)
-        flat = gradient.detach().view(-1)
-        if whole and self._whole is not None:
-            part, random = flat[self._whole], self._random
-        else:
-            random = self._random[:, self._own]
-            part = flat[: random.shape[1]]
+        flat, random = gradient.detach().view(-1), self._random
+        if not whole or self._whole is None:
+            random = random[:, self._own]
+        part = flat[self._whole] if whole and self._whole is not None else flat[: random.shape[1]]
         # Not `mv`: autocast would round it, and a loop that requires determinism may not call it on a GPU.
         return (random * part.float()).sum(1)
 
@@ -556,34 +524,32 @@ class TokenWeights(Check):
         place = max((place for place, parameter in dense if parameter.numel() > 1), default=-1)
         self._parameter = probe.members[place] if place >= 0 else None
         self._elements: _Elements | None = None
-        try:
+        with suppress(ValueError):
             self._elements = None if self._parameter is None else _Elements(self._parameter)
-        except ValueError:
-            self._known = False
         self.parameter_index = -1 if self._sharded else place
         """The index among the members of the parameter whose gradient hook is called; -1 for none."""
-        self._seen: list[tuple[Tensor, Any]] = []
+        self._whole: dict[int, tuple[Tensor, Any]] = {}
+        """By id: the whole parameter of a forward pass of a sharded model, and its hook."""
 
     def cover(self) -> Mapping[str, Cover]:
         dark = Cover("not observable", "the parameters are not sharded along their first dimension alone")
-        return {"gradient-scale": LIVE if self._elements is not None or self._parameter is None else dark}
+        return {"gradient-scale": dark if self._sharded and self._elements is None else LIVE}
 
     def hooks(self) -> list[Callable[[], None]]:
-        slots = [slot for slot in self.context.subject.slots if slot.parameter is self._parameter]
-        if not self._sharded or self._elements is None or not slots:
+        slot = next((slot for slot in self.context.subject.slots if slot.parameter is self._parameter), None)
+        if not self._sharded or slot is None:
             return []
-        # In a forward pass of a sharded model the attribute is the whole parameter, whose gradient is the raw one.
-        hook = ForwardHook(partial(self._unsharded, slots[0].owner, slots[0].attribute))
-        return [slots[0].owner.register_forward_pre_hook(hook).remove, self._unhook]
+        hook = ForwardHook(partial(self._unsharded, slot.owner, slot.attribute))
+        return [slot.owner.register_forward_pre_hook(hook).remove, self._unhook]
 
     def _unsharded(self, owner: nn.Module, attribute: str) -> None:
+        """In a forward pass of a sharded model the attribute is the whole parameter, whose gradient is the raw one."""
         whole = getattr(owner, attribute)
-        if hasattr(whole, "placements") or not whole.requires_grad or any(whole is each for each, _ in self._seen):
-            return
-        self._seen.append((whole, whole.register_hook(self.gradient_hook)))
+        if not hasattr(whole, "placements") and whole.requires_grad and id(whole) not in self._whole:
+            self._whole[id(whole)] = whole, whole.register_hook(self.gradient_hook)
 
     def _unhook(self) -> None:
-        for _, handle in self._seen:
+        for _, handle in self._whole.values():
             handle.remove()
 
     def gradient_hook(self, gradient: Tensor) -> None:
@@ -594,10 +560,8 @@ class TokenWeights(Check):
             if not self._window or self._window[-1] is not now:
                 self._window.append(now)
             dots = self._elements.dots(gradient, whole=True)
-            if dots is None:
-                self._known = False
-            else:
-                self._raw = dots if self._raw is None else self._raw + dots
+            self._known = dots is not None
+            self._raw = dots if self._raw is None or dots is None else self._raw + dots
 
     def backward_reached_optimizer(self) -> None:
         """A pass produced gradients of the optimizer. If the observed one is missing, the scale is unknown."""
@@ -605,20 +569,18 @@ class TokenWeights(Check):
             self._known = False
 
     def reduced(self, probe: OptimizerProbe) -> None:
-        parameter = self._parameter
-        if self._dots_sent or not self._known or self._raw is None or parameter is None or parameter.grad is None:
+        parameter, elements = self._parameter, self._elements
+        if self._dots_sent or not self._known or self._raw is None or parameter is None or elements is None:
             return
-        # A hook of the loop may change the gradient after it was read.
-        if self._elements is None or has_other_hooks(parameter, own=1):
-            self._known = False
+        gradient: Any = parameter.grad
+        if gradient is None:
             return
-        gradient = parameter.grad
-        dots = self._elements.dots(gradient.to_local() if self._sharded else gradient, whole=False)
+        dots = elements.dots(gradient.to_local() if self._sharded else gradient, whole=False)
         scale = getattr(probe.optimizer, "grad_scale", None)
-        if dots is None:
-            self._known = False
-        else:  # a fused optimizer divides by the loss scale in its step
-            self._dots_sent = [self._raw, dots / self._elements.copies if scale is None else dots / scale]
+        # A hook of the loop may change the gradient after it was read.
+        self._known = dots is not None and not has_other_hooks(parameter, own=1)
+        if self._known and dots is not None:  # a fused optimizer divides by the loss scale in its step
+            self._dots_sent = [self._raw, dots / (elements.copies if scale is None else scale)]
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self.reduced(probe)
@@ -626,76 +588,68 @@ class TokenWeights(Check):
         return [self._dots_sent, *(each.loss for each in passes), *(part for each in passes for part in each.read)]
 
     def before(self, probe: OptimizerProbe) -> Values:
-        passes: list[tuple[int, PassWeights]] = []
-        heads, lines = set[int](), {each.line for each in self._window}
-        for number, each in enumerate(self._window):
-            found = each.loss.weights()
-            heads.add(len([one for one in found if one.count]) or 1)
-            passes += [(number, one) for one in found]
+        passes = [(number, each.loss.weights()) for number, each in enumerate(self._window)]
+        weights = [each for _, found in passes for each in found]
+        heads = {sum(each.count > 0 for each in found) or 1 for _, found in passes}
         losses = [float(part) for each in self._window for part in each.loss.loss]
-        taken = [(number, each) for number, each in passes if each.rows]
-        low = min(taken, key=lambda pair: min(row.weight for row in pair[1].rows), default=None)
-        high = max(taken, key=lambda pair: max(row.weight for row in pair[1].rows), default=None)
-        ends = (
-            0.0 if low is None else min(row.weight for row in low[1].rows),
-            0.0 if high is None else max(row.weight for row in high[1].rows),
-        )
-        weights = [each for _, each in passes]
-        heads_of_stop = [head for each in self._window for _, head in each.loss.read if len(head) > 1]
-        flags = (
-            _CHOSEN * any(each.loss.deliberate for each in self._window)
-            | _ROUGH * any(not each.is_equal and each.count > len(each.rows) for each in weights)
-            | _HALF * any(each.tolerance == _LOW_TOLERANCE for each in weights)
-            | _STOP_SEEN * any(float(head[1]) for head in heads_of_stop)
-            | _STOP_TRAINED * any(float(head[2]) for head in heads_of_stop)
-            | unequal(weights) << _KIND
-            | self._reason(weights, lines, heads, losses) << _REASON
-            | max(heads, default=1) << _HEADS
+        ends = [(row.weight, number) for number, found in passes for each in found for row in each.rows] or [(0.0, 0)]
+        stops = [head for each in self._window for _, head in each.loss.read if len(head) > 1]
+        bits = {
+            _DELIBERATE: any(each.loss.deliberate for each in self._window),
+            _ROUGH: any(not each.count or (len(each.rows) < each.count and not each.is_equal) for each in weights),
+            _HALF: any(each.tolerance == _LOW_TOLERANCE for each in weights),
+            _STOP_SEEN: any(float(head[1]) for head in stops),
+            _STOP_TRAINED: any(float(head[2]) for head in stops),
+        }
+        reason = self._reason(weights, heads)
+        (low, low_at), (high, high_at) = min(ends), max(ends)
+        flags = Flags(
+            reason,
+            reads.between(weights),
+            max(heads, default=1),
+            low_at,
+            high_at,
+            sum(bit for bit, holds in bits.items() if holds),
         )
         dots = [each.tolist() for each in self._dots_sent] or [[0.0] * 2] * 2
         return {
             "weight passes": len(self._window),
-            "weight line": text_digest(sorted(lines)) if lines else 0,
-            "weight flags": flags,
+            "weight line": text_digest(sorted({each.line for each in self._window})),
+            "weight flags": flags.pack(),
             "weight tokens": sum(each.count for each in weights),
-            "weight total": bits_of(math.fsum(each.total for each in weights)),
-            "weight low": bits_of(ends[0]),
-            "weight high": bits_of(ends[1]),
-            "weight where": (0 if low is None else low[0]) | (0 if high is None else high[0]) << 16,
-            "weight loss": bits_of(math.fsum(losses) if len(losses) == len(self._window) else math.nan),
-            "weight of tokens": bits_of(math.fsum(each.loss for each in weights)),
+            "weight total": bits_of(sum(each.total for each in weights)),
+            "weight low": bits_of(low),
+            "weight high": bits_of(high),
+            "weight loss": bits_of(sum(losses)),
+            "weight of tokens": bits_of(sum(each.loss for each in weights)),
             **{f"dot raw {place}": bits_of(dot) for place, dot in enumerate(dots[0])},
             **{f"dot kept {place}": bits_of(dot) for place, dot in enumerate(dots[1])},
         }
 
-    def _reason(
-        self, weights: Sequence[PassWeights], lines: set[str], heads: set[int], losses: Sequence[float]
-    ) -> Reason:
-        if not all(each.loss.read for each in self._window) or not self._window:
-            return Reason.NOT_REACHED if self._rows.has_logits else Reason.NO_LOGITS
+    def _reason(self, weights: Sequence[PassWeights], heads: set[int]) -> int:
+        if not self._window or not all(each.loss.read for each in self._window):
+            return reads.NOT_REACHED if self._rows.calls else reads.NO_LOGITS
         # Passes on different lines belong to different losses, as in a GAN, and their weights do not add up.
-        if len(lines) > 1 or len(heads) > 1:
-            return Reason.SEVERAL
-        reason = max((each.reason for each in weights), default=Reason.NONE)
-        return reason or (Reason.NONE if self._known and self._dots_sent else Reason.REDUCTION)
+        if len({each.line for each in self._window}) > 1 or len(heads) > 1:
+            return reads.SEVERAL
+        known = self._known and bool(self._dots_sent)
+        return max((each.reason for each in weights), default=0) or (0 if known else reads.REDUCTION)
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        found = update_weights(said, shards=self._sharded)
-        self._summary.add(found, said)
-        if isinstance(found, Reason):
+        now, before = update_weights(said, shards=self._sharded), self._previous
+        self._summary.add(now, said)
+        if isinstance(now, int):
             return
-        before = self._previous
-        same = before is not None and found.line == before.line and _close(found.total, before.total)
-        loss, of_tokens, sampled = self._run if same else (0.0, 0.0, 0)
-        self._run = loss, of_tokens, sampled = loss + found.loss, of_tokens + found.of_tokens, sampled + found.sampled
-        error = _OTHER_TERMS + (0.0 if found.sampled == found.tokens else 1 / math.sqrt(sampled))
+        loss, of_tokens, sampled = self._run if now.is_like(before) else (0.0, 0.0, 0)
+        self._run = loss, of_tokens, sampled = loss + now.loss, of_tokens + now.of_tokens, sampled + now.sampled
+        error = _OTHER_TERMS + (0.0 if now.sampled == now.tokens else 1 / math.sqrt(sampled))
         plain = loss != 0 and abs(of_tokens / loss - 1) < error
         if not self._summary.gradients_changed:
-            judged = Judged(found, before, self._steady, plain)
+            judged = Judged(now, before, self._steady, plain)
             self.context.verdicts.judge(SCALE, Seen(said, judged), self.context.scene())
-        same_tokens = before is not None and before.is_mean and found.tokens == before.tokens
-        self._steady = 0 if not found.is_mean else self._steady + 1 if same_tokens else 1
-        self._previous = found
+        same_tokens = before is not None and before.is_mean and now.tokens == before.tokens
+        self._steady = 0 if not now.is_mean else self._steady + 1 if same_tokens else 1
+        self._previous = now
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._window, self._raw, self._dots_sent, self._known = [], None, [], True
@@ -703,6 +657,4 @@ class TokenWeights(Check):
     discarded = new_window
 
     def closing_lines(self) -> list[str]:
-        if self.context.settings.reference is not None:
-            return []
-        return self._summary.closing_lines(self._rows.stop)
+        return [] if self.context.settings.reference is not None else self._summary.closing_lines(self._rows.stop)
