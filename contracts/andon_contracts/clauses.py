@@ -139,7 +139,7 @@ _ALL = (
     Clause("gradient-law", "pre", "every K-th watched step, if `reference` is declared", ("F-DP-003",),
         "The reduced gradient before clipping is that of one process: the sum over all rows, divided once by their "
         "number.", likely="a division is missing or made twice in the loss, the accumulation or the reduction"),
-    Clause("gradient-scale", "pre", "every watched step whose losses and reduction were seen", (),
+    Clause("gradient-scale", "pre", "watched steps 1 to 16, then every 8th, if tokens and reduction were seen", (),
         "The reduced gradient is that of the mean over all loss terms of the window, for a window of any length.",
         likely="the loss is not divided by the number of micro-batches, or its sum over ranks by the world size"),
     Clause("loss-reported", "post", "every watched step, if the loop reports a loss", (),

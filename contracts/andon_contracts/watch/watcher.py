@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Evidence, user_line, write_cause
+from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.update import OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
@@ -23,7 +23,7 @@ from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, declared
+from andon_contracts.watch.check import Context, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
@@ -34,6 +34,7 @@ from andon_contracts.watch.intercept import Listener, listen, outside_of_transfo
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
+from andon_contracts.watch.row_weights import is_due
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
@@ -430,7 +431,7 @@ class _LoopCalls(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._context.backward = BackwardPass(LossPass(loss), user_line())
+            self._context.backward = LossPass(loss, is_due(self._context.steps))
 
     def backward_over(self) -> None:
         self._context.backward = None

@@ -27,19 +27,22 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from andon_contracts.act import user_line
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import DENSE_TYPES, has_other_hooks
 from andon_contracts.violation import Finding
 from andon_contracts.watch import row_weights as reads
-from andon_contracts.watch.check import LIVE, BackwardPass, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
 from andon_contracts.watch.row_weights import PassWeights, Row
 from andon_contracts.watch.values import text_digest
 
-_SAMPLED, _KEPT = 16, 64
-"""The most rows of one tensor of logits that are read, and that are kept until it is known which are trained."""
+_SAMPLED, _ELEMENTS_READ = (4, 16), 1 << 16
+"""The fewest and the most rows of one tensor of logits that are read: of many classes fewer. Four times as many are
+kept until it is known which of them are trained.
+"""
 _ROUNDING = 5e-3
 """The relative rounding error of a factor computed from gradients, which may have 16 bits."""
 _TOLERANCE, _LOW_TOLERANCE = 2e-3, 1.5e-2
@@ -65,11 +68,15 @@ def _close(one: float, other: float) -> bool:
 
 
 class LossPass:
-    """One backward pass of the loop: its loss, and what was read of the logits below it."""
+    """One backward pass of the loop: its loss, and what was read of the logits below it.
 
-    def __init__(self, loss: Tensor | None) -> None:
-        self.loss = [] if loss is None or type(loss) not in DENSE_TYPES else [loss.detach().clone()]
-        self.deliberate = loss is not None and _is_weighed(loss.grad_fn)
+    due: whether it is read at all.
+    """
+
+    def __init__(self, loss: Tensor | None, due: bool) -> None:
+        self.due, self.line = due, user_line() if due else ""
+        self.loss = [] if not due or loss is None or type(loss) not in DENSE_TYPES else [loss.detach().clone()]
+        self.deliberate = due and loss is not None and _is_weighed(loss.grad_fn)
         self.read: list[list[Tensor]] = []
         """For each tensor of logits that the pass reached: what `_Kept.read` returned."""
         self.tolerance = _TOLERANCE
@@ -117,12 +124,16 @@ class _Kept:
         """[rows, 6] the fields of `Row` and whether it is trained; [3] the trained rows and the stop token's flags."""
         mask = reads.trained(gradient)
         here = mask[self.positions]
-        first = here.sort(descending=True, stable=True).indices[:_SAMPLED]
+        first = here.sort(descending=True, stable=True).indices[: _sampled(gradient.shape[-1])]
         values = reads.row_weights(self.rows[first], reads.rows_at(gradient, self.positions[first]))
         head = [mask.sum()]
         if self.stop_seen is not None:
             head += [self.stop_seen, torch.stack([(gradient[..., each] < 0).any() for each in self.stop]).any()]
         return [torch.cat([values, here[first, None].to(values.dtype)], 1), torch.stack([h.double() for h in head])]
+
+
+def _sampled(classes: int) -> int:
+    return max(_SAMPLED[0], min(_ELEMENTS_READ // classes, _SAMPLED[1]))
 
 
 def _logits_of(output: Any) -> list[Tensor]:
@@ -165,6 +176,8 @@ class LogitRows(Check):
         # A checkpoint calls the model once more within the backward pass.
         if self.context.muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
+        if not reads.is_due(self.context.steps):
+            return
         with self.context.timed(), torch.no_grad():
             found = _logits_of(output)
             self.calls += bool(found)
@@ -180,13 +193,13 @@ class LogitRows(Check):
         shape, device = logits.shape, logits.device
         tokens = [each for each in given if type(each) is Tensor and each.dtype == torch.int64]
         tokens = [each for each in tokens if each.shape == shape[:-1] and each.device == device]
-        rows, number = logits[..., 0].numel(), self.calls % 4
-        if tokens and rows > _KEPT:
+        rows, count, number = logits.numel() // shape[-1], 4 * _sampled(shape[-1]), self.calls % 4
+        if tokens and rows > count:
             # A label is that of its row, or of the row before in a model that predicts the next token.
             labelled = [part.flatten() for each in tokens for part in (each >= 0, each.roll(-1, -1) >= 0)]
-            positions = reads.spread(rows, _KEPT, number, device, labelled)
+            positions = reads.spread(rows, count, number, device, labelled)
         else:
-            positions = _positions(rows, _KEPT, number, device)
+            positions = _positions(rows, count, number, device)
         stop = self.stop if tokens and max(self.stop, default=shape[-1]) < shape[-1] else []
         seen = [each.eq(token).any() for each in tokens for token in stop]
         return _Kept(
@@ -195,14 +208,14 @@ class LogitRows(Check):
 
     def _arrived(self, kept: _Kept, place: int, gradients: Sequence[Tensor | None]) -> None:
         now, gradient = self.context.backward, gradients[place]
-        if self.context.muted or now is None or gradient is None or gradient.shape != kept.shape:
+        if self.context.muted or now is None or not now.due or gradient is None or gradient.shape != kept.shape:
             return
         if type(gradient) not in DENSE_TYPES:
             return
         with self.context.timed():
             if gradient.dtype in (torch.bfloat16, torch.float16):
-                now.loss.tolerance = _LOW_TOLERANCE
-            now.loss.read.append(kept.read(gradient.detach()))
+                now.tolerance = _LOW_TOLERANCE
+            now.read.append(kept.read(gradient.detach()))
 
 
 # the weights of an update, by the values of all ranks
@@ -327,7 +340,7 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
         factor=factor,
         loss=sum(loss),
         of_tokens=sum(of_tokens),
-        sampled=sum(min(count, _SAMPLED * number) for count, number in zip(tokens, passes, strict=True)),
+        sampled=sum(seen.column("weight rows")),
     )
 
 
@@ -379,7 +392,12 @@ def _factor_of_layout(seen: Seen[Judged]) -> Finding | None:
 
 _READS = (
     *("weight passes", "weight line", "weight flags", "weight tokens", "weight total", "weight low", "weight high"),
-    *("weight loss", "weight of tokens", *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1))),
+    *(
+        "weight rows",
+        "weight loss",
+        "weight of tokens",
+        *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
+    ),
 )
 SCALE: tuple[Law[Seen[Judged]], ...] = (
     Law("gradient-scale/short", _READS, _short_window, suspicion=True),
@@ -434,7 +452,7 @@ class Summary:
             self._unequal.append((found.high / found.low, f"{found.between}, most in update {said[0].step}: {sizes}"))
 
     def closing_lines(self, stop: Sequence[int]) -> list[str]:
-        lines, of = [], f"of {self.updates} updates"
+        lines, of = [], f"of {self.updates} updates that were read"
         if self.gradients_changed:
             others = f"; that of the mean loss in {self.means}" * (self.means > 0)
             why = f"the loop changed the gradients after backward(){others}"
@@ -442,7 +460,7 @@ class Summary:
         elif self.known:
             between = " to ".join(dict.fromkeys((f"{self.smallest:.3f}", f"{self.largest:.3f}")))
             shown = "that of the mean loss" if self.means == self.known else f"{between} times that of the mean loss"
-            lines.append(f"  gradient scale: {shown} in {self.known} {of}, from the observed tokens")
+            lines.append(f"  gradient scale: {shown} in {self.known} {of}")
         if self._unknown:
             reason, count = self._unknown.most_common(1)[0]
             lines.append(f"  token weights: unknown in {count} {of}: {reads.REASONS[reason]}")
@@ -507,7 +525,7 @@ class TokenWeights(Check):
     def __init__(self, context: Context, probe: OptimizerProbe, rows: LogitRows) -> None:
         super().__init__(context)
         self._rows = rows
-        self._window: list[BackwardPass] = []
+        self._window: list[LossPass] = []
         self._known = True
         self._raw: Tensor | None = None
         """The products of the raw gradients."""
@@ -559,8 +577,8 @@ class TokenWeights(Check):
         elif self._known and not self.context.muted:
             if not self._window or self._window[-1] is not now:
                 self._window.append(now)
-            dots = self._elements.dots(gradient, whole=True)
-            self._known = dots is not None
+            dots = self._elements.dots(gradient, whole=True) if now.due else None
+            self._known = dots is not None or not now.due
             self._raw = dots if self._raw is None or dots is None else self._raw + dots
 
     def backward_reached_optimizer(self) -> None:
@@ -584,33 +602,27 @@ class TokenWeights(Check):
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self.reduced(probe)
-        passes = [each.loss for each in self._window]
-        return [self._dots_sent, *(each.loss for each in passes), *(part for each in passes for part in each.read)]
+        window = self._window
+        return [self._dots_sent, *(each.loss for each in window), *(part for each in window for part in each.read)]
 
     def before(self, probe: OptimizerProbe) -> Values:
-        passes = [(number, each.loss.weights()) for number, each in enumerate(self._window)]
+        passes = [(number, each.weights()) for number, each in enumerate(self._window)]
         weights = [each for _, found in passes for each in found]
         heads = {sum(each.count > 0 for each in found) or 1 for _, found in passes}
-        losses = [float(part) for each in self._window for part in each.loss.loss]
+        losses = [float(part) for each in self._window for part in each.loss]
         ends = [(row.weight, number) for number, found in passes for each in found for row in each.rows] or [(0.0, 0)]
-        stops = [head for each in self._window for _, head in each.loss.read if len(head) > 1]
+        stops = [head for each in self._window for _, head in each.read if len(head) > 1]
         bits = {
-            _DELIBERATE: any(each.loss.deliberate for each in self._window),
+            _DELIBERATE: any(each.deliberate for each in self._window),
             _ROUGH: any(not each.count or (len(each.rows) < each.count and not each.is_equal) for each in weights),
             _HALF: any(each.tolerance == _LOW_TOLERANCE for each in weights),
             _STOP_SEEN: any(float(head[1]) for head in stops),
             _STOP_TRAINED: any(float(head[2]) for head in stops),
         }
-        reason = self._reason(weights, heads)
         (low, low_at), (high, high_at) = min(ends), max(ends)
-        flags = Flags(
-            reason,
-            reads.between(weights),
-            max(heads, default=1),
-            low_at,
-            high_at,
-            sum(bit for bit, holds in bits.items() if holds),
-        )
+        ends_at = max(heads, default=1), low_at, high_at
+        held = sum(bit for bit, holds in bits.items() if holds)
+        flags = Flags(self._reason(weights, heads), reads.between(weights), *ends_at, held)
         dots = [each.tolist() for each in self._dots_sent] or [[0.0] * 2] * 2
         return {
             "weight passes": len(self._window),
@@ -620,6 +632,7 @@ class TokenWeights(Check):
             "weight total": bits_of(sum(each.total for each in weights)),
             "weight low": bits_of(low),
             "weight high": bits_of(high),
+            "weight rows": sum(len(each.rows) for each in weights),
             "weight loss": bits_of(sum(losses)),
             "weight of tokens": bits_of(sum(each.loss for each in weights)),
             **{f"dot raw {place}": bits_of(dot) for place, dot in enumerate(dots[0])},
@@ -627,7 +640,9 @@ class TokenWeights(Check):
         }
 
     def _reason(self, weights: Sequence[PassWeights], heads: set[int]) -> int:
-        if not self._window or not all(each.loss.read for each in self._window):
+        if not all(each.due for each in self._window):
+            return reads.NOT_DUE
+        if not self._window or not all(each.read for each in self._window):
             return reads.NOT_REACHED if self._rows.calls else reads.NO_LOGITS
         # Passes on different lines belong to different losses, as in a GAN, and their weights do not add up.
         if len({each.line for each in self._window}) > 1 or len(heads) > 1:
@@ -637,6 +652,8 @@ class TokenWeights(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         now, before = update_weights(said, shards=self._sharded), self._previous
+        if now == reads.NOT_DUE:
+            return
         self._summary.add(now, said)
         if isinstance(now, int):
             return
