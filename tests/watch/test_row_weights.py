@@ -142,11 +142,9 @@ def of(*rows: tuple[float, int], count: int | None = None, residual: float = 0.0
     ("passes", "expected"),
     [
         ([of((0.25, 0), (0.25, 1)), of((0.25, 0))], 0),
-        ([of((0.25, 0)), of(count=0)], 0),
         ([of((1 / 6, 0), (1 / 6, 1), (1 / 6, 0)), of((1 / 2, 0))], PASSES),
         ([of((0.1, 0), (0.3, 1), (0.1, 0))], LABELS),
         ([of((0.1, 0), (0.3, 1), (0.1, 0)), of((0.2, 0), (0.6, 1))], LABELS),  # each divided by its own sum
-        ([of((0.1, 0), (0.3, 1))], ROWS),  # no label twice
         ([of((0.1, 0), (0.3, 1), (0.2, 0))], ROWS),
     ],
 )
@@ -158,7 +156,6 @@ def test_unequal_weights_are_named_by_what_they_follow(passes: list[PassWeights]
     ("each", "expected"),
     [
         (of((0.5, 0), (0.5, 1)), 0),
-        (of(count=0), 0),
         (of(count=3), NOT_SAMPLED),
         (of((0.5, 0), residual=0.1), OTHER_LOSS),
         (of((float("nan"), 0), residual=float("nan")), OTHER_LOSS),
@@ -167,8 +164,3 @@ def test_unequal_weights_are_named_by_what_they_follow(passes: list[PassWeights]
 )
 def test_a_pass_says_why_its_weights_are_unknown(each: PassWeights, expected: int) -> None:
     assert each.reason == expected
-
-
-def test_sampled_rows_stand_for_all_trained_rows() -> None:
-    sampled = of((0.1, 0), (0.3, 1), count=10)
-    assert (sampled.total, sampled.loss) == (pytest.approx(2.0), pytest.approx(2.0))
