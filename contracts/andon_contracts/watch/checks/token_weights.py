@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
+from operator import or_
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -40,9 +41,7 @@ from andon_contracts.watch.row_weights import PassWeights, Row
 from andon_contracts.watch.values import text_digest
 
 _SAMPLED, _ELEMENTS_READ = (4, 16), 1 << 16
-"""The fewest and the most rows of one tensor of logits that are read: of many classes fewer. Four times as many are
-kept until it is known which of them are trained.
-"""
+"""The rows of one tensor of logits that are read, of many classes fewer. Four times as many are kept until then."""
 _ROUNDING = 5e-3
 """The relative rounding error of a factor computed from gradients, which may have 16 bits."""
 _TOLERANCE, _LOW_TOLERANCE = 2e-3, 1.5e-2
@@ -68,10 +67,7 @@ def _close(one: float, other: float) -> bool:
 
 
 class LossPass:
-    """One backward pass of the loop: its loss, and what was read of the logits below it.
-
-    due: whether it is read at all.
-    """
+    """One backward pass of the loop: its loss, and what was read of the logits below it. due: whether it is read."""
 
     def __init__(self, loss: Tensor | None, due: bool) -> None:
         self.due, self.line = due, user_line() if due else ""
@@ -194,28 +190,22 @@ class LogitRows(Check):
         tokens = [each for each in given if type(each) is Tensor and each.dtype == torch.int64]
         tokens = [each for each in tokens if each.shape == shape[:-1] and each.device == device]
         rows, count, number = logits.numel() // shape[-1], 4 * _sampled(shape[-1]), self.calls % 4
-        if tokens and rows > count:
-            # A label is that of its row, or of the row before in a model that predicts the next token.
-            labelled = [part.flatten() for each in tokens for part in (each >= 0, each.roll(-1, -1) >= 0)]
-            positions = reads.spread(rows, count, number, device, labelled)
-        else:
-            positions = _positions(rows, count, number, device)
+        # A label is that of its row, or of the row before in a model that predicts the next token.
+        valid = [part.flatten() for each in tokens for part in (each >= 0, each.roll(-1, -1) >= 0) if rows > count]
+        where = reads.spread(rows, count, number, device, valid) if valid else _positions(rows, count, number, device)
         stop = self.stop if tokens and max(self.stop, default=shape[-1]) < shape[-1] else []
         seen = [each.eq(token).any() for each in tokens for token in stop]
-        return _Kept(
-            reads.rows_at(logits, positions), positions, shape, stop, torch.stack(seen).any() if seen else None
-        )
+        return _Kept(reads.rows_at(logits, where), where, shape, stop, torch.stack(seen).any() if seen else None)
 
-    def _arrived(self, kept: _Kept, place: int, gradients: Sequence[Tensor | None]) -> None:
+    def _arrived(self, kept: _Kept, place: int, gradients: Sequence[Any]) -> None:
         now, gradient = self.context.backward, gradients[place]
-        if self.context.muted or now is None or not now.due or gradient is None or gradient.shape != kept.shape:
-            return
-        if type(gradient) not in DENSE_TYPES:
+        if self.context.muted or now is None or not now.due or type(gradient) not in DENSE_TYPES:
             return
         with self.context.timed():
             if gradient.dtype in (torch.bfloat16, torch.float16):
                 now.tolerance = _LOW_TOLERANCE
-            now.read.append(kept.read(gradient.detach()))
+            if gradient.shape == kept.shape:
+                now.read.append(kept.read(gradient.detach()))
 
 
 # the weights of an update, by the values of all ranks
@@ -303,12 +293,8 @@ def _reduction_factor(seen: Seen[object], place: int, *, shards: bool) -> float 
 def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     """The weights of an update by the observations of all ranks, or the number of the reason why they are unknown."""
     seen = Seen[object](said, None)
-    flags, passes, tokens = (
-        list(map(Flags.of, seen.column("weight flags"))),
-        *map(seen.column, ("weight passes", "weight tokens")),
-    )
-    reason, bits = max(each.reason for each in flags), [each.bits for each in flags]
-    if reason:
+    flags, tokens = [Flags.of(each) for each in seen.column("weight flags")], seen.column("weight tokens")
+    if reason := max(each.reason for each in flags):
         return reason
     if "weight line" in seen.differing or len({each.heads for each in flags}) > 1:
         return reads.SEVERAL
@@ -320,7 +306,8 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     total, low, high, loss, of_tokens = (list(map(real_of, seen.column(f"weight {name}"))) for name in names)
     ranks = [rank for rank, count in enumerate(tokens) if count]
     smallest, largest = min(ranks, key=low.__getitem__), max(ranks, key=high.__getitem__)
-    tolerance = _LOW_TOLERANCE if any(each & _HALF for each in bits) else _TOLERANCE
+    bits = reduce(or_, (each.bits for each in flags))
+    tolerance = _LOW_TOLERANCE if bits & _HALF else _TOLERANCE
     apart = "ranks" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
     return UpdateWeights(
         total=factor * sum(total),
@@ -332,11 +319,11 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
         ),
         between=reads.BETWEEN[max(each.between for each in flags)] or apart,
         line=said[0].values["weight line"],
-        passes=0 if "weight passes" in seen.differing else passes[0],
+        passes=0 if "weight passes" in seen.differing else said[0].values["weight passes"],
         heads=flags[0].heads,
         tokens=sum(tokens),
-        exact=all(tokens) and not any(each & _ROUGH for each in bits),
-        deliberate=any(each & _DELIBERATE for each in bits),
+        exact=all(tokens) and not bits & _ROUGH,
+        deliberate=bool(bits & _DELIBERATE),
         factor=factor,
         loss=sum(loss),
         of_tokens=sum(of_tokens),
@@ -345,10 +332,10 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
 
 
 class Judged(NamedTuple):
-    """The weights of an update, of the last known one before, and how long they have been like these.
+    """The weights of an update, and of the last known one before.
 
-    steady: the number of known updates in a row before that were means over as many tokens as the last one. plain:
-    whether the losses of this update, and of those before with the same total, are those of their tokens alone.
+    steady: the number of updates in a row before that were means over as many tokens. plain: whether the losses of this
+    update, and of those before with the same total, are those of their tokens alone.
     """
 
     now: UpdateWeights
@@ -416,9 +403,8 @@ class Summary:
     smallest: float = math.inf
     largest: float = 0.0
     gradients_changed: bool = False
-    """Whether the loop changed gradients after the backward pass by irregular factors, as a clipping by hand does: two
-    updates of one line without the total of a mean differ in the total and in the reduction factor. After a wrong
-    division one of the two would be equal.
+    """Whether the loop changed gradients by irregular factors, as a clipping by hand does: two updates without a
+    mean's total differ in it and in the reduction factor. After a wrong division one of the two would be equal.
     """
     bits: int = 0
     _wrong: dict[int, UpdateWeights] = field(default_factory=dict)  # the last that was not a mean, by line
@@ -429,8 +415,7 @@ class Summary:
     def add(self, found: UpdateWeights | int, said: Observations) -> None:
         self.updates += 1
         flags = [Flags.of(each.values["weight flags"]) for each in said]
-        for each in flags:
-            self.bits |= each.bits
+        self.bits = reduce(or_, (each.bits for each in flags), self.bits)
         empty = [
             f"rank {rank}" for rank, each in enumerate(said) if not (each.values["weight tokens"] or flags[rank][0])
         ]
@@ -511,10 +496,8 @@ class _Elements:
         if self._random.device != gradient.device:
             self._random = self._random.to(gradient.device)
             self._whole = None if self._whole is None else self._whole.to(gradient.device)
-        flat, random = gradient.detach().view(-1), self._random
-        if not whole or self._whole is None:
-            random = random[:, self._own]
-        part = flat[self._whole] if whole and self._whole is not None else flat[: random.shape[1]]
+        flat, random = gradient.detach().view(-1), self._random if whole else self._random[:, self._own]
+        part = flat[: random.shape[1]] if self._whole is None or not whole else flat[self._whole]
         # Not `mv`: autocast would round it, and a loop that requires determinism may not call it on a GPU.
         return (random * part.float()).sum(1)
 
@@ -533,8 +516,7 @@ class TokenWeights(Check):
         """`_raw` and the products of the reduced gradient, once these are computed."""
         self._previous: UpdateWeights | None = None
         self._steady = 0
-        self._run = (0.0, 0.0, 0)
-        """The losses, the losses of the tokens and the sampled rows of the updates in a row with the same total."""
+        self._run = (0.0, 0.0, 0)  # of updates in a row with one total: losses, losses of tokens, rows that were read
         self._summary = Summary()
         self._sharded = context.subject.sharded
         dense = ((i, p) for i, p in enumerate(probe.members) if p.layout == torch.strided and p.is_floating_point())
@@ -560,15 +542,15 @@ class TokenWeights(Check):
         hook = ForwardHook(partial(self._unsharded, slot.owner, slot.attribute))
         return [slot.owner.register_forward_pre_hook(hook).remove, self._unhook]
 
+    def _unhook(self) -> None:
+        for _, handle in self._whole.values():
+            handle.remove()
+
     def _unsharded(self, owner: nn.Module, attribute: str) -> None:
         """In a forward pass of a sharded model the attribute is the whole parameter, whose gradient is the raw one."""
         whole = getattr(owner, attribute)
         if not hasattr(whole, "placements") and whole.requires_grad and id(whole) not in self._whole:
             self._whole[id(whole)] = whole, whole.register_hook(self.gradient_hook)
-
-    def _unhook(self) -> None:
-        for _, handle in self._whole.values():
-            handle.remove()
 
     def gradient_hook(self, gradient: Tensor) -> None:
         now = self.context.backward
@@ -620,9 +602,8 @@ class TokenWeights(Check):
             _STOP_TRAINED: any(float(head[2]) for head in stops),
         }
         (low, low_at), (high, high_at) = min(ends), max(ends)
-        ends_at = max(heads, default=1), low_at, high_at
-        held = sum(bit for bit, holds in bits.items() if holds)
-        flags = Flags(self._reason(weights, heads), reads.between(weights), *ends_at, held)
+        held, between = sum(bit for bit, holds in bits.items() if holds), reads.between(weights)
+        flags = Flags(self._reason(weights, heads), between, max(heads, default=1), low_at, high_at, held)
         dots = [each.tolist() for each in self._dots_sent] or [[0.0] * 2] * 2
         return {
             "weight passes": len(self._window),
