@@ -440,7 +440,6 @@ class Tokens(NamedTuple):
     world: int
 
 
-# by rank and micro-batch, the trained tokens
 EQUAL, RAGGED, FOUR, THREE_AND_ONE = ((6, 6), (6, 6)), ((6, 3), (5, 2)), ((6, 3, 4, 2), (5, 2, 1, 7)), ((3, 1), (3, 1))
 REPORTS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[Tensor, Tokens], Tensor], float]] = {
     # the sums of all ranks by all tokens, with the factor that undoes the average over the ranks
@@ -458,8 +457,8 @@ REPORTS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[Tensor, Tokens],
     # verl-project/verl#5625: means of 3 tokens and of 1, weighed by their rows: 1/6 and 1/2 of a rank, and not 1/4
     "means by rows": (THREE_AND_ONE, lambda loss, n: loss / n.own / 2, 1.0),
 }
-"""The loss of a micro-batch by the sum of its tokens' losses, and how many times the weight of a mean its tokens have.
-The losses of "replicas" have one backward pass."""
+"""Trained tokens by rank and micro-batch; the loss of a micro-batch by the sum of its tokens' losses; how many times
+the weight of a mean its tokens have. The losses of "replicas" have one backward pass."""
 
 
 def reports(kind: str, names: Sequence[str]) -> dict[str, tuple[list[tuple[str, int, str]], list[str]]]:

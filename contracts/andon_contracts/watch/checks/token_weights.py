@@ -84,6 +84,8 @@ class LossPass:
             listed = [Row(*row[:-1]) for row in rows.tolist() if row[-1]]
             sure = [row for row in listed if not row.error > self.tolerance]
             found.append(PassWeights(sure, round(float(head[0])), self.tolerance))
+        # An output without a loss has a gradient of zeros, if the loop adds it times 0.
+        found = [each for each in found if each.count] or found[:1]
         return [each for each in found if each.reason != reads.OTHER_LOSS] or found
 
 
