@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,6 @@ from andon_contracts.watch.values import layout_digest
 Values = dict[str, int]
 Laws = Sequence[Law[Seen[object]]]
 C = TypeVar("C", bound="Check")
-
-
-class BackwardPass(NamedTuple):
-    """A backward pass of the loop: the parts of its loss (`LossParts`; None: unknown), and the line that called it."""
-
-    parts: Any
-    line: str
 
 
 @dataclass(frozen=True)
@@ -139,8 +132,8 @@ class Context:
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
     """The last update after which all ranks had the same weights; None before that, and with one rank."""
-    backward: BackwardPass | None = None
-    """The loop's backward pass that runs now."""
+    backward: Any = None
+    """The loop's backward pass that runs now (`LossPass`); None between them."""
     muted: bool = False
     """True while an audit runs the model: the hooks ignore its calls."""
     portable: bool = False

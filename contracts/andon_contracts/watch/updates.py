@@ -29,8 +29,8 @@ from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.resume import ResumedRun
 from andon_contracts.watch.checks.rows import LoadedRows
-from andon_contracts.watch.checks.scale import GradientScale
 from andon_contracts.watch.checks.structure import START, Structure
+from andon_contracts.watch.checks.token_weights import LogitRows, TokenWeights
 from andon_contracts.watch.checks.weights import PARTED, Weights
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import layout_digest, state_digest, trainable_layout_digest
@@ -43,12 +43,12 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
     """Make the checks of the whole loop and of each optimizer, in the order of judging: causes before effects."""
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
-    reports = LoopReports(context)
+    reports, logits = LoopReports(context), LogitRows(context)
     resume = [ResumedRun(context)] if context.settings.recording else []
-    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies, *resume]
+    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies, logits, *resume]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
-        weights, scale = Weights(context, probe), GradientScale(context, probe)
+        weights, scale = Weights(context, probe), TokenWeights(context, probe, logits)
         # All ranks have the same settings, so either all of them or none has these checks.
         clipping = [] if context.settings.clip is None else [Clipping(context, probe)]
         audit = [] if context.settings.reference is None else [Audit(context, probe)]

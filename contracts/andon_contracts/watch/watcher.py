@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Evidence, user_line, write_cause
+from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.update import OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
@@ -23,18 +23,19 @@ from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, declared
+from andon_contracts.watch.check import Context, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.rows import LoadedRows
-from andon_contracts.watch.checks.scale import loss_parts
+from andon_contracts.watch.checks.token_weights import LossPass
 from andon_contracts.watch.checks.weights import Weights
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener, listen, outside_of_transforms
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
+from andon_contracts.watch.row_weights import is_due
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
@@ -438,7 +439,7 @@ class _LoopCalls(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._context.backward = BackwardPass(loss_parts(loss), user_line())
+            self._context.backward = LossPass(loss, is_due(self._context.steps))
 
     def backward_over(self) -> None:
         self._context.backward = None

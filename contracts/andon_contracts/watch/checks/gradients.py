@@ -20,7 +20,7 @@ from andon_contracts.observe import DENSE_TYPES, Look, Observer, plain, to_cpu
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
 from andon_contracts.watch.checks.clipping import Clipping
-from andon_contracts.watch.checks.scale import GradientScale
+from andon_contracts.watch.checks.token_weights import TokenWeights
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
 from andon_contracts.watch.values import CachedDigest, text_digest
@@ -75,7 +75,7 @@ class Gradients(Check):
         Law("finite/norm", ("norm",), _norm_finite),
     )
 
-    def __init__(self, context: Context, probe: OptimizerProbe, scale: GradientScale, clip: Clipping | None) -> None:
+    def __init__(self, context: Context, probe: OptimizerProbe, scale: TokenWeights, clip: Clipping | None) -> None:
         super().__init__(context)
         self._probe, self._scale, self._clipping = probe, scale, clip
         self._raw_hooks: GradientHooks

@@ -1,4 +1,4 @@
-"""What a loss weighs by its graph, the scale of an update by that and the reduction, and the audit of random passes."""
+"""The weights of tokens in loops, right and wrong ones, and the audit of random passes."""
 
 from __future__ import annotations
 
@@ -7,213 +7,27 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Seen
-from andon_contracts.watch.checks.scale import SCALE, LossWeight, Scale, ScaleSummary, loss_parts
+from andon_contracts.watch.checks.token_weights import SCALE, Judged, Summary, UpdateWeights
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
 from tests.watch.small import Dropping, answers, sgd
-
-# a loss by its graph, held to autograd: the weight of a term is the derivative of the loss by it
-
-
-def terms(count: int) -> Tensor:
-    return torch.linspace(0.5, 2.0, count).requires_grad_()
-
-
-def weight_of(loss: Tensor) -> LossWeight | None:
-    """What it weighs; None where its graph, or a number in that, does not say."""
-    parts = loss_parts(loss)
-    return None if parts is None else parts.weight()
-
-
-Step = Callable[[Tensor], Tensor]
-STEPS: dict[str, Step] = {
-    "divided by a count": lambda loss: loss / 3,
-    "times a count": lambda loss: loss * 4,
-    "times a number": lambda loss: 0.25 * loss,
-    "divided by a tensor": lambda loss: loss / torch.tensor(7),
-    "times the scale of a scaler": lambda loss: torch.tensor(1024.0) * loss,
-    "cast": lambda loss: loss.double(),
-    "in a list": lambda loss: loss.view(1).squeeze(0),
-    "the mean of one": lambda loss: loss.mean(),
-    "the sum of one": lambda loss: loss.unsqueeze(0).sum(),
-    "a constant more": lambda loss: loss + 1,
-    "cloned": lambda loss: loss.clone(),
-}
-
-
-@given(
-    st.lists(st.lists(st.sampled_from(sorted(STEPS)), max_size=4), min_size=1, max_size=3),
-    st.sampled_from(["sum", "mean", "stack sum", "stack mean"]),
-    st.integers(2, 7),
-)
-def test_the_weight_of_a_loss_is_what_autograd_says(chains: list[list[str]], joined: str, count: int) -> None:
-    """However means are divided, multiplied, stacked and added, a part weighs what its derivatives add up to."""
-    parts = []
-    leaves = [terms(count + index) for index in range(len(chains))]
-    for leaf, chain in zip(leaves, chains, strict=True):
-        loss = leaf.abs().mean()
-        for step in chain:
-            loss = STEPS[step](loss)
-        parts.append(loss)
-    if joined.startswith("stack"):
-        together = torch.stack([part.double() for part in parts])
-        loss = together.mean() if joined.endswith("mean") else together.sum()
-    else:
-        loss = sum(parts[1:], start=parts[0]) / (len(parts) if joined == "mean" else 1)
-    found = weight_of(loss)
-    assert found is not None
-    expected = [abs(float(each.sum())) for each in torch.autograd.grad(loss, leaves)]
-    assert found.first_part == pytest.approx(expected[0], rel=1e-5)
-    alike = [each for each in expected if each == pytest.approx(expected[0], rel=1e-4)]
-    assert found.equal_parts == pytest.approx(sum(alike), rel=1e-3)
-
-
-LOGITS, NUMBERS = torch.linspace(-1, 1, 18).view(6, 3).requires_grad_(), torch.zeros(6, 3)
-LABELS, WEIGHTS = torch.tensor([0, 1, 2, -100, 1, 0]), torch.tensor([0.5, 1.0, 4.0])
-WEIGHED: dict[str, tuple[Callable[[], Tensor], tuple[float, int]]] = {
-    "mean": (lambda: F.cross_entropy(LOGITS, LABELS), (1, 5)),
-    "sum": (lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum"), (5, 5)),
-    "sum by count": (lambda: F.cross_entropy(LOGITS, LABELS, reduction="sum") / 5, (1, 5)),
-    # 0.5 + 1 + 4 + 1 + 0.5, which is what the mean is divided by
-    "weighed mean": (lambda: F.cross_entropy(LOGITS, LABELS, WEIGHTS), (1, 7)),
-    "squares": (lambda: F.mse_loss(LOGITS, NUMBERS), (1, 18)),
-    "logits": (lambda: 2 * F.binary_cross_entropy_with_logits(LOGITS, NUMBERS), (2, 18)),
-    "none, then mean": (lambda: F.mse_loss(LOGITS, NUMBERS, reduction="none").mean(), (1, 18)),
-    "none, halved, then mean": (lambda: (F.mse_loss(LOGITS, NUMBERS, reduction="none") / 2).mean(), (0.5, 18)),
-    "under a mask, then mean": (lambda: (F.mse_loss(LOGITS, NUMBERS, reduction="none") * NUMBERS).mean(), (1, 18)),
-    "halves in a stack": (lambda: (torch.stack([LOGITS.mean(), LOGITS.abs().mean()]) / 2).sum(), (0.5, 36)),
-    "none, then sum": (lambda: F.mse_loss(LOGITS[:, 0], NUMBERS[:, 0], reduction="none").sum(), (6, 6)),
-}
-
-
-@pytest.mark.parametrize("name", WEIGHED)
-def test_what_torchs_losses_weigh(name: str) -> None:
-    """A mean weighs 1 and knows its terms, less those that are ignored; a sum weighs as many as it has."""
-    loss, expected = WEIGHED[name]
-    found = weight_of(loss())
-    assert found is not None
-    assert (round(found.first_part, 6), found.terms) == expected
-
-
-UNKNOWN: dict[str, Step] = {
-    "a sum of what was multiplied": lambda x: x.square().sum(),  # nobody knows how many terms it has
-    "a sum under a mask": lambda x: (x.abs() * torch.tensor([1.0, 0, 0, 1, 1, 1])).sum() / 4,
-    "a product of means": lambda x: x.mean() * x.abs().mean(),
-    "a quotient of means": lambda x: x.mean() / x.abs().mean(),
-    "no multiple of a mean": lambda x: x.abs().mean().exp(),
-    "a factor without a value": lambda x: x.to("meta").abs().mean() * torch.ones((), device="meta"),
-    "a sum over weighed classes": lambda x: F.cross_entropy(
-        x.view(2, 3), torch.tensor([0, 1]), torch.tensor([1.0, 2, 3]), reduction="sum"
-    ),
-    "a sum of which ignored terms may be part": lambda x: F.cross_entropy(
-        x.view(2, 3), torch.tensor([0, -100]), reduction="none"
-    ).sum(),
-    "a sum under a mask of the loss": lambda x: (
-        F.binary_cross_entropy_with_logits(x, torch.zeros(6), torch.tensor([1.0, 0, 0, 1, 1, 1]), reduction="sum") / 4
-    ),
-    "a sum over rows of several elements": lambda x: F.mse_loss(x.view(3, 2), torch.zeros(3, 2), reduction="sum") / 3,
-    "a sum whose terms are no elements": lambda x: F.multi_margin_loss(
-        x.view(2, 3), torch.tensor([0, 1]), reduction="sum"
-    ),
-    "a quotient that is rounded": lambda x: torch.div(x.mean(), 2, rounding_mode="trunc"),
-    "no finite weight": lambda x: x.mean() * math.inf,
-    "no scalar": lambda x: x.abs(),
-    "no graph": lambda x: x.detach().mean(),
-    "nothing": lambda x: 0 * x.mean(),
-}
-
-
-@pytest.mark.parametrize("loss", UNKNOWN)
-def test_what_a_graph_does_not_say_is_not_known(loss: str) -> None:
-    assert weight_of(UNKNOWN[loss](torch.randn(6, requires_grad=True))) is None
-
-
-READ: dict[str, tuple[Step, str, bool]] = {
-    "a power": (lambda x: (x**2).mean() / 2, "squared", True),
-    "a product with itself": (lambda x: (x * x).mean(), "squared", True),
-    "of a difference": (lambda x: ((x - torch.ones(6)).square() / 2).mean(), "squared", True),
-    "rows of squares": (lambda x: x.view(3, 2).square().sum(1).mean() / 2, "squared", True),
-    "under a mask": (lambda x: (x.square() * torch.tensor([1.0, 0, 0, 1, 1, 1])).mean(), "squared", True),
-    "a loss of torch": (lambda x: F.mse_loss(x, torch.zeros(6)) / 2, "squared", True),
-    "the same, by rows": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="none").mean(), "squared", True),
-    "the same, summed": (lambda x: F.mse_loss(x, torch.zeros(6), reduction="sum") / 12, "squared", True),
-    "a cube": (lambda x: (x**3).mean() / 2, "squared", False),
-    "a product of two": (lambda x: (x * x.tanh()).mean(), "squared", False),
-    "magnitudes": (lambda x: x.abs().mean() / 2, "squared", False),
-    "classes": (lambda x: F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2, "squared", False),
-    "0.5 *": (lambda x: 0.5 * x.mean(), "deliberate", True),
-    "/ 2": (lambda x: x.mean() / 2, "deliberate", False),
-    "* 2.0": (lambda x: x.mean() * 2.0, "deliberate", False),
-    "times a scale": (lambda x: x.mean() * torch.tensor(4.0), "deliberate", False),
-}
-
-
-@pytest.mark.parametrize("loss", READ)
-def test_squares_and_weights_of_choice_are_known_as_such(loss: str) -> None:
-    """Who weighs a loss writes 0.5; who divides by micro-batches or ranks has a whole number, as scalers have."""
-    make, name, expected = READ[loss]
-    found = weight_of(make(torch.randn(6, requires_grad=True)))
-    assert getattr(found, name) is expected
-
-
-def test_a_loss_in_a_checkpoint_is_not_computed_again() -> None:
-    """Reading its graph would: what has a hook on it is left alone, and bits and memory stay as they were."""
-    x, calls = torch.randn(6, requires_grad=True), list[int]()
-
-    def inside(x: Tensor) -> Tensor:
-        calls.append(1)
-        return F.cross_entropy(x.view(2, 3), torch.tensor([0, 1]), reduction="sum") / 2
-
-    for _ in range(3):
-        loss = checkpoint(inside, x, use_reentrant=False)
-        assert weight_of(loss) is None
-        loss.backward()
-    assert len(calls) == 2 * 3
-
-
-def test_a_number_that_is_written_over_later_is_read_as_it_was() -> None:
-    count = torch.tensor(4.0)
-    logits = torch.randn(4, 3, requires_grad=True)
-    parts = loss_parts(F.cross_entropy(logits, torch.zeros(4).long(), reduction="sum") / count)
-    count.fill_(2.5)
-    found = parts and parts.weight()
-    assert (found and (found.first_part, found.deliberate)) == (pytest.approx(1.0), False)
-
-
-def test_hooks_that_give_a_tensor_back_once_are_not_asked_twice() -> None:
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> int:
-        kept[len(kept)] = tensor
-        return len(kept) - 1
-
-    x = torch.randn(6, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, kept.pop):
-        loss = F.cross_entropy(x.view(2, 3), torch.tensor([0, 1])) / 2
-    found = weight_of(loss)
-    # A mean weighs 1 whatever its terms, of which nothing is known then; a number of Python's has no hook.
-    assert found is not None
-    assert (found.first_part, found.terms) == (0.5, 0)
-    loss.backward()
-    assert x.grad is not None
-
 
 # loops
 
@@ -252,7 +66,8 @@ def trained(
                 scaler.update()
             optimizer.zero_grad()
         watch.close()
-    return found, [line for line in said.getvalue().splitlines() if line.startswith("  gradient scale:")]
+    about = ("  gradient scale:", "  token weights:")
+    return found, [line for line in said.getvalue().splitlines() if line.startswith(about)]
 
 
 @dataclass
@@ -348,7 +163,6 @@ def losses_of_choice() -> Mapping[str, Trained]:
             lambda x, y, _: (ce(x, y) + ce(x.flip(1), y)) / 2 + 0.1 * x.square().mean()
         ),
         "losses in a stack": _once(lambda x, y, _: torch.stack([ce(x, y), x.abs().mean()]).sum()),
-        "half the mean square": _once(lambda x, *_: ((x - 1) ** 2).mean() / 2),
         "a loss of no known weight": Trained(lambda logits, labels, *_: logits.square().sum()),
     }
 
@@ -367,9 +181,6 @@ def wrong_loops() -> Mapping[str, tuple[Trained, int, float]]:
     if world == 1:
         return found
 
-    def squares(logits: Tensor, *_: object) -> Tensor:
-        return F.mse_loss(logits, torch.zeros_like(logits)) / 2
-
     def twice(gradient: Tensor) -> object:
         return gradient.div_(world * world)
 
@@ -377,8 +188,6 @@ def wrong_loops() -> Mapping[str, tuple[Trained, int, float]]:
         "multiplied by the ranks": (Trained(lambda *given: _mean(*given) * world), 2, float(world)),
         "the ranks are added": (Trained(_mean, by_hand=lambda gradient: gradient), 2, float(world)),
         "averaged over the ranks twice": (Trained(_mean, by_hand=twice), 2, 1 / world),
-        "squares, averaged over the ranks twice": (Trained(squares, by_hand=twice), 2, 1 / world),
-        "as an HF Trainer does": (Trained(lambda *given: _plain(*given) * world), 2, 2.0 * world),
     }
 
 
@@ -388,7 +197,7 @@ def right_are_silent() -> dict[str, object]:
     for name, loop in right_loops().items():
         found, lines = loop.run()
         known = lines[0].startswith("  gradient scale: that of the mean loss in 6 of 6") if lines else dist.get_rank()
-        judged = any("updates, from the observed losses" in line for line in lines)
+        judged = any("mean loss in" in line for line in lines)
         odd[name] = found or (judged if name == NOT_SEEN else not known)
     return {name: each for name, each in odd.items() if each}
 
@@ -434,6 +243,11 @@ def closing() -> dict[str, list[str]]:
         "halved": Trained(lambda *given: 0.5 * _mean(*given)),
         "unknown": Trained(lambda logits, labels, *_: logits.square().sum()),
         "clipped by hand": Trained(_mean, by_hand=_clip_by_hand, clip=None, sgd=True),
+        "ranks": Trained(_mean, rows=lambda update, number, rank: 4 + 4 * rank),
+        "classes": Trained(lambda x, y, *_: F.cross_entropy(x, y, torch.tensor([1.0, 2, 4])) / 2, rows=lambda *_: 12),
+        "nothing on rank 1": Trained(
+            lambda x, y, *_: F.cross_entropy(x, y - (100 + y) * dist.get_rank(), reduction="sum")
+        ),
     }
     return {name: loop.run()[1] for name, loop in loops.items()}
 
@@ -442,34 +256,70 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     by_rank = answers(2, closing)
     assert not any(by_rank[1].values())
     lines = by_rank[0]
-    seen = "from the observed losses and reductions"
-    assert lines["right"] == [f"  gradient scale: that of the mean loss in 6 of 6 updates, {seen}"]
-    assert lines["halved"] == [f"  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates, {seen}"]
-    assert lines["unknown"] == []
-    changed = "  gradient scale: not comparable in 6 of 6 updates: the loop changed the gradients after backward()"
-    assert lines["clipped by hand"] == [changed]
+    assert lines["right"] == ["  gradient scale: that of the mean loss in 6 of 6 updates that were read"]
+    assert lines["halved"] == ["  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates that were read"]
+    unknown = "  token weights: unknown in 6 of 6 updates that were read: the loss is no plain cross entropy"
+    assert [line.startswith(unknown) for line in lines["unknown"]] == [True]
+    changed = "  gradient scale: not comparable in 6 of 6 updates that were read: the loop changed the gradients"
+    assert lines["clipped by hand"] == [f"{changed} after backward()"]
+    # Of 2 x 4 and 2 x 8 rows the mean of means weighs 24 / 16 and 24 / 32 of the mean.
+    assert all(part in lines["ranks"][1] for part in ("between ranks", "from 0.750 (rank 1", "to 1.500 (rank 0"))
+    assert "differ between labels, as class weights are" in lines["classes"][1]
+    assert "rank 1 had no trained token in update 1; so it was in 6 of 6" in lines["nothing on rank 1"][-1]
 
 
-def scale(first: float, factor: float, line: int = 1) -> Scale:
-    return Scale(first, first, line, 1, 0, deliberate=False, squared=False, reduction_factor=factor)
+class Talking(nn.Module):
+    """Predicts the next word, and computes its own loss. The stop token is 3."""
+
+    config = SimpleNamespace(eos_token_id=3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 6), nn.Linear(6, 7)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.head(self.embed(ids))
+        return {"loss": F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), "logits": logits}
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_stop_token_that_is_never_trained_is_named(masked: bool) -> None:
+    """Of 80 tokens 14 are trained, more than is kept of the logits: the rows are those of the labels."""
+
+    def backward(model: nn.Module, update: int) -> None:
+        ids = torch.randint(4, 7, (2, 40))
+        ids[:, -1] = 3
+        labels = ids.where(torch.arange(40) >= 33, -100)
+        model(ids, labels.where(ids != 3, -100) if masked else labels)["loss"].backward()
+
+    found, lines = trained(Talking(), backward)
+    assert found == []
+    assert lines[0].startswith("  gradient scale: that of the mean loss in 4 of 4 updates")
+    assert lines[1:] == ["  token weights: the stop token [3] is in the batches, and was never trained"] * masked
+
+
+def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> UpdateWeights:
+    ends = (total, total, ("", ""), "")
+    return UpdateWeights(total, *ends, line, passes, 1, 8, True, False, factor, 1.0, 1.0, 8)
 
 
 @pytest.mark.parametrize(
     ("scales", "shown"),
     [
-        ([scale(1, 0.5), scale(0.3, 0.15), scale(0.4, 0.2)], "not comparable in 2 of 3 updates: the loop changed"),
-        ([scale(-3, -1.5), scale(2600, 1300)], "not comparable in 2 of 2 updates: the loop changed the gradients"),
+        (
+            [scale(1, 0.5), scale(0.3, 0.15), scale(0.4, 0.2)],
+            "not comparable in 2 of 3 updates that were read: the loop",
+        ),
         ([scale(2, 0.5), scale(1, 0.5), scale(4, 0.5)], "1.000 to 4.000 times that of the mean loss in 3"),  # windows
-        ([scale(2, 0.5), scale(2, 0.1)], "2.000 times that of the mean loss in 2 of 2"),  # by some of the rows
         ([scale(1, 0.5), scale(2, 1.0)], "1.000 to 2.000 times that of the mean loss in 2 of 2"),  # wrong from here on
         ([scale(2, 1.0, 1), scale(4, 0.5, 2)], "2.000 to 4.000 times that of the mean loss in 2 of 2"),  # two losses
     ],
 )
-def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[Scale], shown: str) -> None:
-    summary = ScaleSummary()
+def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[UpdateWeights], shown: str) -> None:
+    summary = Summary()
     for each in scales:
-        summary.add(each)
-    assert summary.closing_line().startswith(f"  gradient scale: {shown}")
+        summary.add(each, [Observation(0, 1, 1, "before", {"weight flags": 0, "weight tokens": 8})])
+    assert summary.closing_lines([])[0].startswith(f"  gradient scale: {shown}")
 
 
 def _loss(logits: Tensor, label: int = 0) -> Tensor:
@@ -502,26 +352,6 @@ def test_losses_that_are_added_on_purpose_are_not_taken_for_micro_batches() -> N
     assert answers(2, losses_of_their_own) == [[], []]
 
 
-def scaled() -> list[tuple[str, int, str]]:
-    """A loop with a loss scaler, right and then not divided by its two micro-batches."""
-    found = []
-    for divisor in (2, 1):
-        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-
-        def backward(model: nn.Module, update: int, divisor: int = divisor, scaler: Any = scaler) -> None:
-            for _ in range(2):
-                scaler.scale(_loss(model(torch.randn(4, 6))) / divisor).backward()
-
-        found += trained(_linear(), backward, scaler=scaler, clip=0.1)[0]
-    return found
-
-
-def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
-    for ((clause, step, seen),) in answers(2, scaled):
-        assert (clause, step) == ("gradient-scale", 2)
-        assert "2.000 times that of the mean loss" in seen
-
-
 @pytest.mark.parametrize(
     ("factor", "named", "likely"),
     [
@@ -530,8 +360,8 @@ def test_a_loss_scale_is_no_scale_of_the_gradient() -> None:
     ],
 )
 def test_a_factor_is_named_with_causes_of_its_direction(factor: float, named: str, likely: str) -> None:
-    scale = Scale(factor, factor, 1, 4, 0, deliberate=False, squared=False, reduction_factor=0.5)
-    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], (scale, scale)))
+    now = scale(factor, 0.5, passes=4)
+    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], Judged(now, now, 1, True)))
     assert found is not None
     said = message("gradient-scale", found, Scene(2))
     assert all(part in said for part in (f"mean loss (= {named}): on each", f"\n  likely   {likely} ")), said
@@ -575,99 +405,109 @@ def test_what_the_parameter_that_is_looked_at_does_not_show_is_not_judged() -> N
     assert answers(2, heads_in_turn) == [[], []]
 
 
-def _fused(backward: Backward, scaler: torch.amp.GradScaler | None = None) -> list[tuple[str, int, str]]:
-    model = _linear()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    return trained(model, backward, optimizer=optimizer, scaler=scaler, updates=6)[0]
-
-
 def test_a_fused_optimizer_that_divides_by_the_loss_scale_itself_is_right() -> None:
     """Its gradients are still scaled where the watch sees them: by 2, which two micro-batches would be too."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0), _linear()
 
     def backward(model: nn.Module, update: int) -> None:
         for _ in range(2):
             scaler.scale(_loss(model(torch.randn(4, 6))) / 2).backward()
 
-    assert _fused(backward, scaler) == []
+    fused = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    assert trained(model, backward, optimizer=fused, scaler=scaler, updates=6)[0] == []
 
 
-def test_another_loss_of_another_line_is_no_short_window() -> None:
-    """Policy and value in turn: two micro-batches of one, and half of the other."""
-
-    def backward(model: nn.Module, update: int) -> None:
-        if update % 2 == 0:
-            (_loss(model(torch.randn(4, 6))) / 2).backward()
-        else:
-            for _ in range(2):
-                (_loss(model(torch.randn(4, 6))) / 2).backward()
-
-    assert _fused(backward) == []
+# reports of users, each rebuilt with the weight that its tokens have, and where a token is one of many
 
 
-# a loss among the outputs of the model, which DDP passes through a graph node
+class Words(nn.Module):
+    """Predicts a word for each word."""
 
-OUTPUTS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
-    "alone": (lambda loss, logits: loss, lambda given: given),
-    "before the logits": (lambda loss, logits: {"loss": loss, "logits": logits}, lambda given: given["loss"]),
-    "after the logits": (lambda loss, logits: (logits, loss), lambda given: given[1]),
-    "after what has no graph": (lambda loss, logits: (logits.argmax(-1), logits, loss), lambda given: given[2]),
-    "after what is no tensor": (lambda loss, logits: (None, loss, 3 * loss), lambda given: given[1]),
-}
-"""What a model returns, and how the loop takes the loss from it. The last has an output more than tensors."""
-NO_TENSOR = "after what is no tensor"
-
-
-class Classifier(nn.Module):
-    """Returns its loss among its outputs, as models of transformers do."""
-
-    def __init__(self, returns: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, words: int = 97) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
-        self.returns = returns
+        self.embed, self.body, self.head = nn.Embedding(words, 12), nn.Linear(12, 12), nn.Linear(12, words, bias=False)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Any:
-        logits = self.layers(x)
-        return self.returns(F.cross_entropy(logits, labels), logits)
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.body(self.embed(ids))))
+        return logits
 
 
-def of_outputs(options: dict[str, bool]) -> dict[str, list[float | None]]:
-    """The weight of each output's loss in the first pass under DDP with these options, and in the next."""
-    found: dict[str, list[float | None]] = {}
-    for name, (returns, take) in OUTPUTS.items():
-        model = DistributedDataParallel(Classifier(returns), **options)
-        found[name] = []
-        for factor in (0.5, 3.0):
-            loss = factor * take(model(torch.randn(4, 6), torch.randint(3, (4,))))
-            weight = weight_of(loss)
-            found[name].append(weight and weight.first_part)
-            loss.backward()
+class Tokens(NamedTuple):
+    """The trained tokens of a micro-batch and of an update, and the number of ranks."""
+
+    own: int
+    all: int
+    world: int
+
+
+EQUAL, RAGGED, FOUR, THREE_AND_ONE = ((6, 6), (6, 6)), ((6, 3), (5, 2)), ((6, 3, 4, 2), (5, 2, 1, 7)), ((3, 1), (3, 1))
+REPORTS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[Tensor, Tokens], Tensor], float]] = {
+    # the sums of all ranks by all tokens, with the factor that undoes the average over the ranks
+    "right": (RAGGED, lambda loss, n: loss * n.world / n.all, 1.0),
+    # huggingface/trl#6024: divided by the tokens of two windows
+    "of another window": (EQUAL, lambda loss, n: loss * n.world / (2 * n.all), 0.5),
+    # modelscope/ms-swift#10117: divided by all tokens, and by the accumulation again
+    "accumulation again": (FOUR, lambda loss, n: loss * n.world / n.all / 4, 0.25),
+    # Snowflake-AI-Research/Arctic-Platform#119: the average over the ranks is not undone
+    "average kept": (RAGGED, lambda loss, n: loss / n.all, 0.5),
+    # the Trainer of transformers on classes: times the ranks, and not divided by the accumulation
+    "times ranks": (EQUAL, lambda loss, n: loss / n.own * n.world, 4.0),
+    # huggingface/transformers#37474: replicas in one process, whose losses by all tokens are averaged
+    "replicas": (RAGGED, lambda loss, n: loss * n.world / n.all / 2, 0.5),
+    # verl-project/verl#5625: means of 3 tokens and of 1, weighed by their rows: 1/6 and 1/2 of a rank, and not 1/4
+    "means by rows": (THREE_AND_ONE, lambda loss, n: loss / n.own / 2, 1.0),
+}
+"""Trained tokens by rank and micro-batch; the loss of a micro-batch by the sum of its tokens' losses; how many times
+the weight of a mean its tokens have. The losses of "replicas" have one backward pass."""
+
+
+def reports(kind: str, names: Sequence[str]) -> dict[str, tuple[list[tuple[str, int, str]], list[str]]]:
+    """What a watch says of each, with AdamW and a clip."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        model: nn.Module = Words()
+        if kind == "FSDP2":
+            mesh = init_device_mesh("cpu", (world,))
+            for each in (model.body, model.head, model):
+                fully_shard(each, mesh=mesh)  # type: ignore[arg-type]
+        else:
+            model = DistributedDataParallel(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=1024.0)
+
+        def backward(model: nn.Module, update: int, name: str = name, scaler: Any = scaler) -> None:
+            counts, weigh, _ = REPORTS[name]
+            losses = []
+            for count in counts[rank]:
+                labels = torch.randint(97, (9,)).where(torch.arange(9) < count, -100)
+                total = F.cross_entropy(model(torch.randint(97, (1, 9)))[0], labels, reduction="sum")
+                losses.append(weigh(total, Tokens(count, sum(map(sum, counts)), world)))
+                if name != "replicas":
+                    scaler.scale(losses.pop()).backward()
+            if losses:
+                scaler.scale(sum(losses, torch.zeros(()))).backward()
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found[name] = trained(model, backward, optimizer=optimizer, scaler=scaler, clip=0.05)
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_a_loss_that_ddp_hands_on_is_weighed_as_it_was(options: dict[str, bool]) -> None:
-    """Whichever output it is. If an output is not a tensor, DDP's node does not say which input it was, and the weight
-    is unknown: of a static graph in its first pass alone."""
-    unsaid = [None if options else 0.5, None if "find_unused_parameters" in options else 3.0]
-    expected = {name: unsaid if name == NO_TENSOR else [0.5, 3.0] for name in OUTPUTS}
-    assert answers(2, of_outputs, options) == [expected] * 2
-
-
-def prediction_beside_what_is_no_tensor() -> list[float | None]:
-    model = DistributedDataParallel(Classifier(lambda loss, logits: (None, logits)), find_unused_parameters=True)
-    labels = torch.zeros(4, dtype=torch.long)
-    losses: list[Step] = [
-        lambda logits: F.mse_loss(logits, torch.zeros(4, 3)) / 2,
-        lambda logits: -logits.mean(),
-        lambda logits: 3 * F.cross_entropy(logits, labels),
-    ]
-    found = [weight_of(loss(model(torch.randn(4, 6), labels)[1])) for loss in losses]
-    return [weight and weight.first_part for weight in found]
-
-
-def test_a_loss_beside_what_is_no_tensor_is_weighed_up_to_ddps_node() -> None:
-    assert answers(2, prediction_beside_what_is_no_tensor)[0] == [0.5, 1.0, 3.0]
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2", "scaled"])
+def test_reports_of_users_are_found_with_their_factor(kind: str) -> None:
+    for rank, said in enumerate(answers(2, reports, kind, list(REPORTS))):
+        for name, (found, lines) in said.items():
+            factor = REPORTS[name][2]
+            shown = "that of the mean loss" if factor == 1 else f"{factor:.3f} times that of the mean loss"
+            assert [(clause, step) for clause, step, _ in found] == [("gradient-scale", 2)] * (factor != 1), (
+                name,
+                found,
+            )
+            assert all(shown in seen for _, _, seen in found)
+            assert rank or lines[0] == f"  gradient scale: {shown} in 4 of 4 updates that were read"
+            unequal = [line for line in lines[1:] if "they differ between micro-batches" in line]
+            assert rank or bool(unequal) == (name == "means by rows"), (name, lines)
+            assert all("from 0.667 (rank" in line and "to 2.000 (rank" in line for line in unequal)
 
 
 # the audit draws what the ranks drew: dropout and batch statistics hide no wrong gradient, and fake none

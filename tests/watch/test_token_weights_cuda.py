@@ -1,4 +1,4 @@
-"""The scale of the gradient with everything on a GPU, where numbers of a loss's graph lie there too."""
+"""The weights of tokens with everything on a GPU, where nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import andon
-from andon_contracts.watch.checks.scale import loss_parts
 from tests.support.ranks import run_ranks
-from tests.watch.test_gradient_scale import PARTS
+from tests.watch.test_token_weights import PARTS
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(400)]
 
@@ -30,21 +29,16 @@ def test_a_scale_is_found_on_a_gpu_as_on_a_cpu(part: Callable[[], dict[str, obje
     assert [outcome.get() for outcome in run_ranks(world, on_gpu, part, deadline_s=300.0)] == [{}] * world
 
 
-def test_a_graph_is_followed_without_a_wait() -> None:
-    """Counts of rows and of terms that lie on the GPU are read with what else is brought from there."""
-    logits = torch.randn(6, 3, device="cuda", requires_grad=True)
-    labels, count = torch.tensor([0, 1, 2, -100, 1, 0], device="cuda"), torch.tensor(10, device="cuda")
-    loss = F.cross_entropy(logits, labels, reduction="sum") / count
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        parts = loss_parts(loss)
-        count.fill_(1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert parts is not None
-    found = parts.weight()
-    assert found is not None
-    assert (found.first_part, found.terms, found.deliberate) == (pytest.approx(0.5), 5, False)
+def test_rows_are_read_without_a_wait() -> None:
+    """The hooks of a forward and a backward pass leave everything on the device, with more rows than are kept."""
+    model, labels = nn.Linear(6, 97).cuda(), torch.randint(97, (4, 40), device="cuda")
+    x = torch.randn(4, 40, 6, device="cuda")
+    with andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            F.cross_entropy(model(x).flatten(0, 1), labels.flatten()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("fused", [False, True])
