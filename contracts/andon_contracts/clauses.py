@@ -125,7 +125,7 @@ _ALL = (
         "Every trainable parameter gets a gradient that is not always zero.",
         likely="the parameter is detached from the loss, or not used"),
     Clause("gradient-fresh", "pre", "every watched step", (),
-        "No gradient is left over from the step before when the next one begins to accumulate.",
+        "No gradient is left over from the step before when the next one begins to accumulate, or is applied again.",
         likely="zero_grad is missing"),
     Clause("update-applied", "post", "steps 1 to 4, powers of two, every 64th", (),
         "An update changes every parameter whose gradient and learning rate call for a change that float32 can hold.",

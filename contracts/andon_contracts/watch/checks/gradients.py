@@ -108,12 +108,13 @@ class Gradients(Check):
         subject, dark = self.context.subject, "sharded parameters have no raw gradient"
         by_ddp = self.context.world > 1 and subject.reducers
         below_python = Cover("degraded", "hooks do not see the reductions of DDP itself")
+        without_pass = Cover("degraded", f"updates without a backward pass: {dark}")
         unused = "find_unused_parameters=True: checked for LoRA alone, if none of its tensors gets a gradient"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),
             "finite": Cover("degraded", f"what the optimizer gets: {dark}") if subject.sharded else LIVE,
-            "gradient-fresh": Cover("not observable", dark) if subject.sharded else LIVE,
+            "gradient-fresh": without_pass if subject.sharded else LIVE,
             "gradient-present": Cover("degraded", unused) if subject.unused_expected else LIVE,
         }
 
@@ -141,6 +142,11 @@ class Gradients(Check):
     @property
     def started(self) -> bool:
         return self._raw_hooks.started
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the loop's latest backward pass reached a parameter."""
+        return self._raw_hooks.gradient_arrived
 
     @property
     def host_seconds(self) -> float:

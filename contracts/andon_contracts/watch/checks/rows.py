@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data.distributed import DistributedSampler
 
 from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
@@ -45,8 +46,8 @@ class _RowsSeen:
 
     same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
     many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
-    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. readers: the ranks
-    that read the same rows in one update.
+    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. shared: each of
+    these rows came on several ranks. dealt: a `DistributedSampler` gave them out.
     """
 
     step: int
@@ -55,15 +56,19 @@ class _RowsSeen:
     rows: Sequence[int] = ()
     repeated: Sequence[int] = ()
     ranks: tuple[int, ...] = ()
-    readers: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    dealt: bool = False
+
+
+_MISSING, _READS_ALL = "is DistributedSampler missing?", "no DistributedSampler, so that each rank reads all rows"
 
 
 def _distributed(seen: _RowsSeen) -> Finding | None:
     if seen.same < _SURE:
         return None
     rows = f" (rows {list(seen.rows)[:8]})" if seen.rows else ""
-    what = f"all ranks trained on the same rows{rows} in {seen.same} consecutive updates: no sampler splits the rows"
-    return Finding(what, seen.step, (), "global batch")
+    what = f"all ranks were given the same rows{rows} in {seen.same} consecutive updates: {_MISSING}"
+    return Finding(what, seen.step, (), "global batch", likely=_READS_ALL)
 
 
 def _inputs_differ(seen: _RowsSeen) -> Finding | None:
@@ -74,10 +79,12 @@ def _inputs_differ(seen: _RowsSeen) -> Finding | None:
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    what, likely = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data", None
-    if seen.readers:
-        likely = "no DistributedSampler, so that each rank reads all rows"
-        what = f"{named_ranks(seen.readers)} read the same rows {list(seen.repeated)[:8]}"
+    rows, likely = list(seen.repeated)[:8], None
+    what = f"rows {rows} came more than once in one pass over the data"
+    if seen.shared:
+        what = f"{named_ranks(seen.shared)} were given the same rows {rows} in one pass over the data"
+        what += "" if seen.dealt else f": {_MISSING}"
+        likely = "the DistributedSamplers of the ranks have different seeds or epochs" if seen.dealt else _READS_ALL
     return Finding(what, seen.step, seen.ranks, "global batch", likely=likely) if seen.repeated else None
 
 
@@ -213,23 +220,26 @@ class LoadedRows(Check):
         """Gather the rows since the last call, and judge whether a pass has rows more often than it may."""
         table: list[tuple[int, ...]] = []
         for each in self._not_gathered:
-            of_pass = (self._numbers[each.source], each.source.size, each.source.most_repeats, each.so_far)
+            source, dealt = each.source, int(each.source.sampler == DistributedSampler.__name__)
+            of_pass = (self._numbers[source], dealt, source.size, source.most_repeats, each.so_far)
             keys = [] if each.keys is None else each.keys.tolist()
             table += [(*of_pass, row, key) for row, key in zip(each.ids or (), keys, strict=True)]
         self._not_gathered = []
-        parts = self.context.exchange.gather_columns(step, [[line[column] for line in table] for column in range(6)])
+        parts = self.context.exchange.gather_columns(step, [[line[column] for line in table] for column in range(7)])
         numbers = sorted({number for part in parts for number in part[0]})
         for rank, part in enumerate(parts):
-            for number, *values in zip(*part, strict=True):
+            for number, _, *values in zip(*part, strict=True):
                 self._counts[number].add(rank, *values)
         for number in numbers:
             count = self._counts[number]
             again = count.repeated()
             ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)
-            own = [sorted(key for of_pass, *_, key in zip(*part, strict=True) if of_pass == number) for part in parts]
-            same = tuple(rank for rank in ranks if own[rank] and own.count(own[rank]) > 1)
-            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), readers=same)
+            shared = tuple(ranks) if all(len(set(count.ranks[key])) > 1 for key in again) else ()
+            dealt = any(
+                number == one and by_sampler for part in parts for one, by_sampler in zip(*part[:2], strict=True)
+            )
+            found = _RowsSeen(step, 0, 0, (), repeated, unless_all(ranks, self.context.world), shared, dealt)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]
