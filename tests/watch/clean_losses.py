@@ -483,7 +483,7 @@ COURSES: dict[str, Course] = {
     ),
     "FSDP2, two heads on a frozen part": Course(backward=by(two_heads), model=TwoHeads, wrap=shards(), optimizer=sgd),
 }
-_LIGHT = ("masked token sums, an output without a loss", "data echoing", "FSDP2, adapters reduced by hand")
+_LIGHT = ("masked token sums, an output without a loss", "data echoing", "FSDP2, PPO with a value")
 KINDS = {
     **{f"aim: {name}": Kind(loop, weight="light" if name in _LIGHT else "many") for name, loop in COURSES.items()},
     "aim: scaler, token-weighted windows, some thrown away": Kind(scaled_windows, weight="many"),

@@ -43,7 +43,7 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
     """Make the checks of the whole loop and of each optimizer, in the order of judging: causes before effects."""
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
-    reports, passes = LoopReports(context), Passes(context)
+    reports = LoopReports(context)
     context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
@@ -54,7 +54,8 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         gradients = Gradients(context, probe, scale, next(iter(clipping), None))
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
-            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, passes, scale, reports, *audit),
+            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit),
+            Passes(context, probe),
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))

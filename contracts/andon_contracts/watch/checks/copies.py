@@ -136,7 +136,8 @@ class Copies:
         self.rounding_distance = 0.0
 
     def values(self, update: int) -> dict[str, int]:
-        """The digest of each copy before an update, 0 for none, and bit masks: copies that the loop updates, far ones.
+        """The digest of each copy before an update, 0 for none, a bit mask of the copies that the loop updates, and
+        whether one of them is far from the weights.
 
         The search may take as long as a step and runs before updates 2, 32, 512 and so on. A copy counts as updated if
         its digest differs before the next update and it differs from the weights. A copy of the best weights changes
@@ -149,14 +150,12 @@ class Copies:
         samples, self._samples = self._samples, {}
         for each in self._candidates:
             tensors = self._tensors_of(each)
-            wanted = _counterparts(tensors, self._subject.parameters.values())
-            distance = _distance(tensors, wanted) if tensors else math.inf
-            far = _NEAR < distance <= _FAR
-            if far:
-                self._samples[id(each)] = sample = _sample(tensors)
-                if id(each) not in samples or not _moves_towards(_sample(wanted), samples[id(each)], sample):
-                    continue
-            if distance <= _FAR:
+            pairs = _pairs(tensors, self._subject.parameters.values()) if tensors else []
+            distance = _distance(pairs) if tensors else math.inf
+            if far := _NEAR < distance <= _FAR:
+                self._samples[id(each)] = sample = _sample(pairs)
+                far = id(each) in samples and _moves_to_weights(samples[id(each)], sample)
+            if far or distance <= _NEAR:
                 digest = Observer(portable=self.portable).look(tensors).digest
                 seen.append(((digest + text_digest(type(each).__name__)) >> 2 or 1, distance == 0.0, far, tensors))
         seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= MAX_COPIES else []
@@ -166,10 +165,8 @@ class Copies:
         self._samples = self._samples if due else {}
         differs = [far or (bool(before) and not equal and state not in before) for state, equal, far, _ in seen]
         changed = sum(1 << place for place, each in enumerate(differs) if each)
-        distant = sum(1 << place for place, (_, _, far, _) in enumerate(seen) if far)
-        padded = [*states, *[0] * MAX_COPIES]
-        copies = {f"copy {place}": padded[place] for place in range(MAX_COPIES)}
-        return {**copies, "copies changed": changed, "copies far": distant}
+        copies = {f"copy {place}": state for place, state in enumerate([*states, *[0] * MAX_COPIES][:MAX_COPIES])}
+        return {**copies, "copies changed": changed, "copies far": int(any(far for _, _, far, _ in seen))}
 
     def sketches(self) -> Tensor:
         """int64 [MAX_COPIES * (_SIGNS + 2)]: the bits of the `_sketch` of each copy that `values` returned last."""
@@ -252,28 +249,32 @@ class Copies:
         return list(named.values()) if same else []
 
 
-def _counterparts(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[Tensor]:
-    """All `parameters`, or the trained ones if `tensors` are as many as these."""
+def _pairs(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each of `tensors` with its parameter: with all parameters, or with the trained ones."""
     wanted = list(parameters)
-    return wanted if len(tensors) == len(wanted) else [each for each in wanted if each.requires_grad]
+    if len(tensors) != len(wanted):
+        wanted = [each for each in wanted if each.requires_grad]
+    return [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
 
 
 @torch.no_grad()
-def _sample(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([plain(each).flatten()[:_SAMPLED].cpu().double() for each in tensors])
+def _sample(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """float64 [2, elements]: some elements of a copy, and those of the weights."""
+    return torch.stack(
+        [torch.cat([t.flatten()[:_SAMPLED].cpu().double() for t in of]) for of in zip(*pairs, strict=True)]
+    )
 
 
-def _moves_towards(weights: Tensor, before: Tensor, now: Tensor) -> bool:
-    """Whether each element of a copy moved by the same share of its distance from the weights."""
-    moved, gap = now - before, weights - before
+def _moves_to_weights(before: Tensor, now: Tensor) -> bool:
+    """Whether all elements of a copy moved by one share of their distance from the weights."""
+    moved, gap = now[0] - before[0], now[1] - before[0]
     share = float(moved @ gap) / (float(gap @ gap) or 1.0)
     return share > 0 and float((moved - share * gap).norm()) <= _STRAIGHT * float(moved.norm())
 
 
 @torch.no_grad()
-def _distance(tensors: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """The distance of `tensors` from the parameters `wanted`, as a share of the parameters' norm."""
-    pairs = [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
+def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The distance of a copy from its parameters, as a share of their norm."""
     squares = sum(float((one.to(other.device).float() - other.float()).square().sum()) for one, other in pairs)
     norm = sum(float(other.float().square().sum()) for _, other in pairs)
     return math.sqrt(squares / norm) if norm else math.inf

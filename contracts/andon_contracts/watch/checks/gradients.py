@@ -93,8 +93,8 @@ class Gradients(Check):
         self._reduced: Look | None = None
         """The gradient before clipping."""
         self._share = 0.0
-        # A parameter without elements cannot have a gradient.
-        self._absent = {index for index, member in enumerate(probe.members) if member.numel()}
+        # A parameter without elements on this rank, as the shard of a short one, cannot have a gradient.
+        self._absent = {index for index, member in enumerate(probe.members) if plain(member).numel()}
         """The parameters that never had a gradient."""
         self._zero = set(self._absent)
         """The parameters that never had a nonzero gradient."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from operator import or_
 from typing import Any
 
@@ -85,17 +84,6 @@ _LOOP_LAWS = (
 )
 
 
-@dataclass
-class _ModesSeen:
-    """The modes at the last updates of one optimizer. part: the number of the module that was left in evaluation mode,
-    from `Mode._left_part`; 0: none. updates: how many updates in a row had these modes.
-    """
-
-    modes: bytes
-    part: int
-    updates: int = 1
-
-
 class Mode(Check):
     before_laws = (Law("modes-agree/before", ("modes", "modules"), _modes_agree, by_tensor=("modes",)),)
 
@@ -107,7 +95,8 @@ class Mode(Check):
         self._trained = False
         self._trained_parts = bytes(len(context.subject.modules))
         """For each module, 1 if it was in training mode at an update before."""
-        self._seen: dict[OptimizerProbe, _ModesSeen] = {}
+        self._seen: dict[OptimizerProbe, tuple[bytes, int, int]] = {}
+        """Of the last update of each optimizer: the modes, the part left in evaluation mode, the updates in a row."""
         self._updates = 0
         self._joined = context.world > 1
         self._random: torch.Tensor | None = None
@@ -160,18 +149,17 @@ class Mode(Check):
 
     def _part_left(self, probe: OptimizerProbe, modes: bytes) -> int:
         """The number of the module that is trained in evaluation mode in a second update, and was not before; or 0."""
-        seen = self._seen.get(probe)
-        if seen is not None and seen.modes == modes:
-            seen.updates += 1
-        else:
-            self._seen[probe] = seen = _ModesSeen(modes, self._left_part(probe, modes))
+        before, part, updates = self._seen.get(probe, (b"", 0, 0))
+        if before != modes:
+            part, updates = self._left_part(probe, modes), 0
             self._trained_parts = bytes(map(or_, self._trained_parts, modes))
-        if seen.part and seen.updates == _LEFT:
+        updates += 1
+        if part and updates == _LEFT:
             # The loop may run the part without gradients, and train another one meanwhile.
-            own = self.context.subject.modules[seen.part].parameters()
-            gradients = (p.grad for p in own if id(p) in probe.held and p.grad is not None)
-            seen.part *= any(bool(plain(gradient).any()) for gradient in gradients)
-        return seen.part if seen.updates >= _LEFT else 0
+            own = self.context.subject.modules[part].parameters()
+            part *= any(id(p) in probe.held and p.grad is not None and bool(plain(p.grad).any()) for p in own)
+        self._seen[probe] = modes, part, updates
+        return part if updates >= _LEFT else 0
 
     def _left_part(self, probe: OptimizerProbe, modes: bytes) -> int:
         """The number of the first part of the model that trained in training mode and is in evaluation mode now.

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data.distributed import DistributedSampler
 
 from andon_contracts.digest import mix64
 from andon_contracts.laws.law import Law, Observations, Seen, unless_all
@@ -46,8 +45,8 @@ class _RowsSeen:
 
     same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
     many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
-    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. shared: each of
-    these rows came on several ranks. dealt: a `DistributedSampler` gave them out.
+    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. shared: the same
+    ranks if each of these rows came on several of them.
     """
 
     step: int
@@ -57,7 +56,6 @@ class _RowsSeen:
     repeated: Sequence[int] = ()
     ranks: tuple[int, ...] = ()
     shared: tuple[int, ...] = ()
-    dealt: bool = False
 
 
 _MISSING, _READS_ALL = "is DistributedSampler missing?", "no DistributedSampler, so that each rank reads all rows"
@@ -79,12 +77,10 @@ def _inputs_differ(seen: _RowsSeen) -> Finding | None:
 
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    rows, likely = list(seen.repeated)[:8], None
-    what = f"rows {rows} came more than once in one pass over the data"
+    what, likely = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data", None
     if seen.shared:
-        what = f"{named_ranks(seen.shared)} were given the same rows {rows} in one pass over the data"
-        what += "" if seen.dealt else f": {_MISSING}"
-        likely = "the DistributedSamplers of the ranks have different seeds or epochs" if seen.dealt else _READS_ALL
+        what = f"{named_ranks(seen.shared)} were given the same rows {list(seen.repeated)[:8]}: {_MISSING}"
+        likely = f"{_READS_ALL}; or its seed or epoch differs between the ranks"
     return Finding(what, seen.step, seen.ranks, "global batch", likely=likely) if seen.repeated else None
 
 
@@ -220,15 +216,14 @@ class LoadedRows(Check):
         """Gather the rows since the last call, and judge whether a pass has rows more often than it may."""
         table: list[tuple[int, ...]] = []
         for each in self._not_gathered:
-            source, dealt = each.source, int(each.source.sampler == DistributedSampler.__name__)
-            of_pass = (self._numbers[source], dealt, source.size, source.most_repeats, each.so_far)
+            of_pass = (self._numbers[each.source], each.source.size, each.source.most_repeats, each.so_far)
             keys = [] if each.keys is None else each.keys.tolist()
             table += [(*of_pass, row, key) for row, key in zip(each.ids or (), keys, strict=True)]
         self._not_gathered = []
-        parts = self.context.exchange.gather_columns(step, [[line[column] for line in table] for column in range(7)])
+        parts = self.context.exchange.gather_columns(step, [[line[column] for line in table] for column in range(6)])
         numbers = sorted({number for part in parts for number in part[0]})
         for rank, part in enumerate(parts):
-            for number, _, *values in zip(*part, strict=True):
+            for number, *values in zip(*part, strict=True):
                 self._counts[number].add(rank, *values)
         for number in numbers:
             count = self._counts[number]
@@ -236,10 +231,7 @@ class LoadedRows(Check):
             ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)
             shared = tuple(ranks) if all(len(set(count.ranks[key])) > 1 for key in again) else ()
-            dealt = any(
-                number == one and by_sampler for part in parts for one, by_sampler in zip(*part[:2], strict=True)
-            )
-            found = _RowsSeen(step, 0, 0, (), repeated, unless_all(ranks, self.context.world), shared, dealt)
+            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), shared=shared)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]
