@@ -175,9 +175,13 @@ class Gradients(Check):
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         # Another thread may reduce values of its own over a group of its own, at another time on each rank.
-        aside = threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+        in_pass = torch._C._current_graph_task_id() != -1
+        aside = threading.get_ident() != self._thread and not in_pass
         if not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
             self._raw_hooks.reducing(gradient=self._reductions.add(tensor))
+            if in_pass and any(getattr(each.module, "_comm_hooks", ()) for each in self.context.subject.reducers):
+                # Such a hook reduces again when its first reduction is done: in this thread, or in one of the backend.
+                self._reductions.calls.pop()
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         if self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):
