@@ -279,19 +279,6 @@ def taught_by_average() -> Course:
     return Course(backward=by(loss), behind=lambda model, *_: follow(average[0], model.module))
 
 
-def average_from_zero() -> Course:
-    """An average that begins at 0, and is corrected for that where it is used."""
-    held: list[Tensor] = []
-
-    @torch.no_grad()
-    def behind(model: Any, *_: object) -> None:
-        held[:] = held or [torch.zeros_like(p) for p in model.parameters()]
-        for one, p in zip(held, model.parameters(), strict=True):
-            one.lerp_(p, 0.01)
-
-    return Course(behind=behind)
-
-
 def mixed_with_the_last() -> Course:
     """Each update applies the mean of its gradient and the last one's."""
     held: list[Tensor] = []
@@ -317,18 +304,6 @@ def makes_states_first(model: nn.Module, optimizer: Any, step: int) -> None:
         optimizer.param_groups[0]["lr"] = rate
         for p, gradient in zip(model.parameters(), kept, strict=True):
             p.grad = gradient
-
-
-def statistics_frozen_later(model: nn.Module, _: object, step: int) -> None:
-    if step >= 5:
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm1d):
-                module.eval()
-
-
-def measured(model: nn.Module, *_: object) -> None:
-    """The norm, for a log, of gradients that were applied."""
-    nn.utils.clip_grad_norm_(model.parameters(), math.inf)
 
 
 def by_depth(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -447,7 +422,7 @@ COURSES: dict[str, Course] = {
     ),
     "masked token sums, label smoothing": Course(backward=by(smoothed), model=Speaker),
     "token-weighted windows": Course(backward=weighed_window, model=Speaker, optimizer=sgd),
-    "packed texts": Course(backward=by(packed), model=Reader),
+    "packed texts": Course(backward=by(packed), model=Reader, optimizer=sgd),
     "focal loss": Course(backward=by(focal)),
     "class weights": Course(backward=by(class_weights)),
     "several labels": Course(backward=by(several_labels), optimizer=momentum),
@@ -455,14 +430,11 @@ COURSES: dict[str, Course] = {
     "experts with a balance": Course(backward=by(balanced), model=Experts),
     "distillation": Course(backward=by(distilled)),
     "soft labels": Course(backward=by(soft_labels), optimizer=sgd),
-    "contrastive, gathered with gradients": Course(backward=by(contrastive)),
+    "contrastive, gathered with gradients": Course(backward=by(contrastive), optimizer=sgd),
     "adversarial rows": Course(backward=against_itself, model=Normed),
     "taught by an average": taught_by_average(),
-    "average from zero": average_from_zero(),
     "gradients mixed with the last": mixed_with_the_last(),
     "states made by an empty update": Course(before=makes_states_first),
-    "statistics frozen in mid-run": Course(before=statistics_frozen_later, model=Normed),
-    "norm measured after the update": Course(behind=measured),
     "rate by depth": Course(optimizer=by_depth),
     "rate that touches zero": Course(scheduled=touching_zero, optimizer=momentum, model=Normed),
     "data echoing": Course(backward=by(echoed)),

@@ -24,8 +24,6 @@ from andon_contracts.watch.values import CachedDigest
 _DRAWING = 4
 """Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
 _NAMED = 3
-_LEFT = 2
-"""A part in evaluation mode is reported after this many updates in a row with the same modes."""
 
 _TRAINING, _STILL_EVALUATING, _NEVER_TRAINING = 0, 1, 2
 
@@ -58,13 +56,10 @@ def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None
 
 
 def _part_in(seen: Seen[object]) -> Finding | None:
-    number = next(filter(None, seen.column("part left")), 0)
-    if not number:
-        return None
-    name = parameter_name(seen.names, number)
+    name = parameter_name(seen.names, max(seen.column("part left")))
     now = f"{name} was trained in training mode before, and is trained in evaluation mode now"
     what = f"{now}: its dropout and batch statistics are off. The rest of the model is in training mode"
-    return Finding(what, seen.step, seen.ranks("part left"), name)
+    return Finding(what, seen.step, seen.ranks("part left"), name) if seen.any("part left") else None
 
 
 def _joined(seen: Seen[object]) -> Finding | None:
@@ -96,7 +91,7 @@ class Mode(Check):
         self._trained_parts = bytes(len(context.subject.modules))
         """For each module, 1 if it was in training mode at an update before."""
         self._seen: dict[OptimizerProbe, tuple[bytes, int, int]] = {}
-        """Of the last update of each optimizer: the modes, the part left in evaluation mode, the updates in a row."""
+        """Of each optimizer: the modes at its last update, the part left in evaluation mode, its updates so far so."""
         self._updates = 0
         self._joined = context.world > 1
         self._random: torch.Tensor | None = None
@@ -153,13 +148,12 @@ class Mode(Check):
         if before != modes:
             part, updates = self._left_part(probe, modes), 0
             self._trained_parts = bytes(map(or_, self._trained_parts, modes))
-        updates += 1
-        if part and updates == _LEFT:
+        if part and updates == 1:
             # The loop may run the part without gradients, and train another one meanwhile.
             own = self.context.subject.modules[part].parameters()
             part *= any(id(p) in probe.held and p.grad is not None and bool(plain(p.grad).any()) for p in own)
-        self._seen[probe] = modes, part, updates
-        return part if updates >= _LEFT else 0
+        self._seen[probe] = modes, part, updates + 1
+        return part if updates else 0
 
     def _left_part(self, probe: OptimizerProbe, modes: bytes) -> int:
         """The number of the first part of the model that trained in training mode and is in evaluation mode now.

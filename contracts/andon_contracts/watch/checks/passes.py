@@ -14,30 +14,19 @@ from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, OptimizerProbe, Values
 from andon_contracts.watch.checks.gradients import Gradients
 
+_TWICE = "the loop calls step twice for one backward pass, for example scaler.step(optimizer) and optimizer.step()"
+_NO_EFFECT = "the gradients were clipped after the update that used them, and then discarded: this clip has no effect"
 
-def _in_second_case(what: str, likely: str) -> Callable[[Seen[int]], Finding | None]:
+
+def _second(what: str, likely: str) -> Callable[[Seen[int]], Finding | None]:
     # A loop may step twice once, for example to create the optimizer's state.
     return lambda seen: Finding(what, seen.step, (), "gradient", likely=likely) if seen.want > 1 else None
 
 
-_AGAIN = Law(
-    "gradient-fresh/again",
-    ("passes", "raw", "norm", "gradient"),
-    _in_second_case(
-        "this step uses the gradient of the last one again: no backward pass came between them",
-        "the loop calls step twice for one backward pass, for example scaler.step(optimizer) and optimizer.step()",
-    ),
-    suspicion=True,
-)
-_LATE = Law(
-    "clip-placed/late",
-    ("clipped late",),
-    _in_second_case(
-        "the gradients were clipped after the update that used them, and then discarded: this clip has no effect",
-        "the clip call is after optimizer.step()",
-    ),
-    suspicion=True,
-)
+_same = _second("this step uses the gradient of the last one again: no backward pass came between them", _TWICE)
+_late = _second(_NO_EFFECT, "the clip call is after optimizer.step()")
+_AGAIN = Law("gradient-fresh/again", ("passes", "raw", "norm", "gradient"), _same, suspicion=True)
+_LATE = Law("clip-placed/late", ("clipped late",), _late, suspicion=True)
 
 
 class Passes(Check):
@@ -71,10 +60,9 @@ class Passes(Check):
             self._calls += 1
 
     def backward_over(self) -> None:
-        if self.context.backward is not None:  # shards have no hooks
-            has_hooks = not self.context.subject.sharded
-            reached = self._probe.check(Gradients).arrived if has_hooks else bool(self._probe.gradients())
-            self._window += reached
+        if self.context.backward is not None:
+            shards = self._probe.gradients() if self.context.subject.sharded else []  # these have no hooks
+            self._window += bool(shards) or self._probe.check(Gradients).arrived
 
     def limiting(self, parameters: Sequence[Tensor]) -> None:
         clipped = {id(each) for each in parameters if each.grad is not None}
@@ -111,7 +99,8 @@ class Passes(Check):
     def closing_lines(self) -> list[str]:
         self.discarded(self._probe)
         ((full, updates),) = self._lengths.most_common(1) or [(0, 0)]
-        if full < 2 or 2 * updates <= self._lengths.total():
+        # With several optimizers, one may discard what another applied, as a critic does.
+        if full < 2 or 2 * updates <= self._lengths.total() or len(self.context.probes) > 1:
             return []
         short = Counter({length: count for length, count in self._lost.items() if 0 < length < full})
         longer = Counter({length: count for length, count in self._lengths.items() if length > full})
