@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import andon
 from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
@@ -375,7 +375,6 @@ def decoder_with_ragged_windows(steps: int, watch: Opens) -> nn.Module:
             done += 1
     w.close()
     return model
-
 
 
 class LowRank(nn.Linear):
