@@ -22,9 +22,8 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import andon
 from tests.watch.clean import Kind, Seen, ignore, path_of_all_ranks, seen_by
@@ -378,11 +377,6 @@ def decoder_with_ragged_windows(steps: int, watch: Opens) -> nn.Module:
     return model
 
 
-def bag(*, sparse: bool) -> nn.Sequential:
-    """The mean of a row's embeddings, whose gradient may be sparse, and a head."""
-    return nn.Sequential(nn.EmbeddingBag(30, 8, sparse=sparse, mode="mean", padding_idx=0), *perceptron(8, 12, 4))
-
-
 class LowRank(nn.Linear):
     """A frozen linear layer and two trained factors beside it, which may be merged into it for a while."""
 
@@ -483,54 +477,6 @@ def wasserstein_pair(steps: int, watch: Opens) -> nn.Module:
     return nn.ModuleList([generator, critic])
 
 
-class Gathered(torch.autograd.Function):
-    """All ranks' rows; backward returns the gradients of this rank's rows, summed over all ranks' losses."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-class Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pictures, self.texts = convolutions(lambda width: nn.GroupNorm(2, width)), bag(sparse=False)
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-
-    def forward(self, x: Tensor, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.normalize(self.pictures(x)), F.normalize(self.texts(words)), self.logit_scale.exp()
-
-
-@blind(18)
-def pairs_gathered(steps: int, watch: Opens) -> nn.Module:
-    """Contrastive pairs over the features of all ranks, gathered with their gradients; the temperature is clamped."""
-    model = DDP(Pairs())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    x, _ = pictures()
-    words, _ = texts(32)
-
-    def loss(step: int) -> Tensor:
-        rows = mine(drawn(step, 32))
-        one, other, scale = model(x[rows], words[rows])
-        products = scale * Gathered.apply(one) @ Gathered.apply(other).T
-        target = torch.arange(len(products))
-        return (F.cross_entropy(products, target) + F.cross_entropy(products.T, target)) / 2
-
-    @torch.no_grad()
-    def behind(_: int) -> None:
-        model.module.logit_scale.clamp_(0, math.log(20))
-
-    return trained(steps, watch, model, optimizer, loss, behind=behind)
-
-
 @blind(19)
 def born_again(steps: int, watch: Opens) -> nn.Module:
     """A frozen teacher in evaluation mode; every tenth update the student takes its place."""
@@ -554,29 +500,6 @@ def born_again(steps: int, watch: Opens) -> nn.Module:
 
 
 # averages, plateaus, searches, climbs, clipping and freezing
-
-
-@blind(20)
-def average_on_rank_0(steps: int, watch: Opens) -> nn.Module:
-    """Rank 0 keeps an exponential average and scores it every fifth update; the others are told the score."""
-    model = DDP(convolutions(lambda width: nn.GroupNorm(4, width)))
-    x, y = pictures()
-    average = None
-    if dist.get_rank() == 0:
-        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-
-    def behind(step: int) -> None:
-        if average is not None:
-            average.update_parameters(model.module)
-        if step % 5 == 4:
-            score = torch.zeros(())
-            if average is not None:
-                with evaluating(average):
-                    score = (average(x).argmax(1) == y).float().mean()
-            dist.broadcast(score, src=0)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return trained(steps, watch, model, optimizer, of_rows(model, x, y), behind=behind)
 
 
 @blind(22)
@@ -958,62 +881,6 @@ def outer_optimizer(steps: int, watch: Opens) -> nn.Module:
         return next_words(model(x[rows]), x[rows]) / (x[rows, 1:] > 0).sum()
 
     return trained_apart(steps, watch, model, functools.partial(torch.optim.AdamW, lr=2e-3), loss, behind)
-
-
-class Weighted(Sampler[int]):
-    """Rows drawn by weight, with replacement: all ranks draw the same and each takes its part."""
-
-    def __init__(self, weights: Tensor) -> None:
-        self.weights, self.epoch = weights, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(100 + self.epoch)
-        return iter(mine(torch.multinomial(self.weights, len(self.weights), True, generator=generator)).tolist())
-
-    def __len__(self) -> int:
-        return len(self.weights) // dist.get_world_size()
-
-
-@blind(38)
-def policy_gradient(steps: int, watch: Opens) -> nn.Module:
-    """PPO: each rank plays games of its own; a rollout ends where all ranks measure that the policy moved too far."""
-    model = DDP(perceptron(4, 16, 3))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5)
-    w = watch(model, optimizer)
-    done = rollout = 0
-    while done < steps:
-        rollout += 1
-        played = []
-        for half in halves():
-            dice = torch.Generator().manual_seed(10 * rollout + half)
-            states = torch.randn(16, 4, generator=dice)
-            with torch.no_grad():
-                chances = model.module(states).log_softmax(1)
-            actions = torch.multinomial(chances.exp(), 1, generator=dice)
-            rewards = (actions.squeeze(1) == states[:, :3].argmax(1)).float() + 0.1 * states[:, 3]
-            played.append((states, actions, chances.gather(1, actions).squeeze(1), rewards))
-        states, actions, before, rewards = (torch.cat(each) for each in zip(*played, strict=True))
-        total, squares, number = summed(float(rewards.sum()), float(rewards.square().sum()), len(rewards))
-        mean = total / number
-        advantages = (rewards - mean) / ((squares / number - mean**2) ** 0.5 + 1e-8)
-        for turn in range(4):
-            part = torch.arange(turn % 2, len(states), 2)
-            now = model(states[part]).log_softmax(1).gather(1, actions[part]).squeeze(1)
-            ratio = (now - before[part]).exp()
-            gain = torch.minimum(ratio * advantages[part], ratio.clamp(0.8, 1.2) * advantages[part])
-            optimizer.zero_grad()
-            (-gain.mean()).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            done += 1
-            moved, number = summed(float((before[part] - now.detach()).sum()), len(part))
-            if moved / number > 0.05 or done == steps:
-                break
-    w.close()
-    return model
 
 
 class Quantised(nn.Module):

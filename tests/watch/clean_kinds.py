@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from tests.watch import blind, clean_communication, clean_loops, clean_peers, clean_resumes, clean_variety
+from tests.watch import blind, clean_communication, clean_loops, clean_losses, clean_peers, clean_resumes, clean_variety
 from tests.watch.clean import Kind, Seen
 from tests.watch.clean_twins import planted
 from tests.watch.watched import all_told
@@ -17,6 +17,7 @@ KINDS = {
     **clean_peers.KINDS,
     **clean_variety.KINDS,
     **clean_resumes.KINDS,
+    **clean_losses.KINDS,
     **blind.KINDS,
 }
 

@@ -52,6 +52,7 @@ class Course:
     before: Callable[[nn.Module], None] = lambda _: None
     behind: Callable[[nn.Module], None] = lambda _: None
     epochs: int = 2
+    model: Callable[[], nn.Module] = net
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
 
     def run(self) -> list[tuple[str, int]]:
@@ -60,7 +61,7 @@ class Course:
     def watched(self) -> andon.Watch:
         # A rank of the tests is a daemon, which may else have no processes of its own.
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        model = DistributedDataParallel(net())
+        model = DistributedDataParallel(self.model())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         torch.manual_seed(100 + dist.get_rank())
         with andon.watch(model, optimizer, action=lambda _: None) as watch:
@@ -184,6 +185,38 @@ def freezes_batch_norm(model: nn.Module) -> None:
             module.eval()
 
 
+class Headed(nn.Module):
+    """An encoder and a head. detached: in evaluation mode the gradient of the encoder is 0."""
+
+    def __init__(self, *, detached: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.detached = net(), detached
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        if self.detached and not self.encoder.training:
+            hidden = hidden.detach() + 0.0 * hidden
+        return self.head(hidden)
+
+
+class FromEpoch:
+    """From this epoch on, `change` is called with the model before each epoch, which begins in training mode."""
+
+    def __init__(self, first: int, change: Callable[[Any], object]) -> None:
+        self.first, self.change, self.epoch = first, change, 0
+
+    def __call__(self, model: nn.Module) -> None:
+        model.train()
+        if self.epoch >= self.first:
+            self.change(model)
+        self.epoch += 1
+
+
+def headed(first: int, change: Callable[[Any], object] = lambda m: m.module.encoder.eval(), **how: bool) -> Course:
+    return Course(distributed, before=FromEpoch(first, change), model=lambda: Headed(**how))
+
+
 def clips_and_reports(model: nn.Module) -> None:
     """The norm is clipped, and a loss averaged over the ranks behind that."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -204,22 +237,32 @@ def clips_on_one_rank(model: nn.Module) -> None:
 
 
 class Following:
-    """A copy of the model that follows it between updates: kept on these ranks, and kept up on those."""
+    """A copy of the model that follows it between updates: kept on these ranks, and kept up on those.
 
-    def __init__(self, kept: Sequence[int], followed: Sequence[int], form: str = "module") -> None:
-        self.kept, self.followed, self.form = kept, followed, form
+    noise: what each rank adds of its own to the copy at its beginning.
+    """
+
+    def __init__(
+        self, kept: Sequence[int], followed: Sequence[int], form: str = "module", rate: float = 0.5, noise: float = 0.0
+    ) -> None:
+        self.kept, self.followed, self.form, self.rate, self.noise = kept, followed, form, rate, noise
         self.held: Any = None
 
     def __call__(self, model: Any) -> None:
         if self.held is None and dist.get_rank() in self.kept:
-            shadows = {name: p.detach().clone() for name, p in model.module.named_parameters()}
-            forms = {"module": lambda: copy.deepcopy(model.module), "table": lambda: shadows}
+            shadows = {name: p + self.noise * torch.randn_like(p) for name, p in model.module.named_parameters()}
+            shadows = {name: shadow.detach() for name, shadow in shadows.items()}
+            forms: dict[str, Callable[[], Any]] = {
+                "module": lambda: copy.deepcopy(model.module),
+                "table": lambda: shadows,
+                "zeros": lambda: [torch.zeros_like(shadow) for shadow in shadows.values()],
+            }
             self.held = forms.get(self.form, lambda: list(shadows.values()))()
         if dist.get_rank() in self.followed:
             tensors = {"module": "parameters", "table": "values"}.get(self.form, "__iter__")
             with torch.no_grad():
                 for one, parameter in zip(getattr(self.held, tensors)(), model.module.parameters(), strict=True):
-                    one.lerp_(parameter, 0.5)
+                    one.lerp_(parameter, self.rate)
 
 
 def residual() -> Callable[[nn.Module], None]:
@@ -270,12 +313,16 @@ RIGHT = {
     "iterable data": Course(streamed()),
     "a batch left out": Course(one_skipped),
     "batch norm frozen": Course(distributed, before=freezes_batch_norm),
+    "batch norm frozen in the second epoch": Course(distributed, before=FromEpoch(1, freezes_batch_norm)),
+    "encoder in evaluation mode from the start": headed(0),
+    "encoder with zero gradients in the second epoch": headed(1, detached=True),
     "clipped, and a loss reduced behind that": Course(distributed, behind=clips_and_reports),
     "clipped, thrown away, clipped": Course(distributed, behind=begins_anew),
     "average of weights on all ranks": Course(distributed, behind=Following((0, 1), (0, 1))),
     "residuals of each rank's own": Course(distributed, behind=residual()),
     "best weights by each rank's own measure": Course(distributed, behind=best_so_far()),
     "average of weights on rank 0": Course(distributed, behind=Following((0,), (0,))),
+    "average that begins at 0 on all ranks": Course(distributed, behind=Following((0, 1), (0, 1), "zeros", 0.01)),
     "copy of the start on all ranks": Course(distributed, behind=Following((0, 1), ())),
     "shadows on rank 0": Course(distributed, behind=Following((0,), (0,), "list")),
     "evaluation between backward pass and update": Course(distributed, behind=evaluates_in_between),
@@ -302,7 +349,17 @@ def one_split(epoch: int) -> Iterator[Any]:
     yield from DataLoader(half, batch_size=4, sampler=DistributedSampler(half, seed=1))
 
 
+def shuffling(epoch: int) -> Sampler[int]:
+    return RandomSampler(rows(), generator=_seeded(10 * epoch + dist.get_rank()))
+
+
 WRONG = {
+    # Before the others, whose averages live on: more than three copies are not compared.
+    "average from other weights": (
+        Course(distributed, behind=Following((0, 1), (0, 1), "list", 0.01, 1.0)),
+        "copies-agree",
+        2,
+    ),
     "the order of the first epoch, begun anew": (Course(Kept([0, 1], tells=False)), "order-renewed", 7),
     "the same stream on all ranks": (Course(streamed(whole=True)), "samples-once", 3),
     "the same rows from workers": (Course(same_from_workers, epochs=1), "samples-once", 1),
@@ -310,6 +367,8 @@ WRONG = {
     "average kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,))), "copies-agree", 2),
     "shadows kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "list")), "copies-agree", 2),
     "table kept up on one rank": (Course(distributed, behind=Following((0, 1), (0,), "table")), "copies-agree", 2),
+    "encoder left in evaluation mode": (headed(1), "training-mode", 7),
+    "each rank shuffles all rows": (Course(sampled(shuffling)), "samples-once", 1),
     "never in training mode": (Course(distributed, before=nn.Module.eval), "training-mode", 2),
 }
 
@@ -328,15 +387,76 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
         }
 
 
-def not_dealt_out() -> str:
-    return str(Course(lambda _: iter(DataLoader(rows(), batch_size=4)), epochs=1).watched().findings[0])
+def not_dealt_out() -> list[str]:
+    in_order: Batches = lambda _: iter(DataLoader(rows(), batch_size=4))  # noqa: E731
+    return [str(Course(each, epochs=1).watched().findings[0]) for each in (in_order, sampled(shuffling))]
 
 
-def test_ranks_that_read_the_same_rows_are_named() -> None:
+def test_ranks_that_were_given_the_same_rows_are_named() -> None:
+    """In one order, or each in its own."""
     for outcome in run_ranks(2, not_dealt_out):
-        said = outcome.get()
-        assert "  seen     ranks 0, 1 read the same rows [0, 1, 2, 3]\n" in said
-        assert "  likely   no DistributedSampler" in said
+        alike, shuffled = outcome.get()
+        assert "  seen     ranks 0, 1 were given the same rows [0, 1, 2, 3]: is DistributedSampler missing?\n" in alike
+        assert "  likely   no DistributedSampler" in alike
+        assert "  seen     ranks 0, 1 were given the same rows [" in shuffled
+
+
+def _windows(kind: str) -> tuple[list[tuple[str, int]], list[str]]:
+    """Three epochs of ten micro-batches, each four of which make an update, in one process."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = rows().tensors
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), andon.watch(model, optimizer, action=lambda _: None) as watch:
+        number = 0
+        for _ in range(3):
+            if kind == "leftovers discarded":
+                optimizer.zero_grad()
+            for micro in range(10):
+                (nn.functional.cross_entropy(model(x[4 * micro :][:4]), y[4 * micro :][:4]) / 4).backward()
+                number += 1
+                if (number if kind == "windows across epochs" else micro + 1) % 4:
+                    continue
+                for _ in range(1 + (kind == "applied twice")):
+                    if kind == "clipped before and after":
+                        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                if kind in ("clipped after", "clipped before and after"):
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                if kind == "measured after":
+                    nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+                (model if kind == "clipped after" else optimizer).zero_grad()
+    lines = [line for line in text.getvalue().splitlines() if "accumulation:" in line]
+    return [(each.clause, each.step) for each in watch.findings], lines
+
+
+_LOST = "  accumulation: {} computed and never applied: {} ended after fewer than 4"
+_LONGER = (
+    "  accumulation: 4 backward passes, but 2 updates of more (up to 6): are backward passes left over from an epoch?"
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "found", "lines"),
+    [
+        ("windows across epochs", [], [_LOST.format("2 backward passes", "1 window")]),
+        ("leftovers discarded", [], [_LOST.format("6 backward passes", "3 windows")]),
+        ("leftovers kept", [], [_LOST.format("2 backward passes", "1 window"), _LONGER]),
+        ("applied twice", [("gradient-fresh", 4)], None),
+        ("clipped after", [("clip-placed", 3)], None),
+        ("clipped before and after", [], None),
+        ("measured after", [], None),
+    ],
+)
+def test_every_backward_pass_is_applied_once_and_clipped_before(kind: str, found: Any, lines: Any) -> None:
+    """Two leftovers of each epoch: discarded, or added to the next window of 4. A second clip may be there to measure.
+
+    The second time is reported: the fourth step that repeats one, and the third that comes after two late clips.
+    """
+    seen, said = _windows(kind)
+    assert seen == found
+    assert lines is None or said == lines
 
 
 @pytest.mark.parametrize(

@@ -204,8 +204,8 @@ class GradientHooks:
     def _hook(self, index: int, parameter: torch.nn.Parameter) -> Callable[[Tensor], None]:
         show = self._observed[1] if index == self._observed[0] else None
 
-        def see(gradient: Tensor) -> None:
-            if self._is_muted():
+        def see(gradient: Tensor | None) -> None:
+            if gradient is None or self._is_muted():  # an output that the loss does not use has no gradient
                 return
             began = time.perf_counter()
             self._tell_halt(parameter)

@@ -11,6 +11,7 @@ it belongs to the yielded batch once the iterator has dropped that number.
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -46,6 +47,9 @@ class Listener:
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         """The gradients of `parameters` are about to be clipped. norm: their norm; None: they are clipped by value."""
+
+    def limiting(self, parameters: Sequence[Tensor]) -> None:
+        """The gradients of `parameters` are about to be clipped to a finite limit. Called after `clipping`."""
 
     def updates_of(self, optimizer: object) -> int | None:
         """The updates of `optimizer` so far; None: this listener does not follow it."""
@@ -111,6 +115,8 @@ def _clip(original: Any, parameters: Any, max_norm: float, total_norm: Tensor, *
     clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for each in list(_listeners):
         each.clipping(clipped, total_norm)
+        if float(max_norm) < math.inf:  # else the loop only measures
+            each.limiting(clipped)
     return original(clipped, max_norm, total_norm, *args, **kwargs)
 
 
@@ -118,6 +124,7 @@ def _clip_by_value(original: Any, parameters: Any, *args: Any, **kwargs: Any) ->
     clipped = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     for each in list(_listeners):
         each.clipping(clipped, None)
+        each.limiting(clipped)
     return original(clipped, *args, **kwargs)
 
 

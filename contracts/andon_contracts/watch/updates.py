@@ -26,6 +26,7 @@ from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import Applied, Optimizer, hyperparameters_by_key
 from andon_contracts.watch.checks.outcomes import Outcomes
+from andon_contracts.watch.checks.passes import Passes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.resume import ResumedRun
 from andon_contracts.watch.checks.rows import LoadedRows
@@ -56,6 +57,7 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
             *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit, *resume),
+            Passes(context, probe),
         ]
         context.probes.append(probe)
     context.all_checks = list(dict.fromkeys([*context.checks, *(c for probe in context.probes for c in probe.checks)]))

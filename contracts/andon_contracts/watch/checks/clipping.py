@@ -141,6 +141,9 @@ class ClipPlace(Check):
         self._clipped.clear()
         self._discards, self._calls = self.context.rows.discarded, 0
 
+    def discarded(self, probe: OptimizerProbe) -> None:
+        self._clipped = {key: clip for key, clip in self._clipped.items() if key not in probe.held}
+
 
 @dataclass(frozen=True)
 class _Call:

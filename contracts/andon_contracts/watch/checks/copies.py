@@ -1,7 +1,8 @@
 """Copies of the model that the loop keeps outside the model: averages of weights, teachers, tables of shadow weights.
 
 The user does not name them, so the watch sometimes searches for them among the objects of the process. Tensors farther
-from the weights than half the weights' norm (moments, residuals of a compression, gradients) do not count as a copy.
+from the weights than half the weights' norm (moments, residuals of a compression, gradients) do not count as a copy,
+unless they move straight towards the weights, as an average does that was begun from other weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from typing import Any
 
@@ -29,8 +31,10 @@ from andon_contracts.watch.values import text_digest
 
 MAX_COPIES = 3
 _CONTAINERS = frozenset({list, dict, OrderedDict})
-_NEAR = 0.5
-"""The largest distance of a copy from the weights, as a share of their norm."""
+_NEAR, _FAR = 0.5, 4.0
+"""The largest distance of a copy from the weights, and of one that follows them, as shares of the weights' norm."""
+_SAMPLED, _STRAIGHT = 64, 0.05
+"""Elements of each tensor that show how a copy moves, and the largest share of a move that leads elsewhere."""
 _SIGNS = 8
 """Random sums of a copy that ranks compare; the mean square of their differences estimates that of the copies."""
 _CHUNK = 1 << 16
@@ -39,9 +43,9 @@ _ROUNDED = 2.0
 """Copies that differ by at most this many spacings of their dtype, times the root of the updates, count as equal."""
 
 
-def _copies_agree(seen: Seen[object]) -> Finding | None:
-    """A finding if a rank lacks a copy that is updated by another rank with as many copies."""
-    if "weights" in seen.differing:
+def _copies_agree(seen: Seen[object], *, far: bool = False) -> Finding | None:
+    """A finding if a rank lacks a copy that is updated by another rank with as many copies. far: with distant ones."""
+    if "weights" in seen.differing or far != seen.any("copies far"):
         return None
     kept = [[state for i in range(MAX_COPIES) if (state := each.values[f"copy {i}"])] for each in seen.observations]
     changed = [
@@ -60,10 +64,15 @@ def _copies_agree(seen: Seen[object]) -> Finding | None:
     shown = ", ".join(f"rank {rank}: {' '.join(map(hex64, each))}" for rank, each in enumerate(kept))
     what = f"an updated copy of the model (an average, a teacher) differs between the ranks that keep one ({shown})"
     culprits = ranks if 2 * len(ranks) < len(seen.observations) else ()
-    return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model")
+    likely = "the average was begun before the ranks had the same weights, from those that each rank drew" * far
+    return Finding(what, max(seen.step - 1, 0), culprits, "copy of the model", likely=likely or None)
 
 
-COPIES_AGREE = Law("copies-agree/before", (*(f"copy {i}" for i in range(MAX_COPIES)), "copies changed"), _copies_agree)
+_READS = (*(f"copy {i}" for i in range(MAX_COPIES)), "copies changed", "copies far")
+COPIES_AGREE = (
+    Law("copies-agree/before", _READS, _copies_agree),
+    Law("copies-agree/far", _READS, partial(_copies_agree, far=True), suspicion=True),
+)
 """A single rank may keep a copy. Of ranks with equally many copies, all must have any copy that one updates."""
 
 
@@ -90,13 +99,13 @@ class ModelCopies(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         context, step = self.context, said[0].step
-        if not context.ranks_have_own_rows or COPIES_AGREE.clause not in context.verdicts.live:
+        if not context.ranks_have_own_rows or COPIES_AGREE[0].clause not in context.verdicts.live:
             return
         seen = Seen[object](said, None)
-        if COPIES_AGREE.check(seen) is not None:
+        if any(law.check(seen) is not None for law in COPIES_AGREE):
             sketches = context.exchange(step, "copies", {}, self._copies.sketches())
             seen = Seen(self._copies.merge_rounded(said, sketches, self.context.steps + 1), None)
-        context.verdicts.judge((COPIES_AGREE,), seen, context.scene())
+        context.verdicts.judge(COPIES_AGREE, seen, context.scene())
 
     def closing_lines(self) -> list[str]:
         apart = self._copies.rounding_distance
@@ -121,11 +130,14 @@ class Copies:
         self._candidates: list[Any] = []
         self._states: list[int] = []
         self._tensors: list[list[Tensor]] = []
+        self._samples: dict[int, Tensor] = {}
+        """By id: a candidate far from the weights, when the loop was searched."""
         self.portable = False
         self.rounding_distance = 0.0
 
     def values(self, update: int) -> dict[str, int]:
-        """The digest of each copy before an update, 0 for none, and a bit mask of the copies that the loop updates.
+        """The digest of each copy before an update, 0 for none, a bit mask of the copies that the loop updates, and
+        whether one of them is far from the weights.
 
         The search may take as long as a step and runs before updates 2, 32, 512 and so on. A copy counts as updated if
         its digest differs before the next update and it differs from the weights. A copy of the best weights changes
@@ -134,21 +146,27 @@ class Copies:
         due = search_due(update)
         if due:
             self._candidates = self._search()
-        seen: list[tuple[int, bool, list[Tensor]]] = []
+        seen: list[tuple[int, bool, bool, list[Tensor]]] = []
+        samples, self._samples = self._samples, {}
         for each in self._candidates:
             tensors = self._tensors_of(each)
-            distance = _distance(tensors, self._subject.parameters.values()) if tensors else math.inf
-            if distance <= _NEAR:
+            pairs = _pairs(tensors, self._subject.parameters.values()) if tensors else []
+            distance = _distance(pairs) if tensors else math.inf
+            if far := _NEAR < distance <= _FAR:
+                self._samples[id(each)] = sample = _sample(pairs)
+                far = id(each) in samples and _moves_to_weights(samples[id(each)], sample)
+            if far or distance <= _NEAR:
                 digest = Observer(portable=self.portable).look(tensors).digest
-                seen.append(((digest + text_digest(type(each).__name__)) >> 2 or 1, distance == 0.0, tensors))
+                seen.append(((digest + text_digest(type(each).__name__)) >> 2 or 1, distance == 0.0, far, tensors))
         seen = sorted(seen, key=lambda each: each[:2]) if len(seen) <= MAX_COPIES else []
-        self._tensors = [tensors for _, _, tensors in seen]
-        states, before = [state for state, _, _ in seen], self._states
+        self._tensors = [tensors for *_, tensors in seen]
+        states, before = [state for state, *_ in seen], self._states
         self._candidates, self._states = (self._candidates, states) if due else ([], [])
-        differs = [bool(before) and not equal and state not in before for state, equal, _ in seen]
+        self._samples = self._samples if due else {}
+        differs = [far or (bool(before) and not equal and state not in before) for state, equal, far, _ in seen]
         changed = sum(1 << place for place, each in enumerate(differs) if each)
-        padded = [*states, *[0] * MAX_COPIES]
-        return {**{f"copy {place}": padded[place] for place in range(MAX_COPIES)}, "copies changed": changed}
+        copies = {f"copy {place}": state for place, state in enumerate([*states, *[0] * MAX_COPIES][:MAX_COPIES])}
+        return {**copies, "copies changed": changed, "copies far": int(any(far for _, _, far, _ in seen))}
 
     def sketches(self) -> Tensor:
         """int64 [MAX_COPIES * (_SIGNS + 2)]: the bits of the `_sketch` of each copy that `values` returned last."""
@@ -231,13 +249,32 @@ class Copies:
         return list(named.values()) if same else []
 
 
-@torch.no_grad()
-def _distance(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> float:
-    """The distance of `tensors` from all parameters, or from the trained ones, as a share of the parameters' norm."""
+def _pairs(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each of `tensors` with its parameter: with all parameters, or with the trained ones."""
     wanted = list(parameters)
     if len(tensors) != len(wanted):
         wanted = [each for each in wanted if each.requires_grad]
-    pairs = [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
+    return [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
+
+
+@torch.no_grad()
+def _sample(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """float64 [2, elements]: some elements of a copy, and those of the weights."""
+    return torch.stack(
+        [torch.cat([t.flatten()[:_SAMPLED].cpu().double() for t in of]) for of in zip(*pairs, strict=True)]
+    )
+
+
+def _moves_to_weights(before: Tensor, now: Tensor) -> bool:
+    """Whether all elements of a copy moved by one share of their distance from the weights."""
+    moved, gap = now[0] - before[0], now[1] - before[0]
+    share = float(moved @ gap) / (float(gap @ gap) or 1.0)
+    return share > 0 and float((moved - share * gap).norm()) <= _STRAIGHT * float(moved.norm())
+
+
+@torch.no_grad()
+def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """The distance of a copy from its parameters, as a share of their norm."""
     squares = sum(float((one.to(other.device).float() - other.float()).square().sum()) for one, other in pairs)
     norm = sum(float(other.float().square().sum()) for _, other in pairs)
     return math.sqrt(squares / norm) if norm else math.inf

@@ -93,8 +93,8 @@ class Gradients(Check):
         self._reduced: Look | None = None
         """The gradient before clipping."""
         self._share = 0.0
-        # A parameter without elements cannot have a gradient.
-        self._absent = {index for index, member in enumerate(probe.members) if member.numel()}
+        # A parameter without elements on this rank, as the shard of a short one, cannot have a gradient.
+        self._absent = {index for index, member in enumerate(probe.members) if plain(member).numel()}
         """The parameters that never had a gradient."""
         self._zero = set(self._absent)
         """The parameters that never had a nonzero gradient."""
@@ -108,12 +108,13 @@ class Gradients(Check):
         subject, dark = self.context.subject, "sharded parameters have no raw gradient"
         by_ddp = self.context.world > 1 and subject.reducers
         below_python = Cover("degraded", "hooks do not see the reductions of DDP itself")
+        without_pass = Cover("degraded", f"updates without a backward pass: {dark}")
         unused = "find_unused_parameters=True: checked for LoRA alone, if none of its tensors gets a gradient"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),
             "finite": Cover("degraded", f"what the optimizer gets: {dark}") if subject.sharded else LIVE,
-            "gradient-fresh": Cover("not observable", dark) if subject.sharded else LIVE,
+            "gradient-fresh": without_pass if subject.sharded else LIVE,
             "gradient-present": Cover("degraded", unused) if subject.unused_expected else LIVE,
         }
 
@@ -143,6 +144,11 @@ class Gradients(Check):
         return self._raw_hooks.started
 
     @property
+    def arrived(self) -> bool:
+        """Whether the loop's latest backward pass reached a parameter."""
+        return self._raw_hooks.gradient_arrived
+
+    @property
     def host_seconds(self) -> float:
         return self._raw_hooks.host_seconds
 
@@ -169,9 +175,13 @@ class Gradients(Check):
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         # Another thread may reduce values of its own over a group of its own, at another time on each rank.
-        aside = threading.get_ident() != self._thread and torch._C._current_graph_task_id() == -1
+        in_pass = torch._C._current_graph_task_id() != -1
+        aside = threading.get_ident() != self._thread and not in_pass
         if not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
             self._raw_hooks.reducing(gradient=self._reductions.add(tensor))
+            if in_pass and any(getattr(each.module, "_comm_hooks", ()) for each in self.context.subject.reducers):
+                # Such a hook reduces again when its first reduction is done: in this thread, or in one of the backend.
+                self._reductions.calls.pop()
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         if self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):

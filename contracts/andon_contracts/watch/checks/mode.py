@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from operator import or_
 from typing import Any
 
 import torch
@@ -14,15 +15,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from andon_contracts.agree import minority
 from andon_contracts.laws.law import Law, Observations, Seen, difference
+from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
-from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, parameter_name
 from andon_contracts.watch.model_probe import random_state
 from andon_contracts.watch.values import CachedDigest
 
 _DRAWING = 4
 """Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
 _NAMED = 3
-
 
 _TRAINING, _STILL_EVALUATING, _NEVER_TRAINING = 0, 1, 2
 
@@ -54,6 +55,13 @@ def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None
     return check
 
 
+def _part_in(seen: Seen[object]) -> Finding | None:
+    name = parameter_name(seen.names, max(seen.column("part left")))
+    now = f"{name} was trained in training mode before, and is trained in evaluation mode now"
+    what = f"{now}: its dropout and batch statistics are off. The rest of the model is in training mode"
+    return Finding(what, seen.step, seen.ranks("part left"), name) if seen.any("part left") else None
+
+
 def _joined(seen: Seen[object]) -> Finding | None:
     if not seen.any("alone"):
         return None
@@ -66,6 +74,7 @@ _JOINED_AT_CLOSE = Law("ranks-joined/close", ("alone",), _joined)
 _LOOP_LAWS = (
     Law("training-mode/forward", ("evaluating",), _trains_in(_STILL_EVALUATING, " since an evaluation")),
     Law("training-mode/never", ("evaluating",), _NEVER, suspicion=True),
+    Law("training-mode/part", ("part left",), _part_in, suspicion=True),
     Law("ranks-joined/before", ("alone",), _joined, suspicion=True),
 )
 
@@ -79,6 +88,10 @@ class Mode(Check):
         self._training: set[bool] = set()
         self._evaluating = 0
         self._trained = False
+        self._trained_parts = bytes(len(context.subject.modules))
+        """For each module, 1 if it was in training mode at an update before."""
+        self._seen: dict[OptimizerProbe, tuple[bytes, int, int]] = {}
+        """Of each optimizer: the modes at its last update, the part left in evaluation mode, its updates so far so."""
         self._updates = 0
         self._joined = context.world > 1
         self._random: torch.Tensor | None = None
@@ -108,21 +121,53 @@ class Mode(Check):
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         self.draws, self._drew = self._sources_of_randomness() if self._drew else "", False
-        modules = self.context.subject.modules
+        modules, part = self.context.subject.modules, 0
+        modes = bytes([module.training for module in modules])
         if self._training:
-            depends = any(_drops(m) or (isinstance(m, _BatchNorm) and m.track_running_stats) for m in modules)
+            depends = any(map(_depends_on_mode, modules))
             self._evaluating = self._evaluating + 1 if self._training == {False} and depends else 0
             self._trained = self._trained or True in self._training
+            part = self._part_left(probe, modes)
         evaluating = _STILL_EVALUATING if self._trained else _NEVER_TRAINING
         return {
-            "modes": self._modes.digest(bytes([module.training for module in modules])),
+            "modes": self._modes.digest(modes),
             "modules": self.context.subject.module_names_digest,
             "evaluating": evaluating if self._evaluating > 1 else _TRAINING,
+            "part left": part,
             "alone": int(self._updates > 0 and self._is_alone()),
         }
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
-        self.context.verdicts.judge(_LOOP_LAWS, Seen(said, None), self.context.scene())
+        inner, left = self.context.subject.inner, any(each.values["part left"] for each in said)
+        names = [name for name, _ in inner.named_modules()] if left else ()
+        self.context.verdicts.judge(_LOOP_LAWS, Seen(said, None, names), self.context.scene())
+
+    def _part_left(self, probe: OptimizerProbe, modes: bytes) -> int:
+        """The number of the module that is trained in evaluation mode in a second update, and was not before; or 0."""
+        before, part, updates = self._seen.get(probe, (b"", 0, 0))
+        if before != modes:
+            part, updates = self._left_part(probe, modes), 0
+            self._trained_parts = bytes(map(or_, self._trained_parts, modes))
+        if part and updates == 1:
+            # The loop may run the part without gradients, and train another one meanwhile.
+            own = self.context.subject.modules[part].parameters()
+            part *= any(id(p) in probe.held and p.grad is not None and bool(plain(p.grad).any()) for p in own)
+        self._seen[probe] = modes, part, updates + 1
+        return part if updates else 0
+
+    def _left_part(self, probe: OptimizerProbe, modes: bytes) -> int:
+        """The number of the first part of the model that trained in training mode and is in evaluation mode now.
+
+        A part has trained parameters besides those of its batch norms: these alone are often put into evaluation mode.
+        """
+        for number, part in enumerate(self.context.subject.modules[: len(modes) * modes[0]]):
+            if self._trained_parts[number] > modes[number]:
+                within = list(part.modules())
+                layers = [m for m in within if not isinstance(m, _BatchNorm | _DropoutNd)]
+                trains = any(id(p) in probe.held for m in layers for p in m._parameters.values())
+                if trains and not any(m.training for m in within) and any(map(_depends_on_mode, within)):
+                    return number
+        return 0
 
     def updated(self, probe: OptimizerProbe) -> None:
         self._training.clear()
@@ -147,6 +192,10 @@ class Mode(Check):
             return "functional dropout or other noise"
         more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         return f"dropout in module{'s' * (len(found) > 1)} {', '.join(found[:_NAMED])}{more}"
+
+
+def _depends_on_mode(module: nn.Module) -> bool:
+    return bool(_drops(module)) or (isinstance(module, _BatchNorm) and bool(module.track_running_stats))
 
 
 def _drops(module: nn.Module) -> float:

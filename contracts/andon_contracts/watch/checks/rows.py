@@ -45,8 +45,8 @@ class _RowsSeen:
 
     same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
     many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
-    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. readers: the ranks
-    that read the same rows in one update.
+    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. shared: the same
+    ranks if each of these rows came on several of them.
     """
 
     step: int
@@ -55,15 +55,18 @@ class _RowsSeen:
     rows: Sequence[int] = ()
     repeated: Sequence[int] = ()
     ranks: tuple[int, ...] = ()
-    readers: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+
+
+_MISSING, _READS_ALL = "is DistributedSampler missing?", "no DistributedSampler, so that each rank reads all rows"
 
 
 def _distributed(seen: _RowsSeen) -> Finding | None:
     if seen.same < _SURE:
         return None
     rows = f" (rows {list(seen.rows)[:8]})" if seen.rows else ""
-    what = f"all ranks trained on the same rows{rows} in {seen.same} consecutive updates: no sampler splits the rows"
-    return Finding(what, seen.step, (), "global batch")
+    what = f"all ranks were given the same rows{rows} in {seen.same} consecutive updates: {_MISSING}"
+    return Finding(what, seen.step, (), "global batch", likely=_READS_ALL)
 
 
 def _inputs_differ(seen: _RowsSeen) -> Finding | None:
@@ -75,9 +78,9 @@ def _inputs_differ(seen: _RowsSeen) -> Finding | None:
 
 def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
     what, likely = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data", None
-    if seen.readers:
-        likely = "no DistributedSampler, so that each rank reads all rows"
-        what = f"{named_ranks(seen.readers)} read the same rows {list(seen.repeated)[:8]}"
+    if seen.shared:
+        what = f"{named_ranks(seen.shared)} were given the same rows {list(seen.repeated)[:8]}: {_MISSING}"
+        likely = f"{_READS_ALL}; or its seed or epoch differs between the ranks"
     return Finding(what, seen.step, seen.ranks, "global batch", likely=likely) if seen.repeated else None
 
 
@@ -235,9 +238,8 @@ class LoadedRows(Check):
             again = count.repeated()
             ranks = sorted({rank for key in again for rank in count.ranks[key]})
             repeated = sorted(count.row[key] for key in again)
-            own = [sorted(key for of_pass, *_, key in zip(*part, strict=True) if of_pass == number) for part in parts]
-            same = tuple(rank for rank in ranks if own[rank] and own.count(own[rank]) > 1)
-            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), readers=same)
+            shared = tuple(ranks) if all(len(set(count.ranks[key])) > 1 for key in again) else ()
+            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), shared=shared)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]
