@@ -155,7 +155,8 @@ class Context:
     @property
     def ranks_have_own_rows(self) -> bool:
         """Whether every rank must train on different rows. Ranks with different parts of the model may share rows."""
-        return self.world > 1 and not self.replicas.cut and self.subject.every_rank_has_rows
+        shared = self.replicas.cut and self.settings.replicate is not None
+        return self.world > 1 and self.subject.every_rank_has_rows and not shared
 
     @property
     def updates(self) -> int:
@@ -193,6 +194,9 @@ class Context:
         if self.world > 1 and self.replicas.cut:
             parts = len(set(self.replicas.parts))
             return Cover("live", f"between the {self.replicas.copies} replicas of each of {parts} parts")
+        if self.world > 1 and self.replicas.whole:
+            count = len(self.replicas.whole)
+            return Cover("degraded", f"the {count} tensors that every rank holds whole: no shard has a replica")
         if self.world > 1 and self.subject.sharded:
             return Cover("not applicable", "the parameters are sharded: no shard has a replica")
         return self.between_ranks()
@@ -215,6 +219,7 @@ class OptimizerProbe:
         self.names = tuple(self.parameters)
         self.index = {id(p): index for index, p in enumerate(held)}
         self.held = frozenset(self.index)
+        self.whole = [p for p in held if id(p) in context.replicas.whole]
         self.layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start

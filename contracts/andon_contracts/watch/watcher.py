@@ -71,7 +71,7 @@ class Watch:
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
         compared = (REPLICAS, GRADIENTS_AGREE, OPTIMIZERS)
         states = {name: self._cover[law.clause].state for law in compared for name in law.by_tensor}
-        replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
+        replicated = {name: not replicas.mixed and state != "not applicable" for name, state in states.items()}
         context.recorder = Recorder(ledger, subject, replicated)
         folder = None if settings.folder is None else Path(settings.folder)
         ids, tensors = (lambda: list(context.rows.ids)), partial(bundle_tensors, context)

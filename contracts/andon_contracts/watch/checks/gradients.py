@@ -81,10 +81,11 @@ class Gradients(Check):
         self._raw_hooks: GradientHooks
         self._thread = threading.get_ident()
         self._reductions = Reductions(probe.members)
-        self._observer = Observer()
-        self.observers = (self._observer,)
+        self.observers = self._observer, self._whole_observer = Observer(), Observer()
         self._present = CachedDigest()
         self._look: Look
+        self._whole: Look
+        """Of the members that every rank holds whole beside shards."""
         self._needs_norm = context.settings.clip is not None or context.settings.recording
         self._loop_norm: float | Tensor | None = None
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
@@ -189,15 +190,16 @@ class Gradients(Check):
                 self._reduced, self._share = look, probe.norm_share(probe.gradients(), look.norm)
 
     def _look_at_gradient(self, *, norm: bool) -> Look:
-        gradients = [each.grad for each in self._probe.members]
-        present = self._present.digest([each is not None for each in gradients])
-        return self._observer.look([each for each in gradients if each is not None], norm=norm, extra=present)
+        present = self._present.digest([each.grad is not None for each in self._probe.members])
+        return self._observer.look(self._probe.gradients(), norm=norm, extra=present)
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         # If the loop's clipping computed the norm, the norm after clipping is seldom needed.
         self._look = self._look_at_gradient(norm=self._loop_norm is None or self._needs_norm)
+        self._whole = self._whole_observer.look([p.grad for p in probe.whole if p.grad is not None])
         self._arriving = [self._loop_norm] if isinstance(self._loop_norm, Tensor) else []
-        return [*self._raw_hooks.waiting(), self._look.device_sums, self._look.norms, self._arriving]
+        sums = [self._look.device_sums, self._whole.device_sums]
+        return [*self._raw_hooks.waiting(), *sums, self._look.norms, self._arriving]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"collectives": text_digest(self._reductions.calls), "strided": probe.place(self._reductions.strided)}
@@ -222,6 +224,7 @@ class Gradients(Check):
             "nonfinite": probe.place(bad),
             "repaired": int(bad > 0 and norm < math.inf),
             "gradient": look.digest,
+            "whole gradient": self._whole.digest,
             "reduced seen": int(self._reduced is not None),
             "reduced": 0 if self._reduced is None else self._reduced.digest,
             "norm share": bits_of(share),
