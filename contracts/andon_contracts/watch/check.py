@@ -198,7 +198,7 @@ class Context:
             count = len(self.replicas.whole)
             return Cover("degraded", f"the {count} tensors that every rank holds whole: no shard has a replica")
         if self.world > 1 and self.subject.sharded:
-            return Cover("not applicable", "the parameters are sharded: no shard has a replica")
+            return Cover("not observable", "no other rank holds the same shard")
         return self.between_ranks()
 
 
@@ -238,10 +238,10 @@ class OptimizerProbe:
         """Convert index + 1 of a member into index + 1 of its name in `ModelProbe.names`; 0 stays 0."""
         return member and self._slot[self.names[member - 1]] + 1
 
-    def norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
-        """This rank's share of the 2-norm of `tensors` for `ModelProbe.norm_of_all`. norm: of this rank's `tensors`."""
+    def norm_share(self, norm: float, *, gradients: bool = False) -> float:
+        """This rank's share of the 2-norm of all members for `ModelProbe.norm_of_all`. norm: of this rank's members."""
         subject = self.context.subject
-        return subject.norm_share(tensors, self.context.world) if subject.sharded else norm
+        return subject.norm_share(self.members, self.context.world, gradients=gradients) if subject.sharded else norm
 
     def reduced(self) -> None:
         for check in self.checks:

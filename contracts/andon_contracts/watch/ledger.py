@@ -93,8 +93,8 @@ class Recorder:
     rows than a line can hold. The loop continues.
     """
 
-    def __init__(self, file: LedgerFile | None, subject: ModelProbe, replicated: Mapping[str, bool]) -> None:
-        """file: None writes nothing. replicated: by "weights", "gradient", "optimizer": whether ranks hold the same."""
+    def __init__(self, file: LedgerFile | None, subject: ModelProbe, *, replicated: bool) -> None:
+        """file: None writes nothing. replicated: whether all ranks hold the same weights."""
         self._file = file
         self._subject = subject
         self._replicated = replicated
@@ -154,7 +154,7 @@ class Recorder:
         whole: dict[str, str] = {}
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
-            if self._replicated[name]:
+            if self._replicated:
                 whole[name] = hex64(digests[0])
                 for part, digest in zip(parts, digests, strict=True):
                     part[name] = hex64(digest)

@@ -103,6 +103,10 @@ class ModelProbe:
         self.forward_is_compiled = in_place or (compiled is not None and "DistributedDataParallel" in names[compiled:])
         self.buffer_scopes = _buffer_scopes(self.hooked_module, self.inner, reducers)
         self.modules = list(self.inner.modules())
+        fully_sharded = [module for module in self.modules if hasattr(module, "set_requires_gradient_sync")]
+        for module in fully_sharded:
+            # After an evaluation, FSDP2's root has whole parameters, whose memory it will free.
+            module.reshard()  # type: ignore[operator]
         by_name = list(self.inner.named_modules())
         self.module_names_digest = text_digest([name for name, _ in by_name])
         self.slots = [
@@ -123,7 +127,7 @@ class ModelProbe:
         self.sharded = bool(self.shards)
         # FSDP2 shards over the last dimension of its mesh. If other dimensions replicate, all ranks have own rows.
         places = [getattr(parameter, "placements", ()) for parameter in self.parameters.values()]
-        fsdp = bool(flat) or any(hasattr(module, "set_requires_gradient_sync") for module in self.modules)
+        fsdp = bool(flat or fully_sharded)
         only_data = fsdp and all(place.is_replicate() for each in places for place in each[:-1])
         self.every_rank_has_rows = only_data or not self.sharded
         """False if ranks share the rows of a batch, as they do under tensor parallelism."""
@@ -167,7 +171,9 @@ class ModelProbe:
         """The numbers, from 1, of the optimizers that hold only parameters of another model."""
         mine, extra = set(map(id, self.parameters.values())), set(map(id, self.extra_tensors))
         held = [set(map(id, parameters_of([each]))) for each in self.optimizers]
-        return [number for number, ids in enumerate(held, 1) if ids.isdisjoint(mine) and not ids <= extra]
+        foreign = [number for number, ids in enumerate(held, 1) if ids.isdisjoint(mine) and not ids <= extra]
+        # If the only optimizer was made before the model was sharded, it holds the parameters of then: a finding.
+        return [] if self.sharded and len(self.optimizers) == 1 else foreign
 
     def _extra_tensors(self) -> list[Tensor]:
         """Tensors of the optimizers that are not parameters of the model on purpose: plain tensors (a temperature, a
@@ -197,14 +203,13 @@ class ModelProbe:
         known = over_all and self.every_rank_has_rows
         return frozenset(map(id, self.parameters.values())) - self.shards.keys() if known else frozenset()
 
-    def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
-        """This rank's share: `norm_of_all(shares)` is the 2-norm of the whole. Without shards: the norm itself."""
-        if not self.sharded:
-            return norm_of(tensors)
+    def norm_share(self, parameters: Iterable[torch.Tensor], world: int, *, gradients: bool) -> float:
+        """This rank's share: `norm_of_all(shares)` is the 2-norm of the whole parameters, or of their gradients."""
         by_pieces: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            shard = self.shards.get(id(tensor)) or _shard_of(tensor)
-            by_pieces.setdefault(1 if shard is None else shard.parts, []).append(tensor)
+        for each in parameters:
+            tensor = each.grad if gradients else each
+            if tensor is not None:
+                by_pieces.setdefault(self.shards[id(each)].parts if id(each) in self.shards else 1, []).append(tensor)
         return math.sqrt(sum(norm_of(each) ** 2 * n / world for n, each in by_pieces.items()))
 
     def norm_of_all(self, shares: Sequence[float]) -> float:

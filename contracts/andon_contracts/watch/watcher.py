@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Evidence, user_line, write_cause
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.laws.update import OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
 from andon_contracts.liveness.diagnosis import AT_UPDATE, BEFORE_FORWARD, IN_PASS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
@@ -24,7 +23,7 @@ from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import BackwardPass, Context, OptimizerProbe, declared
-from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
+from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.scale import loss_parts
@@ -69,10 +68,7 @@ class Watch:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        compared = (REPLICAS, GRADIENTS_AGREE, OPTIMIZERS)
-        states = {name: self._cover[law.clause].state for law in compared for name in law.by_tensor}
-        replicated = {name: not replicas.mixed and state != "not applicable" for name, state in states.items()}
-        context.recorder = Recorder(ledger, subject, replicated)
+        context.recorder = Recorder(ledger, subject, replicated=not (replicas.mixed or subject.sharded))
         folder = None if settings.folder is None else Path(settings.folder)
         ids, tensors = (lambda: list(context.rows.ids)), partial(bundle_tensors, context)
         evidence = Evidence(folder, exchange.rank, exchange.world_size, ids, tensors, subject.accelerators())

@@ -19,7 +19,7 @@ from torch import Tensor
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
-from andon_contracts.observe import Look, Observer
+from andon_contracts.observe import Look, Observer, local_parts
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
@@ -35,7 +35,9 @@ _WEIGHTS = frozenset({"replicas-agree"})
 
 def version_marks(tensors: Sequence[Tensor]) -> list[int]:
     """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
-    return [*map(attrgetter("_version"), tensors), *map(Tensor.data_ptr, tensors)]
+    parts = local_parts(tensors)
+    written = tensors if parts is tensors else [*tensors, *parts]  # a write through either is counted there only
+    return [*map(attrgetter("_version"), written), *map(Tensor.data_ptr, parts)]
 
 
 def _not_parted(seen: Seen[object]) -> Finding | None:
@@ -69,7 +71,7 @@ class Weights(Check):
         self.synchrony = Synchrony()
         self.observers = self._observer, self._whole_observer = Observer(stable=True), Observer(stable=True)
         self._look: Look | None = None
-        self._whole: Look
+        self._whole = self._whole_observer.look(())
         """The latest look at the members that every rank holds whole beside shards."""
         self._digest = 0
         self._at_closure: Values = {}
@@ -149,7 +151,7 @@ class Weights(Check):
 
         def values() -> Values:
             self._digest = look.digest
-            share = probe.norm_share(probe.members, look.norm) if self.context.settings.recording else 0.0
+            share = probe.norm_share(look.norm) if self.context.settings.recording else 0.0
             return {"weights": self._digest, "whole weights": whole.digest, "norm share": bits_of(share)}
 
         return values
