@@ -196,9 +196,9 @@ class Context:
             return Cover("live", f"between the {self.replicas.copies} replicas of each of {parts} parts")
         if self.world > 1 and self.replicas.whole:
             count = len(self.replicas.whole)
-            return Cover("degraded", f"the {count} tensors that every rank holds whole: no shard has a replica")
+            return Cover("degraded", f"the {count} tensors that every rank holds whole")
         if self.world > 1 and self.subject.sharded:
-            return Cover("not observable", "no other rank holds the same shard")
+            return Cover("not applicable", "no other rank holds the same shard")
         return self.between_ranks()
 
 

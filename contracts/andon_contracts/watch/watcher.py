@@ -227,6 +227,8 @@ class Watch:
         if beside:
             tensors = f"{counted(beside, 'tensor')} in the optimizers that are not parameters of the model"
             lines.append(f"  not watched: the updates of {tensors}")
+        if subject.sharded and world > 1 and not self._context.replicas.cut:
+            lines.append("  not watched: bits of shards and of their optimizer state that change on one rank only")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
