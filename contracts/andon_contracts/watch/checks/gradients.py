@@ -306,7 +306,7 @@ class ShardGradients:
     def __init__(self, probe: OptimizerProbe) -> None:
         shards = probe.context.subject.shards
         self._members = {index: p for index, p in enumerate(probe.members) if id(p) in shards}
-        self._extremes = Extremes([plain(p) for p in probe.members])  # type: ignore[misc]
+        self._extremes = Extremes([plain(p) for p in probe.members if self._members])  # type: ignore[misc]
         # FSDP1 with the original parameters: ranks have parts of different ones, which a loop may scale differently.
         alike = [p for p in self._members.values() if not is_flattened(p) or getattr(p, "_is_flat_param", False)]
         self._largest = max(alike, key=Tensor.numel, default=None)
@@ -329,7 +329,9 @@ class ShardGradients:
         return flat[:: max(flat.numel() // _ELEMENTS, 1)].float()
 
     def backward_called(self) -> None:
-        if not self._begun and self._members:
+        if self._begun:  # the loop may have set gradients to None since
+            self._leftover = [each for each in self._leftover if self._members[each[0]].grad is not None]
+        elif self._members:
             self._begun = True
             self._leftover = [(i, *extremes(each)) for i, each in self._present().items()]
 
@@ -354,7 +356,9 @@ class ShardGradients:
 
     def factor(self) -> float:
         """By what the loop scaled the largest gradient after the reduction; 0: by no one factor, or unknown."""
-        before, after = self._scaled if len(self._scaled) > 1 else (torch.empty(0), torch.empty(0))
+        if len(self._scaled) < 2:
+            return 0.0
+        before, after = self._scaled
         used = before != 0
         if len(before) != len(after) or int(used.sum()) < _FEWEST:
             return 0.0
