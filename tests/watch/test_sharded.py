@@ -192,6 +192,22 @@ def with_half(loop: Loop) -> None:
     Loop.shard(loop)
 
 
+def small_rate(loop: Loop, x: Tensor, y: Tensor) -> Tensor:
+    loop.optimizer.param_groups[0]["lr"] = 2e-8
+    return Loop.loss(loop, x, y)
+
+
+def scaled(loop: Any, x: Tensor, y: Tensor) -> Tensor:
+    loop.scaler = getattr(loop, "scaler", None) or torch.amp.GradScaler("cpu", init_scale=8.0)
+    return loop.scaler.scale(Loop.loss(loop, x, y))  # type: ignore[no-any-return]
+
+
+def clip_scaled(loop: Any) -> None:
+    Loop.clip(loop)
+    loop.scaler.unscale_(loop.optimizer)
+    loop.scaler.update()
+
+
 @torch.no_grad()
 def touched(loop: Loop) -> None:
     loop.model[2].weight.add_(1e-3)
@@ -230,6 +246,8 @@ FAULTS: dict[str, tuple[type[Loop], str, int]] = {
     "F43 loss scale of one rank, shards only": (after("clip", of_rank(
         lambda loop: [local(p.grad).mul_(2) for p in loop.parts()[0]])), "clip-placed", 3),
     "F44 16-bit layer": (planted(shard=with_half), "precision-sufficient", 0),
+    "F44 updates of a 16-bit layer rounded away": (planted(shard=with_half, loss=small_rate), "update-applied", 1),
+    "F38 clip before unscale": (planted(adapt=lambda loop: None, loss=scaled, clip=clip_scaled), "clip-placed", 1),
     "F50 loader not dealt out": (planted(
         sampler=lambda loop: RandomSampler(loop.rows, generator=seeded(0)), epoch=lambda *_: None), "samples-once", 1),
     "F50 sampler seeded by rank": (planted(sampler=lambda loop: DistributedSampler(
@@ -254,6 +272,9 @@ SILENT = {
         lambda loop: local(loop.optimizer.state[loop.model[0].weight]["exp_avg"]).add_(1))),
     "F89 bit flip in a shard": after("between", of_rank(
         lambda loop: local(loop.model[0].weight).data.view(torch.int32).bitwise_xor_(1 << 12))),
+    "F83 only one rank loads": after("between", of_rank(lambda loop: local(loop.model[0].weight).data.zero_())),
+    "F92 one rank rounds otherwise": after("between", of_rank(
+        lambda loop: local(loop.model[0].weight).data.mul_(1 + 2.0**-23)), None),
     "F91 gradient of one rank": after("reduce", of_rank(lambda loop: local(loop.model[0].weight.grad)[0, 0].add_(1))),
 }  # fmt: skip
 DEFAULT = ("F01 adapters drawn by each rank", "F31 zero_grad missing", "F38 clipped by hand by the norm of a shard",
