@@ -123,7 +123,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def _local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """`tensors`, with this rank's part in place of each distributed one. The same object if none is."""
     distributed = {kind for kind in set(map(type, tensors)) if hasattr(kind, "to_local")}
     if not distributed:
         return tensors
@@ -222,7 +223,7 @@ class Observer:
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
-        tensors = _local_parts(tensors)
+        tensors = local_parts(tensors)
         try:
             return self._look(tensors, norm, extra)
         except torch.OutOfMemoryError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import Dataset, TensorDataset
 
 import andon
@@ -23,24 +24,58 @@ from tests.watch.loop import CLASSES, FEATURES, data
 BATCH = 8
 
 
-def sharded(steps: int) -> Seen:
-    """`fully_shard` on each layer and on the whole, with clipping, accumulation, and checkpoints that are loaded."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def sharded(steps: int, wrap: str = "FSDP2", how: str = "") -> Seen:
+    """Each layer and the whole sharded, with clipping, accumulation, and checkpoints that are loaded.
+
+    how: "words": an embedding, of whose rows each rank's batches use few; "whole": a layer put in later, reduced by the
+    loop; "late": only the last micro-batch reduces; "in place": gradients are zeroed and clipped by value in place, and
+    an average of the weights is kept; "evaluated": a forward pass comes between the optimizer and the watch.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
-    optimizer = adamw(list(model.parameters()))
-    w = andon.watch(model, optimizer, action=ignore)
+    first = nn.Embedding(40, 16) if how == "words" else nn.Linear(FEATURES, 16)
+    model: Any = nn.Sequential(first, nn.Tanh(), nn.Linear(16, CLASSES))
+    if wrap.startswith("FSDP1"):
+        kept = {"use_orig_params": "flat" not in wrap, "device_id": torch.device("cpu")}
+        flat = functools.partial(FullyShardedDataParallel, **kept)  # type: ignore[arg-type]
+        model[0], model[2] = flat(model[0]), flat(model[2])
+        model = flat(model)
+    else:
+        shape = (world, 1) if "replicated" in wrap else (1, world)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+    if how == "whole":
+        model[1] = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if how else adamw(list(model.parameters()))
     x, y = data()
+    x = (x[:, :3] > 0).long() @ torch.tensor([1, 2, 4]) if how == "words" else x
+    if how == "evaluated":
+        with torch.no_grad():
+            model(x)
+    w = andon.watch(model, optimizer, action=ignore)
+    average = [p.detach().clone() for p in model.parameters()]
     path = path_of_all_ranks()
     for step in range(steps):
-        optimizer.zero_grad()
         for micro in range(2):
-            rows = (torch.arange(4) + 8 * step + 4 * micro + dist.get_rank()) % len(x)
+            if how == "late":
+                model.set_requires_gradient_sync(micro == 1)
+            rows = (torch.arange(4) + 8 * step + 4 * micro + rank) % len(x)
             (nn.functional.cross_entropy(model(x[rows]), y[rows]) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if wrap.startswith("FSDP1"):
+            model.clip_grad_norm_(0.1)
+        elif how == "in place":
+            nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        elif how != "whole":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for p in model[1].parameters() if how == "whole" else ():
+            dist.all_reduce(p.grad)
+            p.grad /= world
         optimizer.step()
+        optimizer.zero_grad(set_to_none=how != "in place")
+        with torch.no_grad():
+            for mean, p in zip(average, model.parameters(), strict=True):
+                mean.lerp_(p, 0.1)
         if step == steps // 2:
             w.saved(path)
             w.loaded(path)
@@ -147,6 +182,14 @@ def transformers_trainer(steps: int) -> Seen:
 
 KINDS = {
     "FSDP2": Kind(sharded),
+    **{
+        f"FSDP2, {how}": Kind(functools.partial(sharded, how=how), weight="many")
+        for how in ("words", "whole", "late", "in place", "evaluated")
+    },
+    **{
+        wrap: Kind(functools.partial(sharded, wrap=wrap), weight="many")
+        for wrap in ("FSDP2 replicated", "FSDP1", "FSDP1 flat")
+    },
     "Accelerate": Kind(accelerated, ("accelerate",), "heavy"),
     "Lightning Fabric": Kind(fabric, ("lightning",), "heavy"),
     "Trainer of transformers": Kind(transformers_trainer, ("transformers", "accelerate"), "heavy"),

@@ -193,16 +193,23 @@ def test_what_is_no_partition_is_refused() -> None:
         replicas_of([0, 1, 0, 3], [2, 2, 2, 2])
 
 
-def _hybrid(replicas: int) -> tuple[list[tuple[str, int]], int]:
-    """What is found where rank 1 flips a bit of its shard before update 3; and how often replicas were compared."""
+def _hybrid(replicas: int, drawn: bool = False) -> tuple[list[tuple[str, int]], int]:
+    """What is found where rank 1 flips a bit of its shard before update 3; and how often replicas were compared.
+
+    drawn: every rank puts in a whole layer of its own after sharding.
+    """
     model = net()
     fully_shard(model, mesh=init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard")))
+    if drawn:
+        torch.manual_seed(dist.get_rank())
+        model[1] = nn.Linear(5, 5)
 
     def flip(step: int) -> None:
         if step == 3 and dist.get_rank() == 1:
             model[0].weight.to_local().data.view(torch.int32)[0, 0] ^= 1 << 20
 
-    w = watched(model, sgd(model, 0.01), 4, flip)
+    rows = torch.full((3, 4), 1.0 + dist.get_rank())
+    w = watched(model, sgd(model, 0.01), 4, flip, lambda each: each(rows).square().sum())
     return [(each.clause, each.step) for each in w.findings], w.evaluations.get("replicas-agree", 0)
 
 
@@ -227,8 +234,8 @@ def _experts() -> list[list[str]]:
     return found
 
 
-def _meshes() -> tuple[object, object, object]:
-    return _hybrid(2), _hybrid(1), _experts()
+def _meshes() -> tuple[object, object, object, object]:
+    return _hybrid(2), _hybrid(1), _experts(), _hybrid(2, drawn=True)[0][0]
 
 
 def test_shards_are_compared_with_their_replicas() -> None:
@@ -238,7 +245,8 @@ def test_shards_are_compared_with_their_replicas() -> None:
     """
     said = answers(4, _meshes)
     assert all(one == other for one, other in pairwise(said))
-    (hybrid, compared), flat, (by_mesh, by_group, untold) = said[0]
+    (hybrid, compared), flat, (by_mesh, by_group, untold), own = said[0]
+    assert own == ("replicas-agree", 0)
     assert hybrid[:1] == [("replicas-agree", 3)]
     assert compared == 1 + 2 * 4
     assert flat == ([], 0)

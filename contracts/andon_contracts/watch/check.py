@@ -148,7 +148,8 @@ class Context:
     @property
     def ranks_have_own_rows(self) -> bool:
         """Whether every rank must train on different rows. Ranks with different parts of the model may share rows."""
-        return self.world > 1 and not self.replicas.cut and self.subject.every_rank_has_rows
+        shared = self.replicas.cut and self.settings.replicate is not None
+        return self.world > 1 and self.subject.every_rank_has_rows and not shared
 
     @property
     def updates(self) -> int:
@@ -186,8 +187,11 @@ class Context:
         if self.world > 1 and self.replicas.cut:
             parts = len(set(self.replicas.parts))
             return Cover("live", f"between the {self.replicas.copies} replicas of each of {parts} parts")
+        if self.world > 1 and self.replicas.whole:
+            count = len(self.replicas.whole)
+            return Cover("degraded", f"the {count} tensors that every rank holds whole")
         if self.world > 1 and self.subject.sharded:
-            return Cover("not applicable", "the parameters are sharded: no shard has a replica")
+            return Cover("not applicable", "no other rank holds the same shard")
         return self.between_ranks()
 
 
@@ -208,6 +212,7 @@ class OptimizerProbe:
         self.names = tuple(self.parameters)
         self.index = {id(p): index for index, p in enumerate(held)}
         self.held = frozenset(self.index)
+        self.whole = [p for p in held if id(p) in context.replicas.whole]
         self.layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start
@@ -226,10 +231,10 @@ class OptimizerProbe:
         """Convert index + 1 of a member into index + 1 of its name in `ModelProbe.names`; 0 stays 0."""
         return member and self._slot[self.names[member - 1]] + 1
 
-    def norm_share(self, tensors: Sequence[Tensor], norm: float) -> float:
-        """This rank's share of the 2-norm of `tensors` for `ModelProbe.norm_of_all`. norm: of this rank's `tensors`."""
+    def norm_share(self, norm: float, *, gradients: bool = False) -> float:
+        """This rank's share of the 2-norm of all members for `ModelProbe.norm_of_all`. norm: of this rank's members."""
         subject = self.context.subject
-        return subject.norm_share(tensors, self.context.world) if subject.sharded else norm
+        return subject.norm_share(self.members, self.context.world, gradients=gradients) if subject.sharded else norm
 
     def reduced(self) -> None:
         for check in self.checks:

@@ -27,7 +27,7 @@ from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen, by
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import named_ranks
-from andon_contracts.watch.model_probe import ModelProbe, is_sharded
+from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
 WIDTH = 96
@@ -194,9 +194,14 @@ class Replicas:
 
     On a mesh with a replicate dimension, ranks of different shards rightly hold different bits. So their digests are
     aligned before they are judged: a rank that agrees with most ranks of its part gets 0, other ranks another number.
+
+    whole: by `id`, the parameters that every rank holds whole beside shards, such as adapters that were added after
+    `fully_shard`. They are replicas on all ranks, whatever the parts are. Their digests ("whole weights" and so on) are
+    sent apart and added after the alignment, so all ranks have one number if the parts and the whole tensors agree.
     """
 
     parts: tuple[int, ...]
+    whole: frozenset[int] = frozenset()
 
     @property
     def copies(self) -> int:
@@ -208,12 +213,21 @@ class Replicas:
         """True if there are several parts, each with replicas that can be compared."""
         return len(set(self.parts)) > 1 and self.copies > 1
 
+    @property
+    def mixed(self) -> bool:
+        """True if digests of all of a rank's tensors cannot be compared with every other rank's."""
+        return self.cut or bool(self.whole)
+
     def align(self, observations: Observations) -> Observations:
         """Replace digests by their `aligned` values, which are equal on all ranks if all replicas agree."""
-        if not self.cut:
+        if not self.mixed:
             return observations
-        names = [name for name in ("weights", "gradient", "optimizer") if name in observations[0].values]
-        columns = {name: self.aligned([o.values[name] for o in observations]) for name in names}
+        columns = {}
+        for name in ("weights", "gradient", "optimizer"):
+            if name in observations[0].values:
+                of_parts = self.aligned([o.values[name] for o in observations])
+                whole = (o.values[f"whole {name}"] for o in observations)
+                columns[name] = [sum(pair) % WRAP for pair in zip(of_parts, whole, strict=True)]
         return tuple(
             replace(o, values={**o.values, **{name: column[rank] for name, column in columns.items()}})
             for rank, o in enumerate(observations)
@@ -224,7 +238,7 @@ class Replicas:
 
         If there are no parts to align, the `values` themselves.
         """
-        if not self.cut:
+        if not self.mixed:
             return tuple(values)
         offsets = [0] * len(values)
         for part in set(self.parts):
@@ -251,15 +265,7 @@ def part_of(subject: ModelProbe, replicate: Any, rank: int) -> tuple[int, int]:
             raise ValueError(f"replicate= must be a process group or a device mesh, not {type(replicate).__name__}")
         ranks = dist.get_process_group_ranks(group)
         return min(ranks), len(ranks)
-    parts = set()
-    for shard in filter(is_sharded, subject.parameters.values()):
-        mesh, part, copies = shard.device_mesh, 0, 1  # type: ignore[attr-defined]
-        for dimension, coordinate in enumerate(mesh.get_coordinate()):
-            if shard.placements[dimension].is_replicate():  # type: ignore[attr-defined]
-                copies *= mesh.size(dimension)
-            else:
-                part = part * mesh.size(dimension) + coordinate
-        parts.add((part, copies))
+    parts = {(shard.number, shard.copies) for shard in subject.shards.values()}
     if not parts:
         return 0, 0
     first = parts.pop()

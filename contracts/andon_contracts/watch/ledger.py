@@ -95,8 +95,8 @@ class Recorder:
     rows than a line can hold. The loop continues.
     """
 
-    def __init__(self, file: LedgerFile | None, subject: ModelProbe, replicated: Mapping[str, bool]) -> None:
-        """file: None writes nothing. replicated: by "weights", "gradient", "optimizer": whether ranks hold the same."""
+    def __init__(self, file: LedgerFile | None, subject: ModelProbe, *, replicated: bool) -> None:
+        """file: None writes nothing. replicated: whether all ranks hold the same weights."""
         self._file = file
         self._subject = subject
         self._replicated = replicated
@@ -162,7 +162,7 @@ class Recorder:
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
             whole[name] = self.whole(name, digests)
-            if self._replicated[name]:
+            if self._replicated:
                 for part, digest in zip(parts, digests, strict=True):
                     part[name] = hex64(digest)
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.util import sub_debug
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from andon_contracts.observe import norm_of
-from andon_contracts.watch.values import text_digest
+from andon_contracts.watch.values import is_flattened, text_digest
 
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
 
@@ -43,9 +45,23 @@ class ModuleGroup(nn.Module):
             self.register_parameter(f"loose{index}", parameter)
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds only a part of the tensor (FSDP2, tensor parallel)."""
-    return hasattr(tensor, "placements") and any(not p.is_replicate() for p in tensor.placements)
+@dataclass(frozen=True)
+class Shard:
+    """The part of a parameter that a rank holds: its number, of how many, and how many ranks hold the same part."""
+
+    number: int
+    parts: int
+    copies: int
+
+
+def _shard_of(tensor: Any) -> Shard | None:
+    """The part of a DTensor that this rank holds (FSDP2, tensor parallel); None if it holds all of the tensor."""
+    number, parts = 0, 1
+    for dimension, place in enumerate(getattr(tensor, "placements", ())):
+        if not place.is_replicate():
+            size = tensor.device_mesh.size(dimension)
+            number, parts = number * size + tensor.device_mesh.get_coordinate()[dimension], parts * size
+    return Shard(number, parts, tensor.device_mesh.size() // parts) if parts > 1 else None
 
 
 def parameters_of(optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
@@ -87,6 +103,10 @@ class ModelProbe:
         self.forward_is_compiled = in_place or (compiled is not None and "DistributedDataParallel" in names[compiled:])
         self.buffer_scopes = _buffer_scopes(self.hooked_module, self.inner, reducers)
         self.modules = list(self.inner.modules())
+        fully_sharded = [module for module in self.modules if hasattr(module, "set_requires_gradient_sync")]
+        for module in fully_sharded:
+            # After an evaluation, FSDP2's root has whole parameters, whose memory it will free.
+            module.reshard()  # type: ignore[operator]
         by_name = list(self.inner.named_modules())
         self.module_names_digest = text_digest([name for name, _ in by_name])
         self.slots = [
@@ -100,13 +120,31 @@ class ModelProbe:
         self.parameters = {slot.name: slot.parameter for slot in self.slots if first[id(slot.parameter)] is slot}
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.frozen = {name: p for name, p in self.parameters.items() if not p.requires_grad}
-        self.sharded = any(is_sharded(parameter) for parameter in self.parameters.values())
-        meshes = [getattr(parameter, "device_mesh", None) for parameter in self.parameters.values()]
-        fsdp = hasattr(self.inner, "set_requires_gradient_sync") and all(m is None or m.ndim == 1 for m in meshes)
-        self.every_rank_has_rows = fsdp or not self.sharded
+        shards = [(id(parameter), _shard_of(parameter)) for parameter in self.parameters.values()]
+        flat = self._flat_shards()
+        self.shards = {key: shard for key, shard in shards if shard is not None} | flat
+        """By `id`, the parameters of which this rank holds a part."""
+        self.sharded = bool(self.shards)
+        # FSDP2 shards over the last dimension of its mesh. If other dimensions replicate, all ranks have own rows.
+        places = [getattr(parameter, "placements", ()) for parameter in self.parameters.values()]
+        fsdp = bool(flat or fully_sharded)
+        only_data = fsdp and all(place.is_replicate() for each in places for place in each[:-1])
+        self.every_rank_has_rows = only_data or not self.sharded
         """False if ranks share the rows of a batch, as they do under tensor parallelism."""
         self.extra_tensors = self._extra_tensors()
         """Optimizer tensors outside the model. Their updates are not checked."""
+
+    def _flat_shards(self) -> dict[int, Shard]:
+        """By `id`, the parameters that FSDP1 shards: a part of a flat tensor, or what that part has of a parameter."""
+        found: dict[int, Shard] = {}
+        for module in self.modules:  # a nested wrapper comes after the outer one, and manages its own parameters
+            strategy = getattr(getattr(module, "sharding_strategy", None), "name", None)
+            group = getattr(module, "process_group", None)
+            if isinstance(group, dist.ProcessGroup) and strategy is not None:
+                size = 1 if strategy == "NO_SHARD" else group.size()
+                shard = Shard(dist.get_rank(group), size, dist.get_world_size() // size)
+                found |= {id(p): shard for p in module.parameters() if is_flattened(p)}
+        return {key: shard for key, shard in found.items() if shard.parts > 1}
 
     def names_by_id(self) -> Mapping[int, str]:
         return {id(parameter): name for name, parameter in self.parameters.items()}
@@ -133,7 +171,9 @@ class ModelProbe:
         """The numbers, from 1, of the optimizers that hold only parameters of another model."""
         mine, extra = set(map(id, self.parameters.values())), set(map(id, self.extra_tensors))
         held = [set(map(id, parameters_of([each]))) for each in self.optimizers]
-        return [number for number, ids in enumerate(held, 1) if ids.isdisjoint(mine) and not ids <= extra]
+        foreign = [number for number, ids in enumerate(held, 1) if ids.isdisjoint(mine) and not ids <= extra]
+        # If the only optimizer was made before the model was sharded, it holds the parameters of then: a finding.
+        return [] if self.sharded and len(self.optimizers) == 1 else foreign
 
     def _extra_tensors(self) -> list[Tensor]:
         """Tensors of the optimizers that are not parameters of the model on purpose: plain tensors (a temperature, a
@@ -157,16 +197,19 @@ class ModelProbe:
         more = [f" and {len(names) - 3} more parameters" * (len(names) > 3) for names, _ in problems]
         return [f"{', '.join(n[:3])}{m} {what}" for (n, what), m in zip(problems, more, strict=True) if n]
 
-    def norm_share(self, tensors: Iterable[torch.Tensor], world: int) -> float:
-        """This rank's share: `norm_of_all(shares)` is the 2-norm of the whole. Without shards: the norm itself."""
-        if not self.sharded:
-            return norm_of(tensors)
+    def held_whole(self, world: int) -> frozenset[int]:
+        """By `id`, the parameters that each of `world` data-parallel ranks holds whole beside shards of others."""
+        over_all = self.sharded and all(shard.parts * shard.copies == world for shard in self.shards.values())
+        known = over_all and self.every_rank_has_rows
+        return frozenset(map(id, self.parameters.values())) - self.shards.keys() if known else frozenset()
+
+    def norm_share(self, parameters: Iterable[torch.Tensor], world: int, *, gradients: bool) -> float:
+        """This rank's share: `norm_of_all(shares)` is the 2-norm of the whole parameters, or of their gradients."""
         by_pieces: dict[int, list[torch.Tensor]] = {}
-        for tensor in tensors:
-            pieces = 1
-            for dimension, placement in enumerate(getattr(tensor, "placements", ())):
-                pieces *= 1 if placement.is_replicate() else tensor.device_mesh.size(dimension)  # type: ignore[attr-defined]
-            by_pieces.setdefault(pieces, []).append(tensor)
+        for each in parameters:
+            tensor = each.grad if gradients else each
+            if tensor is not None:
+                by_pieces.setdefault(self.shards[id(each)].parts if id(each) in self.shards else 1, []).append(tensor)
         return math.sqrt(sum(norm_of(each) ** 2 * n / world for n, each in by_pieces.items()))
 
     def norm_of_all(self, shares: Sequence[float]) -> float:

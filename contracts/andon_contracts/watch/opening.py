@@ -144,7 +144,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
                 problems.append("the optimizer is watched already: close that watch first")
             wrapped = vars(model).get("process_group")  # a module of the user's own may raise for a name that it lacks
             replicas = dist.get_world_size(wrapped) if isinstance(wrapped, dist.ProcessGroup) else exchange.world_size
-            if replicas != exchange.world_size:
+            if replicas != exchange.world_size and not subject.sharded:
                 problems.append(f"the group has {exchange.world_size} ranks, but the model's DDP group has {replicas}")
             try:
                 part, copies = part_of(subject, settings.replicate, exchange.rank)
@@ -180,6 +180,8 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         assert subject is not None
         try:
             parts = replicas_of([o.values["part"] for o in seen], [o.values["copies"] for o in seen])
+            if settings.replicate is None:
+                parts = replace(parts, whole=subject.held_whole(exchange.world_size))
         except ValueError:
             if settings.replicate is not None:
                 raise

@@ -294,8 +294,13 @@ def _details(context: Context, name: str, step: int, probe: OptimizerProbe | Non
         return {name: spread(step, "modes of modules", modes)}
     elif name == "hyperparameters" and probe is not None:
         return {name: spread(step, name, hyperparameters_by_key(probe.optimizer))}
+    # Buffers and whole tensors are replicas on all ranks.
+    cut = {each for each, p in subject.parameters.items() if id(p) not in context.replicas.whole}
     align = context.replicas.aligned
-    return {each: {tensor: align(row) for tensor, row in table.items()} for each, table in details.items()}
+    return {
+        each: {tensor: align(row) if tensor in cut else row for tensor, row in table.items()}
+        for each, table in details.items()
+    }
 
 
 def bundle_tensors(context: Context, named: str) -> Iterator[tuple[str, Tensor]]:

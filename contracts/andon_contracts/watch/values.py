@@ -43,9 +43,15 @@ def text_digest(*parts: object) -> int:
     return zlib.crc32(data) << 30 ^ zlib.adler32(data)
 
 
+def is_flattened(tensor: Tensor) -> bool:
+    """Whether FSDP1 manages the parameter: its shape is that of this rank's part."""
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
 def layout_digest(tensors: Mapping[str, Tensor]) -> int:
     """The digest of names, shapes and dtypes in order."""
-    return text_digest([(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()])
+    shapes = {name: None if is_flattened(tensor) else tuple(tensor.shape) for name, tensor in tensors.items()}
+    return text_digest([(name, shapes[name], str(t.dtype)) for name, t in tensors.items()])
 
 
 def trainable_layout_digest(tensors: Mapping[str, Tensor]) -> int:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from andon_contracts.act import Evidence, write_cause
 from andon_contracts.clauses import CLAUSES
-from andon_contracts.laws.update import OPTIMIZERS, REPLICAS
 from andon_contracts.legible import counted, log
 from andon_contracts.liveness.diagnosis import AT_UPDATE, BEFORE_FORWARD, IN_PASS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
@@ -24,7 +23,7 @@ from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, OptimizerProbe, declared
-from andon_contracts.watch.checks.gradients import GRADIENTS_AGREE, Gradients
+from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.rows import LoadedRows
@@ -71,10 +70,7 @@ class Watch:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
         live = frozenset(name for name, cover in self._cover.items() if cover.live)
-        compared = (REPLICAS, GRADIENTS_AGREE, OPTIMIZERS)
-        states = {name: self._cover[law.clause].state for law in compared for name in law.by_tensor}
-        replicated = {name: not replicas.cut and state != "not applicable" for name, state in states.items()}
-        context.recorder = Recorder(ledger, subject, replicated)
+        context.recorder = Recorder(ledger, subject, replicated=not (replicas.mixed or subject.sharded))
         folder = None if settings.folder is None else Path(settings.folder)
         loaded, tensors = context.check(LoadedRows), partial(bundle_tensors, context)
 
@@ -237,6 +233,8 @@ class Watch:
         if beside:
             tensors = f"{counted(beside, 'tensor')} in the optimizers that are not parameters of the model"
             lines.append(f"  not watched: the updates of {tensors}")
+        if subject.sharded and world > 1 and not self._context.replicas.cut:
+            lines.append("  not watched: bits of shards and of their optimizer state that change on one rank only")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import real_of
+from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
@@ -61,6 +61,9 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
     return Law("clip-once/before", ("norm", "clipped", "gradient"), check)
 
 
+UNEVEN = 2.0**-6
+"""The relative differences of two scaled elements that the rounding of bfloat16 explains."""
+_LOCAL = "the norm is that of local tensors: use torch's clip on the DTensors, or FSDP1's own `clip_grad_norm_`"
 _CLIPPED, _SCALED, _UNREDUCED, _UNFINISHED = 1, 2, 4, 8
 """The bits of the value `clipping`: there was a clip call, and the reasons why one came too early."""
 
@@ -84,9 +87,35 @@ def _by_all_ranks(seen: Seen[object]) -> Finding | None:
     return Finding("only some ranks clipped their gradients", seen.step, ranks, "gradient") if some else None
 
 
+def _of_whole_gradient(seen: Seen[object]) -> Finding | None:
+    used, own, shares = (list(map(real_of, seen.column(f"clip norm{part}"))) for part in ("", " own", " share"))
+    whole = math.hypot(*shares)
+
+    def differ(norm: float, other: float) -> bool:
+        return not math.isclose(norm, other, rel_tol=_NORM_TOLERANCE)
+
+    # A norm of another order, or of other gradients, is neither the whole's nor this rank's.
+    if any(map(differ, used, own)) or not any(differ(norm, whole) for norm in used):
+        return None
+    shown = ", ".join(f"rank {rank}: {norm:.6g}" for rank, norm in enumerate(used))
+    what = f"each rank clipped by the norm of its own shard ({shown}); that of the whole gradient is {whole:.6g}"
+    return Finding(what, seen.step, (), "gradient", likely=_LOCAL)
+
+
+def _scaled_alike(seen: Seen[object]) -> Finding | None:
+    factors = {rank: factor for rank, each in enumerate(seen.column("shard factor")) if (factor := real_of(each))}
+    if not factors or max(factors.values()) - min(factors.values()) <= 2 * UNEVEN * max(map(abs, factors.values())):
+        return None
+    shown = ", ".join(f"rank {rank}: by {factor:.6g}" for rank, factor in factors.items())
+    what = f"after the reduction, the ranks scaled their shards of one gradient by different factors ({shown})"
+    return Finding(what, seen.step, (), "gradient", likely=_LOCAL)
+
+
 _PLACE = (
     Law("clip-placed/before", ("clipping",), _not_early),
+    Law("clip-placed/whole", ("clip norm", "clip norm own", "clip norm share"), _of_whole_gradient),
     Law("clip-placed/micro-batch", ("clipping",), _not_by_micro_batch, suspicion=True),
+    Law("clip-placed/scaled", ("shard factor",), _scaled_alike, suspicion=True),
 )
 _BY_ALL_RANKS = Law("clip-placed/ranks", ("clipping",), _by_all_ranks)
 
@@ -100,6 +129,8 @@ class ClipPlace(Check):
         self._clipped: dict[int, tuple[Tensor, int]] = {}
         """By id: a clipped parameter, and the number of forward passes before its clip call."""
         self._discards = self._calls = 0
+        self._norms = (0.0, 0.0, 0.0)
+        """Of a clip call over shards: the norm that the loop used, that of its gradients here, and the rank's share."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {"clip-placed": LIVE}
@@ -117,6 +148,16 @@ class ClipPlace(Check):
         self._clipped.update({id(each): (each, now) for each in members if each.grad is not None})
         if self._clipped:
             self._calls |= _CLIPPED
+        if norm is not None and any(id(each) in self.context.subject.shards for each in members):
+            self._note_norm(parameters, norm)
+
+    def _note_norm(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
+        # A distributed norm becomes that of the whole in torch's own arithmetic.
+        sampled = any(self.context.settings.is_sampled(probe.updates + 1) for probe in self.context.probes)
+        if sampled and not hasattr(norm, "full_tensor"):
+            subject, world = self.context.subject, self.context.world
+            own = norm_of(each.grad for each in parameters if each.grad is not None)
+            self._norms = float(norm), own, subject.norm_share(parameters, world, gradients=True)
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         is_clipped = any(same_memory(tensor, each.grad) for each, _ in self._clipped.values())
@@ -129,7 +170,8 @@ class ClipPlace(Check):
             self._calls |= _SCALED
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        return {"clipping": self._calls}
+        names = ("clip norm", "clip norm own", "clip norm share")
+        return {"clipping": self._calls, **dict(zip(names, map(bits_of, self._norms), strict=True))}
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         verdicts, seen = self.context.verdicts, Seen[object](said, None)
@@ -139,7 +181,7 @@ class ClipPlace(Check):
 
     def new_window(self, probe: OptimizerProbe | None = None) -> None:
         self._clipped.clear()
-        self._discards, self._calls = self.context.rows.discarded, 0
+        self._discards, self._calls, self._norms = self.context.rows.discarded, 0, (0.0, 0.0, 0.0)
 
     def discarded(self, probe: OptimizerProbe) -> None:
         self._clipped = {key: clip for key, clip in self._clipped.items() if key not in probe.held}

@@ -80,13 +80,14 @@ class ModelCopies(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._copies = Copies(context.subject)
-        self._disabled = not context.ranks_have_own_rows
+        self._disabled = context.subject.sharded or not context.ranks_have_own_rows
 
     def ranks_met(self) -> None:
         self._copies.portable = self.context.portable
 
     def cover(self) -> Mapping[str, Cover]:
-        return {"copies-agree": self.context.between_ranks()}
+        dark = Cover("not observable", "a rank's copy is of its own shards")
+        return {"copies-agree": dark if self.context.subject.sharded else self.context.between_ranks()}
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         try:

@@ -6,6 +6,7 @@ import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,20 +16,22 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.agree import bits_of, real_of
-from andon_contracts.laws.law import Law, Seen, agreeing, difference
-from andon_contracts.observe import DENSE_TYPES, Look, Observer, plain, to_cpu
+from andon_contracts.laws.law import Law, Observations, Seen, agreeing, difference
+from andon_contracts.observe import DENSE_TYPES, Extremes, Look, Observer, extremes, plain, to_cpu, to_floats
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
-from andon_contracts.watch.checks.clipping import Clipping
+from andon_contracts.watch.checks.clipping import UNEVEN, Clipping
 from andon_contracts.watch.checks.token_weights import TokenWeights
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
-from andon_contracts.watch.values import CachedDigest, text_digest
+from andon_contracts.watch.values import CachedDigest, is_flattened, text_digest
 
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
 _PATIENCE = 16
 """A parameter that never had a gradient, or only zeros, is reported after this number of windows."""
+_ELEMENTS, _FEWEST = 64, 8
+"""Of a shard's gradient about 64 elements are sampled. A factor is known if at least 8 are not zero and agree in it."""
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
@@ -81,10 +84,11 @@ class Gradients(Check):
         self._raw_hooks: GradientHooks
         self._thread = threading.get_ident()
         self._reductions = Reductions(probe.members)
-        self._observer = Observer()
-        self.observers = (self._observer,)
+        self.observers = self._observer, self._whole_observer = Observer(), Observer()
         self._present = CachedDigest()
         self._look: Look
+        self._whole: Look
+        """Of the members that every rank holds whole beside shards."""
         self._needs_norm = context.settings.clip is not None or context.settings.recording
         self._loop_norm: float | Tensor | None = None
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
@@ -100,21 +104,21 @@ class Gradients(Check):
         """The parameters that never had a nonzero gradient."""
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}
         self._windows = 0
+        self._shards = ShardGradients(self._probe)
         self._called: set[int] = set()
         self._windows_called: Counter[int] = Counter()
         self._call_hooks: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
 
     def cover(self) -> Mapping[str, Cover]:
-        subject, dark = self.context.subject, "sharded parameters have no raw gradient"
+        subject = self.context.subject
         by_ddp = self.context.world > 1 and subject.reducers
         below_python = Cover("degraded", "hooks do not see the reductions of DDP itself")
-        without_pass = Cover("degraded", f"updates without a backward pass: {dark}")
         unused = "find_unused_parameters=True: checked for LoRA alone, if none of its tensors gets a gradient"
         return {
             "gradients-agree": self.context.between_replicas(),
             "collectives-agree": below_python if by_ddp else self.context.between_ranks(),
-            "finite": Cover("degraded", f"what the optimizer gets: {dark}") if subject.sharded else LIVE,
-            "gradient-fresh": without_pass if subject.sharded else LIVE,
+            "finite": Cover("degraded", "shards have no raw gradient, only a reduced one") if subject.sharded else LIVE,
+            "gradient-fresh": LIVE,
             "gradient-present": Cover("degraded", unused) if subject.unused_expected else LIVE,
         }
 
@@ -165,11 +169,13 @@ class Gradients(Check):
         if not self.context.muted:
             self._raw_hooks.gradient_arrived = False
             self._raw_hooks.backward_called()
+            self._shards.backward_called()
 
     def backward_over(self) -> None:
         # `_LoopCalls` is the last listener, so `context.backward` is still the pass that ends.
         if self.context.backward is not None:
             self._raw_hooks.backward_ended()
+            self._shards.backward_ended()
             if self._raw_hooks.gradient_arrived:
                 self._scale.backward_reached_optimizer()
 
@@ -196,52 +202,62 @@ class Gradients(Check):
             to_cpu(look.device_sums, look.norms)
             self._loop_norm = look.norm
             if self.context.settings.recording:
-                self._reduced, self._share = look, probe.norm_share(probe.gradients(), look.norm)
+                self._reduced, self._share = look, probe.norm_share(look.norm, gradients=True)
 
     def _look_at_gradient(self, *, norm: bool) -> Look:
-        gradients = [each.grad for each in self._probe.members]
-        present = self._present.digest([each is not None for each in gradients])
-        return self._observer.look([each for each in gradients if each is not None], norm=norm, extra=present)
+        present = self._present.digest([each.grad is not None for each in self._probe.members])
+        return self._observer.look(self._probe.gradients(), norm=norm, extra=present)
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         # If the loop's clipping computed the norm, the norm after clipping is seldom needed.
         self._look = self._look_at_gradient(norm=self._loop_norm is None or self._needs_norm)
+        self._whole = self._whole_observer.look([p.grad for p in probe.whole if p.grad is not None])
         self._arriving = [self._loop_norm] if isinstance(self._loop_norm, Tensor) else []
-        return [*self._raw_hooks.waiting(), self._look.device_sums, self._look.norms, self._arriving]
+        sums = [self._look.device_sums, self._whole.device_sums, *self._shards.waiting()]
+        return [*self._raw_hooks.waiting(), *sums, self._look.norms, self._arriving]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"collectives": text_digest(self._reductions.calls), "strided": probe.place(self._reductions.strided)}
 
     def before(self, probe: OptimizerProbe) -> Values:
-        look, raw = self._look, self._raw_hooks.read()
+        look, raw, shards = self._look, self._raw_hooks.read(), self._shards.read()
+        nonfinite = raw.nonfinite or shards.nonfinite
         unclipped = self._arriving[0] if self._arriving else self._loop_norm
         has_norm = unclipped is None or self._needs_norm
-        if raw.nonfinite and not has_norm:
+        if nonfinite and not has_norm:
             has_norm, look = True, self._look_at_gradient(norm=True)
         norm = look.norm if has_norm or unclipped is None else float(unclipped)
         share = self._share
         if self.context.settings.recording and self._reduced is None:
-            share = probe.norm_share(probe.gradients(), norm)
+            share = probe.norm_share(norm, gradients=True)
         skipped = bool(getattr(probe.optimizer, "found_inf", None))
         norms = self._clipping.norms() if self._clipping is not None else None
         if norms is None:
             norms = (0.0, 0.0) if skipped else (norm if unclipped is None else float(unclipped), norm)
-        bad = 0 if skipped else raw.nonfinite
+        bad = 0 if skipped else nonfinite
         self._note_gradients(raw)
         return {
             "nonfinite": probe.place(bad),
             "repaired": int(bad > 0 and norm < math.inf),
             "gradient": look.digest,
+            "whole gradient": self._whole.digest,
             "reduced seen": int(self._reduced is not None),
             "reduced": 0 if self._reduced is None else self._reduced.digest,
             "norm share": bits_of(share),
             "skipped": int(skipped),
             "norm": bits_of(norms[0]),
             "clipped": bits_of(norms[1]),
-            "stale": probe.place(raw.stale),
+            "stale": probe.place(raw.stale or shards.stale),
+            "shard factor": bits_of(self._shards.factor()),
             "raw": raw.fingerprint,
             "missing": probe.place(self._first_missing()),
         }
+
+    def align(self, said: Observations) -> Observations:
+        # One shard may rightly have no gradient: that of rows of an embedding that no batch uses.
+        if not self.context.subject.sharded or len({o.values["missing"] for o in said}) == 1:
+            return said
+        return tuple(replace(o, values={**o.values, "missing": 0}) for o in said)
 
     def _module_called(self, index: int) -> None:
         if torch.is_grad_enabled() and not self.context.muted:
@@ -286,6 +302,78 @@ class Gradients(Check):
     def discarded(self, probe: OptimizerProbe) -> None:
         self._loop_norm, self._reduced = None, None
         self._reductions.clear()
+        self._shards.clear()
+
+
+class ShardGradients:
+    """Reads the gradients of shards when the loop's backward passes begin and end, because no hook on a shard runs.
+
+    FSDP reduces within a pass, so they are reduced. When a pass ends, the loop has not changed them yet. Evenly spaced
+    elements of the largest member show by what the loop scales them then: all shards of a tensor must be scaled alike.
+    """
+
+    def __init__(self, probe: OptimizerProbe) -> None:
+        shards = probe.context.subject.shards
+        self._members = {index: p for index, p in enumerate(probe.members) if id(p) in shards}
+        self._extremes = Extremes([plain(p) for p in probe.members if self._members])  # type: ignore[misc]
+        # FSDP1 with the original parameters: ranks have parts of different ones, which a loop may scale differently.
+        alike = [p for p in self._members.values() if not is_flattened(p) or getattr(p, "_is_flat_param", False)]
+        self._largest = max(alike, key=Tensor.numel, default=None)
+        self.clear()
+
+    def clear(self) -> None:
+        self._extremes.clear()
+        self._begun = False
+        self._leftover: list[tuple[int, Tensor, Tensor]] = []
+        """The extremes of gradients that were there before the first pass of the window."""
+        self._scaled: list[Tensor] = []
+        """Elements of the largest member's gradient: as reduced, and as the optimizer gets them."""
+
+    def _present(self) -> dict[int, Tensor]:
+        return {i: plain(p.grad) for i, p in self._members.items() if p.grad is not None}
+
+    def _elements(self) -> Tensor:
+        gradient = None if self._largest is None else self._largest.grad
+        flat = torch.empty(0, device="cpu") if gradient is None else plain(gradient).reshape(-1)
+        return flat[:: max(flat.numel() // _ELEMENTS, 1)].float()
+
+    def backward_called(self) -> None:
+        if self._begun:  # the loop may have set gradients to None since
+            self._leftover = [each for each in self._leftover if self._members[each[0]].grad is not None]
+        elif self._members:
+            self._begun = True
+            self._leftover = [(i, *extremes(each)) for i, each in self._present().items()]
+
+    def backward_ended(self) -> None:
+        present = self._present()
+        if present:
+            self._extremes.add_all(list(present), list(present.values()))
+            self._scaled = [self._elements().clone()]
+
+    def waiting(self) -> list[list[Tensor]]:
+        """Lists of results on devices, to be copied to the CPU before `read`."""
+        self._scaled += [self._elements()] if self._scaled else []
+        return [*self._extremes.device_results(), self._scaled]
+
+    def read(self) -> RawSummary:
+        seen = self._extremes.read()
+        bad = [i for i, low, high in seen if not (low > -math.inf and high < math.inf)]
+        members, *bounds = zip(*self._leftover, strict=True) if self._leftover else ((), (), ())
+        before = zip(members, *map(to_floats, bounds), strict=True)
+        stale = [each[0] for each in before if any(each[1:]) and each not in seen and each[0] in self._extremes.added]
+        return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
+
+    def factor(self) -> float:
+        """By what the loop scaled the largest gradient after the reduction; 0: by no one factor, or unknown."""
+        if len(self._scaled) < 2:
+            return 0.0
+        before, after = self._scaled
+        used = before != 0
+        if len(before) != len(after) or int(used.sum()) < _FEWEST:
+            return 0.0
+        ratios = after[used] / before[used]
+        factor = float(ratios.median())
+        return factor if bool(torch.isclose(ratios, ratios.median(), rtol=UNEVEN).all()) else 0.0
 
 
 def _intercept_zero(optimizer: torch.optim.Optimizer, zeroed: Callable[[], None]) -> Callable[[], None]:

@@ -89,9 +89,9 @@ class Optimizer(Check):
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
         self._nest = CachedDigest(nested=True)
-        self._state = OptimizerState(probe.optimizer, probe.members)
-        self.observers = (self._state.observer,)
-        self._look: Look
+        self._states = [OptimizerState(probe.optimizer, members) for members in (probe.members, probe.whole)]
+        self.observers = [state.observer for state in self._states]
+        self._looks: list[Look]
         group_of = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
         self._declared = [
             (index, group_of[id(parameter)], key, value)
@@ -133,12 +133,12 @@ class Optimizer(Check):
         }
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        self._look = self._state.look()
-        return [self._look.device_sums]
+        self._looks = [state.look() for state in self._states]
+        return [look.device_sums for look in self._looks]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
-        look, updates = self._look, probe.updates
-        return lambda: {"optimizer": look.digest, "updates": updates}
+        (look, whole), updates = self._looks, probe.updates
+        return lambda: {"optimizer": look.digest, "whole optimizer": whole.digest, "updates": updates}
 
 
 def hyperparameters_by_key(optimizer: torch.optim.Optimizer) -> dict[str, int]:

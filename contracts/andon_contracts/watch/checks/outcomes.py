@@ -20,7 +20,7 @@ from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.violation import first_line
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
-from andon_contracts.watch.values import ids_of, lenient_digest, state_digest, text_digest
+from andon_contracts.watch.values import ids_of, is_flattened, lenient_digest, state_digest, text_digest
 
 S = TypeVar("S")
 
@@ -187,11 +187,14 @@ def _table(
 def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
     """The digests of weights, buffers, optimizer states and hyperparameters, by name. Collective if sharded."""
     subject = probes[0].context.subject
-    digests = {f"weights {n}": d for n, d in digests_by_name(_dense(subject.parameters)).items()}
+    # A part of a flat tensor of FSDP1 cannot be gathered, and depends on the number of ranks.
+    flat = {name for name, p in subject.parameters.items() if id(p) in subject.shards and is_flattened(p)}
+    whole = {name: p for name, p in subject.parameters.items() if name not in flat}
+    digests = {f"weights {n}": d for n, d in digests_by_name(_dense(whole)).items()}
     digests |= {f"buffer {n}": d for n, d in digests_by_name(_dense(subject.buffers_by_name())).items()}
     for probe in probes:
-        for name, parameter in probe.parameters.items():
-            state = probe.optimizer.state.get(parameter, {})
+        for name in (each for each in probe.names if each not in flat):
+            state = probe.optimizer.state.get(probe.parameters[name], {})
             digests[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
         for index, group in enumerate(probe.optimizer.param_groups):
             digests |= {f"group {index} {k}": lenient_digest(v) for k, v in group.items() if not k.startswith("param")}

@@ -103,11 +103,13 @@ class Structure(Check):
         subject = self.context.subject
         # Parameters that no probe trains may have a master weight.
         held = frozenset[int]().union(*(probe.held for probe in self.context.probes))
+        whole = [p for p in subject.parameters.values() if id(p) in self.context.replicas.whole]
         low = (i for i, s in enumerate(subject.slots) if id(s.parameter) in held and s.parameter.element_size() < 4)
         return {
             "change": self._fault_at_start(),
             "layout": trainable_layout_digest(subject.parameters),
             "weights": Observer(portable=portable).look(list(subject.parameters.values())).digest,
+            "whole weights": Observer(portable=portable).look(whole).digest,
             "imprecise": next(low, -1) + 1,
         }
 

@@ -20,7 +20,7 @@ from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.legible import counted
-from andon_contracts.observe import Look, Observer
+from andon_contracts.observe import Look, Observer, local_parts
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
@@ -36,7 +36,9 @@ _WEIGHTS = frozenset({"replicas-agree"})
 
 def version_marks(tensors: Sequence[Tensor]) -> list[int]:
     """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
-    return [*map(attrgetter("_version"), tensors), *map(Tensor.data_ptr, tensors)]
+    parts = local_parts(tensors)
+    written = tensors if parts is tensors else [*tensors, *parts]  # a write through either is counted there only
+    return [*map(attrgetter("_version"), written), *map(Tensor.data_ptr, parts)]
 
 
 def _not_parted(seen: Seen[object]) -> Finding | None:
@@ -68,9 +70,10 @@ class Weights(Check):
         super().__init__(context)
         self._probe = probe
         self.synchrony = Synchrony()
-        self._observer = Observer(stable=True)
-        self.observers = (self._observer,)
+        self.observers = self._observer, self._whole_observer = Observer(stable=True), Observer(stable=True)
         self._look: Look | None = None
+        self._whole = self._whole_observer.look(())
+        """The latest look at the members that every rank holds whole beside shards."""
         self._digest = 0
         self._at_closure: Values = {}
         """The values at the begin of a step with a closure, before the closure ran; empty in other steps."""
@@ -95,13 +98,15 @@ class Weights(Check):
         self._look = None
         if not self._at_closure:
             self._look_before()
-        return [] if self._look is None else [self._look.device_sums]
+        return [] if self._look is None else [self._look.device_sums, self._whole.device_sums]
 
     def _look_before(self) -> None:
         due = (self._probe.updates + 1) % _REREAD == 0
         # Weights that are not synchronised are read before every update.
         reads = due or not self.untouched or self.synchrony.state is not State.TOGETHER
         self._look = self._observer.look(self._probe.members) if reads else None
+        if reads:
+            self._whole = self._whole_observer.look(self._probe.whole)
 
     @property
     def untouched(self) -> bool:
@@ -109,9 +114,11 @@ class Weights(Check):
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         wrappers = [each for each in self.context.subject.reducers if each.holds(probe.held)]
-        known = self.context.subject.sharded or any(each.reduces for each in wrappers)
+        # FSDP reduces the gradients of shards, but not those of whole tensors beside them.
+        known = (self.context.subject.sharded and not probe.whole) or any(each.reduces for each in wrappers)
         if not known and self._elements_reduced:
-            known = self._elements_reduced >= sum(p.numel() for p in probe.members if p.grad is not None) / 2
+            members = probe.whole or probe.members
+            known = self._elements_reduced >= sum(p.numel() for p in members if p.grad is not None) / 2
         reducer = Reducer.KNOWN if known else Reducer.LEFT_OUT if wrappers else Reducer.UNKNOWN
         return {"reduces": reducer.value}
 
@@ -125,7 +132,9 @@ class Weights(Check):
         if self._look is not None:
             self._digest = self._look.digest
         written = last not in (0, self._digest)  # before the first update there is no digest to compare with
-        return {"weights": self._digest, "weights read": int(self._look is not None), "written": int(written)}
+        read = int(self._look is not None)
+        whole = {"whole weights": self._whole.digest}
+        return {"weights": self._digest, **whole, "weights read": read, "written": int(written)}
 
     def deferred(self, seen: Seen[object]) -> frozenset[str]:
         return self.synchrony.before(seen)
@@ -133,17 +142,18 @@ class Weights(Check):
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._at_closure = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
+        self._whole = self._whole_observer.look(probe.whole)
         self._marks = version_marks(probe.members)
-        return [self._look.device_sums, self._look.norms]
+        return [self._look.device_sums, self._look.norms, self._whole.device_sums]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
-        look = self._look
+        look, whole = self._look, self._whole
         assert look is not None
 
         def values() -> Values:
             self._digest = look.digest
-            share = probe.norm_share(probe.members, look.norm) if self.context.settings.recording else 0.0
-            return {"weights": self._digest, "norm share": bits_of(share)}
+            share = probe.norm_share(look.norm) if self.context.settings.recording else 0.0
+            return {"weights": self._digest, "whole weights": whole.digest, "norm share": bits_of(share)}
 
         return values
 
