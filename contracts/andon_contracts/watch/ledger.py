@@ -161,7 +161,7 @@ class Recorder:
         whole: dict[str, str] = {}
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
         for name, digests in by_rank.items():
-            whole[name] = self.whole(name, digests)
+            whole[name] = self.whole(digests)
             if self._replicated:
                 for part, digest in zip(parts, digests, strict=True):
                     part[name] = hex64(digest)
@@ -194,10 +194,11 @@ class Recorder:
             )
         )
 
-    def whole(self, name: str, digests: Sequence[int]) -> str:
-        """One digest from those of all ranks. name: "weights", "gradient" or "optimizer"."""
-        if self._replicated[name]:
+    def whole(self, digests: Sequence[int]) -> str:
+        """One digest from those of all ranks."""
+        if self._replicated:
             return hex64(digests[0])
+        # The ranks hold different shards: one digest of all of them.
         return hex64(join({f"rank {i}": digest % (1 << 64) for i, digest in enumerate(digests)}))
 
     def trained(self) -> dict[str, str]:

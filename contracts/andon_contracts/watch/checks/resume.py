@@ -101,7 +101,7 @@ class ResumedRun(Check):
         said = context.exchange(step + 1, "resumed", own, judged=True)
         if not in_lockstep(said):
             return
-        now = {name: context.recorder.whole(name, [o.values[name] for o in said]) for name in ("weights", "optimizer")}
+        now = {name: context.recorder.whole([o.values[name] for o in said]) for name in ("weights", "optimizer")}
         self._began = {f"{name} before": digest for name, digest in now.items()}
         found: Mapping[str, Any] = {}
         if context.exchange.rank == 0:
