@@ -485,7 +485,7 @@ class _Elements:
             self._whole, self.copies = torch.cat(parts), mesh.size() // shards
         # Not random signs: the gradient of the logits of a softmax adds up to zero and may cancel against them.
         generator = torch.Generator().manual_seed(_ELEMENTS)
-        self._random = torch.randn(2, sum(sizes), generator=generator, device="cpu")
+        self._random = torch.randn(2, sum(sizes), generator=generator, device="cpu").to(parameter.device)
         self._own = slice(sum(sizes[:own]), sum(sizes[: own + 1]))
 
     def dots(self, gradient: Tensor, *, whole: bool) -> Tensor | None:
