@@ -413,24 +413,17 @@ OUTPUT: tuple[Law[Output], ...] = (Law("finite/output", (), _output),)
 """NaN or Inf is neither scored nor handed out: as a prediction it would count as some class."""
 
 
-@dataclass(frozen=True)
-class Count:
-    """The updates `made` so far, of those `planned`, by a run that is `over` or about to make another."""
-
-    made: int
-    planned: int
-    over: bool
-
-
-def _counted(seen: Count) -> Finding | None:
-    if seen.made == seen.planned if seen.over else seen.made < seen.planned:
+def _counted(seen: tuple[int, int, bool]) -> Finding | None:
+    made, planned, over = seen
+    if made == planned if over else made < planned:
         return None
-    step = seen.made if seen.over else seen.made + 1
-    what = f"the run ended after {step} updates" if seen.over else f"update {step} is about to be made"
-    return Finding(f"{what}, but {seen.planned} were planned", step, (), "count of updates")
+    step = made if over else made + 1
+    what = f"the run ended after {step} updates" if over else f"update {step} is about to be made"
+    return Finding(f"{what}, but {planned} were planned", step, (), "count of updates")
 
 
-COUNTED: tuple[Law[Count], ...] = (Law("updates-planned/counted", (), _counted),)
+COUNTED: tuple[Law[tuple[int, int, bool]], ...] = (Law("updates-planned/counted", (), _counted),)
+"""The updates so far, those planned, and whether the run is over, or about to make another."""
 
 
 @dataclass(frozen=True)

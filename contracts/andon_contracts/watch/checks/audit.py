@@ -31,11 +31,6 @@ RATIO_TOLERANCE = 1e-3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW = 2e-2
 _ADDITIVE = 1e-3
-_BY_NO_FACTOR = (
-    "some rows are missing or weigh more than others, or each rank computes a constant or a normalization of the loss "
-    "from its own rows"
-)
-"""The usual causes of a gradient that is not a multiple of the law."""
 _LONGEST_WINDOW = 64
 """The most micro-batches of an update; with more, a quotient fits by chance."""
 
@@ -75,7 +70,9 @@ def _gradient_law(seen: Seen[object]) -> Finding | None:
         what = f"the reduced gradient is {ratio:.3f} x the reference{factor}"
     else:
         by_none = ", which no factor explains" * (rest > RATIO_TOLERANCE)
-        what, likely = f"the gradient is off the reference by {errors[place]:.3g} of its norm{by_none}", _BY_NO_FACTOR
+        what = f"the gradient is off the reference by {errors[place]:.3g} of its norm{by_none}"
+        likely = "some rows are missing or weigh more than others, or each rank computes a constant or a normalization"
+        likely += " of the loss from its own rows"
     what = f"{what}: the reference is the gradient of one process over all rows"
     return Finding(what, seen.step, (), "gradient", likely=likely)
 

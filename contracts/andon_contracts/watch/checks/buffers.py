@@ -86,7 +86,7 @@ class Buffers(Check):
         context = self.context
         if not torch.is_grad_enabled() or context.muted:
             return
-        probes = [probe for probe in context.probes if not probe.check(Gradients).started]
+        probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
         saved, caches = context.subject.buffer_scopes[scope].buffers()
         # A transform of `torch.func` may call the model with other buffers.
         if not probes or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (*saved, *caches))):

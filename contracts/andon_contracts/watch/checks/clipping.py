@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,14 +147,11 @@ class ClipPlace(Check):
         self._clipped.update({id(each): (each, now) for each in members if each.grad is not None})
         if self._clipped:
             self._calls |= _CLIPPED
-        if norm is not None and any(id(each) in self.context.subject.shards for each in members):
-            self._note_norm(parameters, norm)
-
-    def _note_norm(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
-        # A distributed norm becomes that of the whole in torch's own arithmetic.
+        subject, world = self.context.subject, self.context.world
         sampled = any(self.context.settings.is_sampled(probe.updates + 1) for probe in self.context.probes)
-        if sampled and not hasattr(norm, "full_tensor"):
-            subject, world = self.context.subject, self.context.world
+        # A distributed norm becomes that of the whole in torch's own arithmetic.
+        of_shards = any(id(each) in subject.shards for each in members) and not hasattr(norm, "full_tensor")
+        if norm is not None and sampled and of_shards:
             own = norm_of(each.grad for each in parameters if each.grad is not None)
             self._norms = float(norm), own, subject.norm_share(parameters, world, gradients=True)
 
@@ -187,8 +183,7 @@ class ClipPlace(Check):
         self._clipped = {key: clip for key, clip in self._clipped.items() if key not in probe.held}
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """One clip call. norm: the norm of all its parameters, by which it clipped. own: the norm of `members`, those of
     this optimizer. order: the order of both norms. alone: all its parameters belong to this optimizer.
     """

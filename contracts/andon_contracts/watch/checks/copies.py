@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -38,7 +38,6 @@ _SAMPLED, _STRAIGHT = 64, 0.05
 _SIGNS = 8
 """Random sums of a copy that ranks compare; the mean square of their differences estimates that of the copies."""
 _CHUNK = 1 << 16
-_EPS = torch.finfo(torch.float32).eps
 _ROUNDED = 2.0
 """Copies that differ by at most this many spacings of their dtype, times the root of the updates, count as equal."""
 
@@ -150,9 +149,13 @@ class Copies:
         seen: list[tuple[int, bool, bool, list[Tensor]]] = []
         samples, self._samples = self._samples, {}
         for each in self._candidates:
-            tensors = self._tensors_of(each)
-            pairs = _pairs(tensors, self._subject.parameters.values()) if tensors else []
-            distance = _distance(pairs) if tensors else math.inf
+            tensors, parameters = self._tensors_of(each), list(self._subject.parameters.values())
+            if not tensors:
+                continue
+            # A copy has one tensor for each parameter, or for each trained one.
+            wanted = [p for p in parameters if len(tensors) == len(parameters) or p.requires_grad]
+            pairs = [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
+            distance = _distance(pairs)
             if far := _NEAR < distance <= _FAR:
                 self._samples[id(each)] = sample = _sample(pairs)
                 far = id(each) in samples and _moves_to_weights(samples[id(each)], sample)
@@ -250,14 +253,6 @@ class Copies:
         return list(named.values()) if same else []
 
 
-def _pairs(tensors: Sequence[Tensor], parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Each of `tensors` with its parameter: with all parameters, or with the trained ones."""
-    wanted = list(parameters)
-    if len(tensors) != len(wanted):
-        wanted = [each for each in wanted if each.requires_grad]
-    return [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
-
-
 @torch.no_grad()
 def _sample(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """float64 [2, elements]: some elements of a copy, and those of the weights."""
@@ -290,7 +285,7 @@ def _sketch(tensors: Sequence[Tensor]) -> list[float]:
     for each in map(plain, tensors):
         flat = torch.view_as_real(each) if each.is_complex() else each
         # 16-bit copies get the tolerance of float32, because ranks that run the same operations round equally.
-        eps = min(torch.finfo(flat.dtype).eps, _EPS) if flat.is_floating_point() else 0.0
+        eps = min(torch.finfo(flat.dtype).eps, torch.finfo(torch.float32).eps) if flat.is_floating_point() else 0.0
         for part in torch.split(flat.reshape(-1), _CHUNK):
             drawn = torch.randint(256, (part.numel(), 1), generator=generator, dtype=torch.uint8, device="cpu")
             values = part.cpu().double()

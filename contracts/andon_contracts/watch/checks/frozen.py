@@ -105,9 +105,9 @@ class Frozen(Check):
         if FROZEN.clause not in context.verdicts.live or self._reported or not context.steps:
             return
         untouched = self._base.untouched and all(probe.check(Weights).untouched for probe in context.probes)
-        why = (
-            context.check(Structure).change_since_start() if untouched else "weights were written after the last update"
-        )
+        why = "weights were written after the last update"
+        if untouched:
+            why = context.check(Structure).change_since_start()
         if why:
             self._closing_line = f"  base-frozen: not read again at the close, because {why}"
             return

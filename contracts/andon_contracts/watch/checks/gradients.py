@@ -81,7 +81,7 @@ class Gradients(Check):
     def __init__(self, context: Context, probe: OptimizerProbe, scale: TokenWeights, clip: Clipping | None) -> None:
         super().__init__(context)
         self._probe, self._scale, self._clipping = probe, scale, clip
-        self._raw_hooks: GradientHooks
+        self.raw_hooks: GradientHooks
         self._thread = threading.get_ident()
         self._reductions = Reductions(probe.members)
         self.observers = self._observer, self._whole_observer = Observer(), Observer()
@@ -125,8 +125,8 @@ class Gradients(Check):
     def hooks(self) -> list[Callable[[], None]]:
         context, probe = self.context, self._probe
         observed = self._scale.parameter_index, self._scale.gradient_hook
-        self._raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
-        self._raw_hooks.halt = context.halt
+        self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
+        self.raw_hooks.halt = context.halt
         for slot in context.subject.slots if not context.subject.compiled else ():
             index = probe.index.get(id(slot.parameter))
             if index is not None:
@@ -135,48 +135,39 @@ class Gradients(Check):
         return [self._remove_hooks, _intercept_zero(probe.optimizer, self._zeroed)]
 
     def _remove_hooks(self) -> None:
-        self._raw_hooks.close()
+        self.raw_hooks.close()
         for handle in chain.from_iterable(self._call_hooks.values()):
             handle.remove()
 
     def new_batch(self) -> None:
         """The loop told of a batch whose backward pass has not begun."""
-        self._raw_hooks.backward_seen = False
-
-    @property
-    def started(self) -> bool:
-        return self._raw_hooks.started
-
-    @property
-    def arrived(self) -> bool:
-        """Whether the loop's latest backward pass reached a parameter."""
-        return self._raw_hooks.gradient_arrived
+        self.raw_hooks.backward_seen = False
 
     @property
     def host_seconds(self) -> float:
-        return self._raw_hooks.host_seconds
+        return self.raw_hooks.host_seconds
 
     def _zeroed(self) -> None:
         rows = self.context.rows
-        if self._raw_hooks.backward_seen:
+        if self.raw_hooks.backward_seen:
             rows.unused = 0
-        if self._raw_hooks.started or rows.ids:
-            self._raw_hooks.discard()
+        if self.raw_hooks.started or rows.ids:
+            self.raw_hooks.discard()
         else:
             self._probe.discarded()
 
     def backward(self, loss: Tensor | None) -> None:
         if not self.context.muted:
-            self._raw_hooks.gradient_arrived = False
-            self._raw_hooks.backward_called()
+            self.raw_hooks.gradient_arrived = False
+            self.raw_hooks.backward_called()
             self._shards.backward_called()
 
     def backward_over(self) -> None:
         # `_LoopCalls` is the last listener, so `context.backward` is still the pass that ends.
         if self.context.backward is not None:
-            self._raw_hooks.backward_ended()
+            self.raw_hooks.backward_ended()
             self._shards.backward_ended()
-            if self._raw_hooks.gradient_arrived:
+            if self.raw_hooks.gradient_arrived:
                 self._scale.backward_reached_optimizer()
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
@@ -184,7 +175,7 @@ class Gradients(Check):
         in_pass = torch._C._current_graph_task_id() != -1
         aside = threading.get_ident() != self._thread and not in_pass
         if not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
-            self._raw_hooks.reducing(gradient=self._reductions.add(tensor))
+            self.raw_hooks.reducing(gradient=self._reductions.add(tensor))
             if in_pass and any(getattr(each.module, "_comm_hooks", ()) for each in self.context.subject.reducers):
                 # Such a hook reduces again when its first reduction is done: in this thread, or in one of the backend.
                 self._reductions.calls.pop()
@@ -214,13 +205,13 @@ class Gradients(Check):
         self._whole = self._whole_observer.look([p.grad for p in probe.whole if p.grad is not None])
         self._arriving = [self._loop_norm] if isinstance(self._loop_norm, Tensor) else []
         sums = [self._look.device_sums, self._whole.device_sums, *self._shards.waiting()]
-        return [*self._raw_hooks.waiting(), *sums, self._look.norms, self._arriving]
+        return [*self.raw_hooks.waiting(), *sums, self._look.norms, self._arriving]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"collectives": text_digest(self._reductions.calls), "strided": probe.place(self._reductions.strided)}
 
     def before(self, probe: OptimizerProbe) -> Values:
-        look, raw, shards = self._look, self._raw_hooks.read(), self._shards.read()
+        look, raw, shards = self._look, self.raw_hooks.read(), self._shards.read()
         nonfinite = raw.nonfinite or shards.nonfinite
         unclipped = self._arriving[0] if self._arriving else self._loop_norm
         has_norm = unclipped is None or self._needs_norm
@@ -296,7 +287,7 @@ class Gradients(Check):
         return "lora_A" in name and other is not None and not bool(plain(other).any())
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self._raw_hooks.reset()
+        self.raw_hooks.reset()
         self.discarded(probe)
 
     def discarded(self, probe: OptimizerProbe) -> None:

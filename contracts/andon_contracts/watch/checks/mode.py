@@ -106,14 +106,15 @@ class Mode(Check):
         if torch.is_grad_enabled():
             self._training.add(module.training)
             if self._updates < _DRAWING and not self._drew:
-                self._random = self._random_state()
+                self._random = self.random_state()
 
     def forwarded(self) -> None:
         before, self._random = self._random, None
-        if before is not None and (after := self._random_state()) is not None:
+        if before is not None and (after := self.random_state()) is not None:
             self._drew = not torch.equal(before, after)
 
-    def _random_state(self) -> torch.Tensor | None:
+    def random_state(self) -> torch.Tensor | None:
+        """Torch's random state on the device of the model; None while a graph is captured, or if it is not known."""
         gpu = self.context.subject.gpu()
         if gpu is not None and torch.cuda.is_current_stream_capturing():
             return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,8 +224,7 @@ class OptimizerState:
         self._sizes = list(map(len, tables)) if all_tensors else None
 
 
-@dataclass(frozen=True)
-class Unmoved:
+class Unmoved(NamedTuple):
     """A member that kept every bit, at the element whose expected update is the largest in units of its spacing.
 
     due: the expected update of that element, estimated if the optimizer's arithmetic is unknown. spacing: the distance

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from andon_contracts.agree import WRAP, bits_of, real_of
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations
-from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Count, Evaluation, Restored
+from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Evaluation, Restored
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.violation import first_line
@@ -53,11 +53,11 @@ class Outcomes(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         if (planned := self.context.settings.updates) is not None:
-            self._judge(COUNTED, Count(probe.updates, planned, over=False))
+            self._judge(COUNTED, (probe.updates, planned, False))
 
     def judge_close(self) -> None:
         if (planned := self.context.settings.updates) is not None:
-            self._judge(COUNTED, Count(self.context.updates, planned, over=True))
+            self._judge(COUNTED, (self.context.updates, planned, True))
 
     def _judge(self, laws: Sequence[Law[S]], seen: S) -> None:
         self.context.verdicts.judge(laws, seen, self.context.scene(applied=True))
@@ -74,7 +74,16 @@ class Outcomes(Check):
         metrics: Mapping[str, float] | None = None,
         rows: int | None = None,
     ) -> None:
-        table, problem = _table(ids, predictions, labels)
+        table, problem = list[list[int]](), ""
+        try:
+            # One copy from a GPU, instead of one for each element.
+            columns = [each.tolist() if isinstance(each, Tensor) else each for each in (predictions, labels)]
+            table = [ids_of(ids), *([int(value) for value in column] for column in columns)]
+            lengths = [len(column) for column in table]
+            if len(set(lengths)) > 1:
+                problem = f"ids, predictions and labels have different lengths: {lengths}"
+        except (TypeError, ValueError) as error:
+            problem = str(error)
         self._raise_on_all_ranks(problem)
         step, exchange, metrics = self._step, self.context.exchange, metrics or {}
         reported = {
@@ -139,10 +148,15 @@ class Outcomes(Check):
 
     def loaded(self, path: str | Path) -> None:
         probes, exchange = self.context.probes, self.context.exchange
-        saved, counts, problem = _read_digests(Path(path), len(probes))
+        file, saved, problem = _digest_file(Path(path)), dict[str, int](), ""
+        try:
+            saved = {name: int(text, 16) for name, text in read_json(file).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            problem = f"cannot read the digests of the checkpoint from {file}: {error}"
         self._raise_on_all_ranks(problem)
-        for probe, count in zip(probes, counts, strict=True):
-            probe.updates = count
+        first = saved.get("updates", 0)
+        for index, probe in enumerate(probes):  # one that is not in the file has the updates of the first
+            probe.updates = saved.pop(_updates_key(index), first)
         optimizers = [probe.optimizer for probe in probes]
         self.context.recorder.loaded(self._step, Path(path).name, exchange.world_size, optimizers)
         live = exchange.gather_named(self._step, "restored", _live_digests(probes))
@@ -169,19 +183,6 @@ class Outcomes(Check):
         others = [str(o.rank) for o in seen if o.values["problem"]]
         if others:
             raise ValueError(problem or f"rank {', '.join(others)} got a wrong argument; its own message says which")
-
-
-def _table(
-    ids: Sequence[int] | Tensor, predictions: Sequence[int] | Tensor, labels: Sequence[int] | Tensor
-) -> tuple[list[list[int]], str]:
-    try:
-        # One copy from a GPU, instead of one for each element.
-        columns = [each.tolist() if isinstance(each, Tensor) else each for each in (predictions, labels)]
-        table = [ids_of(ids), *([int(value) for value in column] for column in columns)]
-    except (TypeError, ValueError) as error:
-        return [], str(error)
-    lengths = [len(column) for column in table]
-    return table, f"ids, predictions and labels have different lengths: {lengths}" if len(set(lengths)) > 1 else ""
 
 
 def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
@@ -217,16 +218,3 @@ def _digest_file(path: Path) -> Path:
 
 def _updates_key(index: int) -> str:
     return f"updates of optimizer {index + 1}" if index else "updates"
-
-
-def _read_digests(path: Path, optimizers: int) -> tuple[dict[str, int], list[int], str]:
-    """The digests of the checkpoint at `path`, the updates of each optimizer, and the problem or "".
-
-    An optimizer that is not in the file has the updates of the first one.
-    """
-    try:
-        digests = {name: int(text, 16) for name, text in read_json(_digest_file(path)).items()}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return {}, [0] * optimizers, f"cannot read the digests of the checkpoint from {_digest_file(path)}: {error}"
-    first = digests.get("updates", 0)
-    return digests, [digests.pop(_updates_key(index), first) for index in range(optimizers)], ""

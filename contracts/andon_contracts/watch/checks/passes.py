@@ -62,7 +62,7 @@ class Passes(Check):
     def backward_over(self) -> None:
         if self.context.backward is not None:
             shards = self._probe.gradients() if self.context.subject.sharded else []  # these have no hooks
-            self._window += bool(shards) or self._probe.check(Gradients).arrived
+            self._window += bool(shards) or self._probe.check(Gradients).raw_hooks.gradient_arrived
 
     def limiting(self, parameters: Sequence[Tensor]) -> None:
         clipped = {id(each) for each in parameters if each.grad is not None}

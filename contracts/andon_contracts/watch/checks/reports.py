@@ -6,8 +6,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from numbers import Number
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,21 +28,20 @@ _SAMPLE = 256
 """About this many rows of the ranks' data sets are compared at the start."""
 
 
-@dataclass(frozen=True)
-class ReportedRows:
+class ReportedRows(NamedTuple):
     """The rows of one update, as all ranks reported them.
 
     ids, contents: by rank. planned: the ids of the plan; None without a plan. rows: the size of the data set; None if
-    unknown. expected: the content of each id, if it is known.
+    unknown. expected: the content of each id, if it is known, from `source`.
     """
 
     step: int
     ids: tuple[tuple[int, ...], ...]
     contents: tuple[tuple[int, ...], ...]
-    planned: tuple[int, ...] | None = None
-    rows: int | None = None
-    expected: Mapping[int, int] | None = None
-    source: str = "the expected content"
+    planned: tuple[int, ...] | None
+    rows: int | None
+    expected: Mapping[int, int]
+    source: str
 
 
 def _rows_once(batch: ReportedRows) -> Finding | None:
@@ -62,12 +62,11 @@ def _rows_once(batch: ReportedRows) -> Finding | None:
 
 
 def _contents_planned(batch: ReportedRows) -> Finding | None:
-    expected = batch.expected or {}
     odd = [
         (rank, row)
         for rank, (ids, contents) in enumerate(zip(batch.ids, batch.contents, strict=True))
         for row, content in zip(ids, contents, strict=False)
-        if expected.get(row, content) != content
+        if batch.expected.get(row, content) != content
     ]
     if not odd:
         return None
@@ -215,16 +214,19 @@ class LoopReports(Check):
         context, settings, step = self.context, self.context.settings, said[0].step
         judged = context.verdicts.judgement(_EXPECTED, Seen[Sequence[Mapping[str, str]]](said, ()))
         if judged.first is not None and not context.verdicts.is_reported("randomness-declared"):
-            texts = context.exchange.gather_texts(
-                step, json.dumps({n: text for n, (*_, text) in self._expected.items()})
-            )
+            own_texts = json.dumps({name: text for name, (*_, text) in self._expected.items()})
+            texts = context.exchange.gather_texts(step, own_texts)
             judged.seen = replace(judged.seen, want=[json.loads(text) for text in texts])
         context.verdicts.report_all(judged, context.scene_of(probe, aligned, applied=False))
         self.of_update = UpdateRows()
         if any(o.values["reports"] for o in said) and any(o.values["loss rows"] for o in said):
             self.unreported.discard("loss-reported")
         if any(o.values["windows passed"] for o in said):
-            self._use_skipped_windows(step)
+            passed, self._rows.skipped_windows = self._rows.skipped_windows, []
+            numbers = [window for window, skipped in enumerate(passed) for _ in skipped]
+            parts = context.exchange.gather_columns(step, [[row for skipped in passed for row in skipped], numbers])
+            for number in sorted({window for part in parts for window in part[1]}):
+                self._use([row for part in parts for row, window in zip(*part, strict=True) if window == number])
         if not any(o.values["rows"] for o in said):
             return
         with_contents = all(o.values["with content"] for o in said)
@@ -255,14 +257,6 @@ class LoopReports(Check):
     def closing_lines(self) -> list[str]:
         without_losses = self._mean_told and "loss-reported" in self.unreported
         return ["  loss-reported: not judged, no w.loss(...) for the mean of w.expect"] * without_losses
-
-    def _use_skipped_windows(self, step: int) -> None:
-        passed = self._rows.skipped_windows
-        windows = [window for window, ids in enumerate(passed) for _ in ids]
-        parts = self.context.exchange.gather_columns(step, [[row for ids in passed for row in ids], windows])
-        for window in sorted({window for part in parts for window in part[1]}):
-            self._use([row for part in parts for row, of_window in zip(*part, strict=True) if of_window == window])
-        self._rows.skipped_windows = []
 
     def _use(self, union: Sequence[int]) -> None:
         """Count rows as used in this epoch. A new epoch begins if a row comes again, or if all were used."""

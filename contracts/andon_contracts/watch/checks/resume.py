@@ -25,34 +25,21 @@ from andon_contracts.observe import Observer, plain
 from andon_contracts.record import LedgerError, Resume, Start, Step, read_lines
 from andon_contracts.violation import Finding, first_line
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.checks.mode import Mode
 from andon_contracts.watch.checks.optimizer import OptimizerState
 from andon_contracts.watch.checks.rows import LoadedRows
 from andon_contracts.watch.intercept import LoaderPass, is_running
-from andon_contracts.watch.model_probe import random_state
 from andon_contracts.watch.values import text_digest
 
 _STREAMS = tuple(f"random stream of {name}" for name in ("torch", "numpy", "Python"))
 _SLACK, _MOST = 2, 4096
 """The updates whose rows a pass may have too few or too many, for padding; the updates of a pass that are sent."""
-_NOTHING: Mapping[str, Any] = {
-    "problems": (),
-    "step": 0,
-    "same ranks": False,
-    "rates": {},  # rates: by step
-    "rows": {},
-    "used": 0,
-    "size": 0,
-    "slack": 0.0,  # the unfinished pass: steps by rows, rows so far, all rows
-}
+_NO_PASS: Mapping[str, Any] = {"rows": {}, "used": 0, "size": 0, "slack": 0.0}
+"""The unfinished pass: steps by rows, rows so far, all rows, and by how many rows the count may be off."""
+_NOTHING: Mapping[str, Any] = {"problems": (), "step": 0, "same ranks": False, "rates": {}, **_NO_PASS}
+"""What rank 0 finds in the ledger: problems, the step that the run resumes from, rates by step, an unfinished pass."""
 _LIKELY = "a part of the state was not saved, not loaded, or made anew after the load; another run needs another ledger"
-
-
-def _exact(seen: tuple[int, Sequence[str]]) -> Finding | None:
-    what = f"the run does not continue what its ledger holds: {'; '.join(seen[1])}"
-    return Finding(what, seen[0], likely=_LIKELY) if seen[1] else None
-
-
-_EXACT = (Law("resume-exact/watched", (), _exact, suspicion=True),)
+_EXACT = (Law[Finding | None]("resume-exact/watched", (), lambda found: found, suspicion=True),)
 
 
 class Left(NamedTuple):
@@ -87,7 +74,6 @@ class ResumedRun(Check):
         """The first pass of this process. A resumed loop may have thrown away the `_skipped` rows that came first."""
         self._skipped = self._total = 0
         self._left = _NOTHING
-        """What rank 0 found in the ledger."""
 
     def cover(self) -> Mapping[str, Cover]:
         return {"resume-exact": Cover("live", "if the ledger has steps of an earlier process")}
@@ -134,15 +120,12 @@ class ResumedRun(Check):
 
     def _streams(self) -> Values:
         """Digests of this rank's global random streams; 0 for one that is not used."""
-        numpy, gpu = sys.modules.get("numpy"), self.context.subject.gpu() or torch.device("cpu")
-        known = gpu.type == "cpu" or not torch.cuda.is_current_stream_capturing()
-        state = random_state(gpu) if known else None
+        numpy, state = sys.modules.get("numpy"), self.context.check(Mode).random_state()
         of_torch = 0 if state is None else zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))
         bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
         # In memory: 624 words and the position. Numpy takes 20 times as long to give them.
         raw = ctypes.string_at(bits.ctypes.state_address, 2500) if type(bits).__name__ == "MT19937" else b""
-        of_numpy = zlib.crc32(raw)
-        return dict(zip(_STREAMS, (of_torch, of_numpy, hash(random.getstate()[1]) >> 2), strict=True))
+        return dict(zip(_STREAMS, (of_torch, zlib.crc32(raw), hash(random.getstate()[1]) >> 2), strict=True))
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         step, ended, counts = said[0].step, [o.values["pass over"] for o in said], [o.values["in pass"] for o in said]
@@ -176,7 +159,9 @@ class ResumedRun(Check):
             position = {"in pass": str(left["used"] + total), "of": str(size)}
         self.context.recorder.left, self._began = {**self._began, **written, **position}, {}
         if problems or left["step"]:
-            self.context.verdicts.judge(_EXACT, (step, problems), self.context.scene())
+            what = f"the run does not continue what its ledger holds: {'; '.join(problems)}"
+            found = Finding(what, step, likely=_LIKELY) if problems else None
+            self.context.verdicts.judge(_EXACT, found, self.context.scene())
 
     def _compare(self, probe: OptimizerProbe, now: Mapping[str, str]) -> dict[str, Any]:
         """On rank 0: the step that `probe` resumes from, the problems, and the unfinished pass. {}: it is no resume."""
@@ -225,12 +210,24 @@ class ResumedRun(Check):
         if left.world != context.world:
             told.append(f"it ran on {left.world} ranks, so random streams are not compared")
         elif place is not None:
-            problems += _drawn_again(now, steps, place)
+            # A random stream that moves at each update, and is where it was before the resume.
+            for name in filter(now.__contains__, _STREAMS):
+                values = [each.values.get(name) for each in steps]
+                until, after = values[: place + 1], values[place + 1 :]
+                if len(until) > 1 and until[-1] != until[-2] and now[name] in until and now[name] not in after:
+                    again = f"draws the numbers of step {steps[until.index(now[name])].step} again"
+                    problems.append(f"the {name} {again}: it was not restored, or seeded after the restore")
+                    break
         log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.earlier}", *told]))
         if place is None or index is not None:
             return {"problems": problems}
-        found = {"problems": problems, "step": left.step, "same ranks": left.world == context.world}
-        return {**found, "rates": _rates(steps, place), **_unfinished_pass(steps, place)}
+        # The rates of the steps around it, and of the first two unless the schedule has cycles.
+        of_first = [math.isclose(each.rate, steps[0].rate) for each in steps]
+        cycles = any(later and not each for each, later in pairwise(of_first))
+        near = {*range(max(place - 1, 0), place + 3)} | (set() if cycles else {0, 1})
+        rates = {str(steps[at].step): steps[at].rate for at in sorted(near) if at < len(steps)}
+        found = {"problems": problems, "step": left.step, "same ranks": left.world == context.world, "rates": rates}
+        return {**found, **_unfinished_pass(steps, place)}
 
 
 def _written(said: Observations) -> dict[str, str]:
@@ -249,27 +246,8 @@ def _other_form(probe: OptimizerProbe, names: Mapping[str, str], trained: Mappin
     return next((f"rounded to {dtype}" for dtype in rounded), "")
 
 
-def _rates(steps: Sequence[Left], place: int) -> dict[str, float]:
-    """By number, the rates of the steps around `place`, and of the first two unless the schedule has cycles."""
-    of_first = [math.isclose(each.rate, steps[0].rate) for each in steps]
-    cycles = any(later and not each for each, later in pairwise(of_first))
-    near = {*range(max(place - 1, 0), place + 3)} | (set() if cycles else {0, 1})
-    return {str(steps[at].step): steps[at].rate for at in sorted(near) if at < len(steps)}
-
-
-def _drawn_again(now: Mapping[str, str], steps: Sequence[Left], place: int) -> list[str]:
-    """The problem with a random stream that moves at each update, and is where it was before the resume."""
-    for name in filter(now.__contains__, _STREAMS):
-        values = [each.values.get(name) for each in steps]
-        until, after = values[: place + 1], values[place + 1 :]
-        if len(until) > 1 and until[-1] != until[-2] and now[name] in until and now[name] not in after:
-            what = f"draws the numbers of step {steps[until.index(now[name])].step} again"
-            return [f"the {name} {what}: it was not restored, or seeded after the restore"]
-    return []
-
-
 def _unfinished_pass(steps: Sequence[Left], place: int) -> dict[str, Any]:
-    """What `_NOTHING` lists of the pass that the step at `place` left unfinished. {}: it is over, or not known."""
+    """What `_NO_PASS` lists of the pass that the step at `place` left unfinished. {}: it is over, or not known."""
     used, size = [int(each.values.get("in pass", 0)) for each in steps], int(steps[place].values.get("of", 0))
     passes = list(accumulate(int(now <= before) for before, now in pairwise([0, *used])))
     part = [each for each, number in zip(steps, passes, strict=True) if number == passes[place]]

@@ -39,49 +39,25 @@ _SURE, _LIKELY = 2, 3
 """After this many updates in a row with the same rows on all ranks: a fault if rows are known, else a suspicion."""
 
 
-@dataclass(frozen=True)
-class _RowsSeen:
-    """What all ranks observed of their rows; the same on every rank except `rows`.
-
-    same: for how many updates in a row all ranks drew the same rows and gave them to the model. same_input: for how
-    many updates in a row, with unknown rows, inputs or raw gradients were equal. rows: this rank's rows of the update.
-    repeated, ranks: rows that came too often in one pass over the data, and the ranks that had them. shared: the same
-    ranks if each of these rows came on several of them.
-    """
-
-    step: int
-    same: int = 0
-    same_input: int = 0
-    rows: Sequence[int] = ()
-    repeated: Sequence[int] = ()
-    ranks: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()
-
-
+_SameRows = tuple[int, int, Sequence[int]]
+"""For how many updates in a row all ranks drew the same rows and gave them to the model; for how many, with unknown
+rows, inputs or raw gradients were equal; and this rank's rows of the update.
+"""
 _MISSING, _READS_ALL = "is DistributedSampler missing?", "no DistributedSampler, so that each rank reads all rows"
 
 
-def _distributed(seen: _RowsSeen) -> Finding | None:
-    if seen.same < _SURE:
-        return None
-    rows = f" (rows {list(seen.rows)[:8]})" if seen.rows else ""
-    what = f"all ranks were given the same rows{rows} in {seen.same} consecutive updates: {_MISSING}"
-    return Finding(what, seen.step, (), "global batch", likely=_READS_ALL)
+def _distributed(seen: Seen[_SameRows]) -> Finding | None:
+    same, _, ids = seen.want
+    rows = f" (rows {ids[:8]})" if ids else ""
+    what = f"all ranks were given the same rows{rows} in {same} consecutive updates: {_MISSING}"
+    return Finding(what, seen.step, (), "global batch", likely=_READS_ALL) if same >= _SURE else None
 
 
-def _inputs_differ(seen: _RowsSeen) -> Finding | None:
-    if seen.same_input < _LIKELY:
-        return None
-    what = f"in {seen.same_input} consecutive updates, the model's inputs or the raw gradients were equal on all ranks"
-    return Finding(f"{what}, bit for bit, as if all trained on the same rows", seen.step, (), "global batch")
-
-
-def _once_in_a_pass(seen: _RowsSeen) -> Finding | None:
-    what, likely = f"rows {list(seen.repeated)[:8]} came more than once in one pass over the data", None
-    if seen.shared:
-        what = f"{named_ranks(seen.shared)} were given the same rows {list(seen.repeated)[:8]}: {_MISSING}"
-        likely = f"{_READS_ALL}; or its seed or epoch differs between the ranks"
-    return Finding(what, seen.step, seen.ranks, "global batch", likely=likely) if seen.repeated else None
+def _inputs_differ(seen: Seen[_SameRows]) -> Finding | None:
+    _, same, _ = seen.want
+    what = f"in {same} consecutive updates, the model's inputs or the raw gradients were equal on all ranks"
+    what += ", bit for bit, as if all trained on the same rows"
+    return Finding(what, seen.step, (), "global batch") if same >= _LIKELY else None
 
 
 def _order_renewed(seen: Seen[object]) -> Finding | None:
@@ -95,7 +71,7 @@ _ROWS = (
     Law("samples-once/drawn", ("drawn", "drawn keys", "given"), _distributed),
     Law("samples-once/given", ("given", "raw"), _inputs_differ, suspicion=True),
 )
-_PASS = (Law("samples-once/pass", ("held",), _once_in_a_pass),)
+_PASS = (Law[Finding | None]("samples-once/pass", ("held",), lambda found: found),)
 _ORDER = (Law("order-renewed/pass", ("order again",), _order_renewed),)
 
 
@@ -105,7 +81,8 @@ class LoadedRows(Check):
         self._waiting: deque[Yielded] = deque(maxlen=_AHEAD)
         self._latest: LoaderPass | None = None
         self._used: Yielded | None = None
-        self._window: list[Yielded] = []
+        self.window: list[Yielded] = []
+        """The batches of this update."""
         self._not_gathered: list[Yielded] = []
         """The batches since their rows were last gathered."""
         self._inputs: list[Tensor] = []
@@ -122,18 +99,13 @@ class LoadedRows(Check):
         self._uneven: dict[str, None] = {}
         """Closing lines about passes that left out rows or had some twice."""
 
-    @property
-    def window(self) -> Sequence[Yielded]:
-        """The batches of this update."""
-        return self._window
-
     def cover(self) -> Mapping[str, Cover]:
         return {"order-renewed": LIVE}
 
     @property
     def ids(self) -> list[int]:
         """This rank's rows of the present update, as far as its data loaders show them."""
-        return [row for each in self._window for row in each.ids or ()]
+        return [row for each in self.window for row in each.ids or ()]
 
     def yielded(self, batch: Yielded) -> None:
         self._waiting.append(batch)
@@ -176,7 +148,7 @@ class LoadedRows(Check):
             self._numbers[source], self._next_number = self._next_number, self._next_number + 1
             self._note_ended_passes()
             self._unended.append(source)
-        self._window.append(batch)
+        self.window.append(batch)
         if batch.keys is not None and self.context.ranks_have_own_rows:
             self._not_gathered.append(batch)
         before = source.before
@@ -192,9 +164,9 @@ class LoadedRows(Check):
         return [] if self._look is None else [self._look.device_sums]
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        ids = [each.ids for each in self._window if each.ids is not None]
-        keys = [each.keys for each in self._window if each.keys is not None]
-        known = bool(ids) and len(keys) == len(ids) == len(self._window)
+        ids = [each.ids for each in self.window if each.ids is not None]
+        keys = [each.keys for each in self.window if each.keys is not None]
+        known = bool(ids) and len(keys) == len(ids) == len(self.window)
         return {
             "drawn": sum(map(len, ids)) if known else 0,
             "drawn keys": int(mix64(torch.cat(keys)).sum()) if known else 0,
@@ -216,7 +188,7 @@ class LoadedRows(Check):
             known = all(seen.column("drawn"))
             self._same = self._same + 1 if known and one["drawn keys"] and one["given"] else 0
             self._same_input = self._same_input + 1 if (one["given"] or one["raw"]) and not known else 0
-        verdicts.judge(_ROWS, _RowsSeen(seen.step, self._same, self._same_input, self.ids), scene)
+        verdicts.judge(_ROWS, Seen(said, (self._same, self._same_input, self.ids)), scene)
         if self.context.settings.is_sampled(seen.step) and seen.any("held"):
             self._judge_passes(seen.step)
 
@@ -235,17 +207,22 @@ class LoadedRows(Check):
                 self._counts[number].add(rank, *values)
         for number in numbers:
             count = self._counts[number]
-            again = count.repeated()
-            ranks = sorted({rank for key in again for rank in count.ranks[key]})
-            repeated = sorted(count.row[key] for key in again)
-            shared = tuple(ranks) if all(len(set(count.ranks[key])) > 1 for key in again) else ()
-            found = _RowsSeen(step, repeated=repeated, ranks=unless_all(ranks, self.context.world), shared=shared)
+            found = None
+            if again := count.repeated():
+                ranks = sorted({rank for key in again for rank in count.ranks[key]})
+                rows = f"rows {sorted(count.row[key] for key in again)[:8]}"
+                what, likely = f"{rows} came more than once in one pass over the data", None
+                if all(len(set(count.ranks[key])) > 1 for key in again):
+                    what = f"{named_ranks(ranks)} were given the same {rows}: {_MISSING}"
+                    likely = f"{_READS_ALL}; or its seed or epoch differs between the ranks"
+                culprits = unless_all(ranks, self.context.world)
+                found = Finding(what, step, culprits, "global batch", likely=likely)
             self.context.verdicts.judge(_PASS, found, self.context.scene())
         for number in [each for each in self._counts if each < max(numbers, default=0) - 1]:
             del self._counts[number]
 
     def updated(self, probe: OptimizerProbe) -> None:
-        self._window, self._inputs, self._order_again = [], [], 0
+        self.window, self._inputs, self._order_again = [], [], 0
         self._updates += 1
 
     def closing_lines(self) -> list[str]:
