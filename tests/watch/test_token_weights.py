@@ -318,7 +318,7 @@ def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> Update
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[UpdateWeights], shown: str) -> None:
     summary = Summary()
     for each in scales:
-        summary.add(each, [Observation(0, 1, 1, "before", {"weight flags": 0, "weight tokens": 8})])
+        summary.add(each, [Observation(0, 1, 1, "before", {"weight bits": 0, "weight reason": 0, "weight tokens": 8})])
     assert summary.closing_lines([])[0].startswith(f"  gradient scale: {shown}")
 
 

@@ -213,24 +213,6 @@ class LogitRows(Check):
 # the weights of an update, by the values of all ranks
 
 
-class Flags(NamedTuple):
-    """Small numbers that a rank sends as one integer. A pass is a number from 0; `bits` are those below."""
-
-    reason: int
-    between: int
-    heads: int
-    low_at: int
-    high_at: int
-    bits: int
-
-    def pack(self) -> int:
-        return int.from_bytes(bytes(min(each, 255) for each in self))
-
-    @staticmethod
-    def of(packed: int) -> Flags:
-        return Flags(*packed.to_bytes(6))
-
-
 _DELIBERATE, _ROUGH, _HALF, _STOP_SEEN, _STOP_TRAINED = 1, 2, 4, 8, 16
 
 
@@ -295,10 +277,10 @@ def _reduction_factor(seen: Seen[object], place: int, *, shards: bool) -> float 
 def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     """The weights of an update by the observations of all ranks, or the number of the reason why they are unknown."""
     seen = Seen[object](said, None)
-    flags, tokens = [Flags.of(each) for each in seen.column("weight flags")], seen.column("weight tokens")
-    if reason := max(each.reason for each in flags):
+    tokens, first = seen.column("weight tokens"), said[0].values
+    if reason := max(seen.column("weight reason")):
         return reason
-    if "weight line" in seen.differing or len({each.heads for each in flags}) > 1:
+    if "weight line" in seen.differing or "weight heads" in seen.differing:
         return reads.SEVERAL
     factor, second = (_reduction_factor(seen, place, shards=shards) for place in (0, 1))
     # Two products, because a reduction that is not a multiple of the sum has a quotient too.
@@ -308,7 +290,7 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     total, low, high, loss, of_tokens = (list(map(real_of, seen.column(f"weight {name}"))) for name in names)
     ranks = [rank for rank, count in enumerate(tokens) if count]
     smallest, largest = min(ranks, key=low.__getitem__), max(ranks, key=high.__getitem__)
-    bits = reduce(or_, (each.bits for each in flags))
+    bits = reduce(or_, seen.column("weight bits"))
     tolerance = _LOW_TOLERANCE if bits & _HALF else _TOLERANCE
     apart = "ranks" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
     return UpdateWeights(
@@ -316,13 +298,13 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
         low=factor * low[smallest] * sum(tokens),
         high=factor * high[largest] * sum(tokens),
         ends=(
-            f"rank {smallest}, pass {flags[smallest].low_at + 1}",
-            f"rank {largest}, pass {flags[largest].high_at + 1}",
+            f"rank {smallest}, pass {seen.column('weight low pass')[smallest] + 1}",
+            f"rank {largest}, pass {seen.column('weight high pass')[largest] + 1}",
         ),
-        between=reads.BETWEEN[max(each.between for each in flags)] or apart,
-        line=said[0].values["weight line"],
-        passes=0 if "weight passes" in seen.differing else said[0].values["weight passes"],
-        heads=flags[0].heads,
+        between=reads.BETWEEN[max(seen.column("weight between"))] or apart,
+        line=first["weight line"],
+        passes=0 if "weight passes" in seen.differing else first["weight passes"],
+        heads=first["weight heads"],
         tokens=sum(tokens),
         exact=all(tokens) and not bits & _ROUGH,
         deliberate=bool(bits & _DELIBERATE),
@@ -379,18 +361,9 @@ def _factor_of_layout(seen: Seen[Judged]) -> Finding | None:
     return Finding(what, seen.step, (), "gradient", likely=twice if now.total < 1 else None)
 
 
-_READS = (
-    *("weight passes", "weight line", "weight flags", "weight tokens", "weight total", "weight low", "weight high"),
-    *(
-        "weight rows",
-        "weight loss",
-        "weight of tokens",
-        *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
-    ),
-)
 SCALE: tuple[Law[Seen[Judged]], ...] = (
-    Law("gradient-scale/short", _READS, _short_window, suspicion=True),
-    Law("gradient-scale/before", _READS, _factor_of_layout, suspicion=True),
+    Law("gradient-scale/short", (), _short_window, suspicion=True),
+    Law("gradient-scale/before", (), _factor_of_layout, suspicion=True),
 )
 """Judged at every update with known weights: the tokens of all passes and ranks have the total weight of a mean."""
 
@@ -416,11 +389,9 @@ class Summary:
 
     def add(self, found: UpdateWeights | int, said: Observations) -> None:
         self.updates += 1
-        flags = [Flags.of(each.values["weight flags"]) for each in said]
-        self.bits = reduce(or_, (each.bits for each in flags), self.bits)
-        empty = [
-            f"rank {rank}" for rank, each in enumerate(said) if not (each.values["weight tokens"] or flags[rank][0])
-        ]
+        seen = [each.values for each in said]
+        self.bits = reduce(or_, (each["weight bits"] for each in seen), self.bits)
+        empty = [f"rank {r}" for r, each in enumerate(seen) if not (each["weight tokens"] or each["weight reason"])]
         if empty:
             self._empty.append(f"{', '.join(empty)} had no trained token in update {said[0].step}")
         if isinstance(found, int):
@@ -604,17 +575,20 @@ class TokenWeights(Check):
             _STOP_TRAINED: any(float(head[2]) for head in stops),
         }
         (low, low_at), (high, high_at) = min(ends), max(ends)
-        held, between = sum(bit for bit, holds in bits.items() if holds), reads.between(weights)
-        flags = Flags(self._reason(weights, heads), between, max(heads, default=1), low_at, high_at, held)
         dots = [each.tolist() for each in self._dots_sent] or [[0.0] * 2] * 2
         return {
             "weight passes": len(self._window),
             "weight line": text_digest(sorted({each.line for each in self._window})),
-            "weight flags": flags.pack(),
+            "weight reason": self._reason(weights, heads),
+            "weight between": reads.between(weights),
+            "weight heads": max(heads, default=1),
+            "weight bits": sum(bit for bit, holds in bits.items() if holds),
             "weight tokens": sum(each.count for each in weights),
             "weight total": bits_of(sum(each.total for each in weights)),
             "weight low": bits_of(low),
+            "weight low pass": low_at,
             "weight high": bits_of(high),
+            "weight high pass": high_at,
             "weight rows": sum(len(each.rows) for each in weights),
             "weight loss": bits_of(sum(losses)),
             "weight of tokens": bits_of(sum(each.loss for each in weights)),
