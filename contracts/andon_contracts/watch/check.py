@@ -86,7 +86,6 @@ class Rows:
         """The number of rows in the latest batch; 0 after its update, or a `zero_grad` after its backward pass."""
 
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
-        """Add a batch that is about to be used."""
         self.batches.append(Batch(len(ids)))
         self.unused = len(ids)
         self.ids.extend(ids)

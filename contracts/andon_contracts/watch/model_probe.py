@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -277,11 +276,6 @@ def _buffer_scopes(
         if innermost in modules:
             scopes.setdefault(innermost, BufferScope(hooked_module if innermost is inner else compiled, innermost))
     return list(scopes.values()) if scopes or (reducers and not broadcasting) else [BufferScope(hooked_module, inner)]
-
-
-def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """The patterns in `names` that match no known name."""
-    return [name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in known)]
 
 
 class ForwardHook:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from operator import or_
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -220,20 +220,17 @@ _DELIBERATE, _ROUGH, _HALF, _STOP_SEEN, _STOP_TRAINED = 1, 2, 4, 8, 16
 class UpdateWeights:
     """The weights of the trained tokens of one update, as the optimizer receives them.
 
-    total: the sum of all weights; 1 for a mean. low, high: the smallest and the largest weight, times the number of
-    tokens: 1 in a mean over all of them. ends: in words, where these two are. between: what the weights differ
-    between, or "". line: the digest of the source line that called for the backward passes. passes: their number on
-    each rank, or 0 if the ranks have different numbers. heads: the tensors of logits in each pass. exact: the total is
-    not estimated from unequal rows, and no pass lacks a trained token. deliberate: the loop weighed the loss by a
-    fraction. factor: the gradient that the optimizer receives over the sum of the raw gradients. loss: the sum of the
-    losses that the loop passed to `backward`; of_tokens: the same by the tokens, of which `sampled` were read.
+    total: the sum of all weights; 1 for a mean. unequal: the largest weight over the smallest, and in words what they
+    differ between, with both times the number of tokens (1 in a mean); None: equal. line: the digest of the source line
+    that called for the backward passes. passes: their number on each rank, or 0 if the ranks have different numbers.
+    heads: the tensors of logits in each pass. exact: the total is not estimated from unequal rows, and no pass lacks a
+    trained token. deliberate: the loop weighed the loss by a fraction. factor: the gradient that the optimizer receives
+    over the sum of the raw gradients. loss: the sum of the losses that the loop passed to `backward`; of_tokens: the
+    same by the tokens, of which `sampled` were read.
     """
 
     total: float
-    low: float
-    high: float
-    ends: tuple[str, str]
-    between: str
+    unequal: tuple[float, str] | None
     line: int
     passes: int
     heads: int
@@ -293,15 +290,14 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     bits = reduce(or_, seen.column("weight bits"))
     tolerance = _LOW_TOLERANCE if bits & _HALF else _TOLERANCE
     apart = "ranks" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
+    between, sizes = reads.BETWEEN[max(seen.column("weight between"))] or apart, []
+    for rank, weights, name in ((smallest, low, "low"), (largest, high, "high")):
+        place = f"rank {rank}, pass {seen.column(f'weight {name} pass')[rank] + 1}"
+        sizes.append(f"{factor * weights[rank] * sum(tokens):.3f} ({place})")
+    shown = f"{between}, most in update {seen.step}: from {' to '.join(sizes)} times the mean's"
     return UpdateWeights(
         total=factor * sum(total),
-        low=factor * low[smallest] * sum(tokens),
-        high=factor * high[largest] * sum(tokens),
-        ends=(
-            f"rank {smallest}, pass {seen.column('weight low pass')[smallest] + 1}",
-            f"rank {largest}, pass {seen.column('weight high pass')[largest] + 1}",
-        ),
-        between=reads.BETWEEN[max(seen.column("weight between"))] or apart,
+        unequal=(high[largest] / low[smallest], shown) if between else None,
         line=first["weight line"],
         passes=0 if "weight passes" in seen.differing else first["weight passes"],
         heads=first["weight heads"],
@@ -315,17 +311,9 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     )
 
 
-class Judged(NamedTuple):
-    """The weights of an update, and of the last known one before.
-
-    steady: the number of updates in a row before that were means over as many tokens. plain: whether the losses of this
-    update, and of those before with the same total, are those of their tokens alone.
-    """
-
-    now: UpdateWeights
-    before: UpdateWeights | None
-    steady: int
-    plain: bool
+Judged = tuple[UpdateWeights, UpdateWeights | None, int, bool]
+"""The weights of an update, and of the last known one before; how many updates in a row before that were means over as
+many tokens; and whether the losses of this update, and of those before with the same total, are of tokens alone."""
 
 
 def _short_window(seen: Seen[Judged]) -> Finding | None:
@@ -405,9 +393,8 @@ class Summary:
             same = (found.total, before.total), (found.factor, before.factor)
             self.gradients_changed |= not any(_close(*pair) for pair in same)
             self._wrong[found.line] = found
-        if found.between:
-            sizes = f"from {found.low:.3f} ({found.ends[0]}) to {found.high:.3f} ({found.ends[1]}) times the mean's"
-            self._unequal.append((found.high / found.low, f"{found.between}, most in update {said[0].step}: {sizes}"))
+        if found.unequal is not None:
+            self._unequal.append(found.unequal)
 
     def closing_lines(self, stop: Sequence[int]) -> list[str]:
         lines, of = [], f"of {self.updates} updates that were read"
@@ -619,8 +606,8 @@ class TokenWeights(Check):
         error = _OTHER_TERMS + (0.0 if now.sampled == now.tokens else 1 / math.sqrt(sampled))
         plain = loss != 0 and abs(of_tokens / loss - 1) < error
         if not self._summary.gradients_changed:
-            judged = Judged(now, before, self._steady, plain)
-            self.context.verdicts.judge(SCALE, Seen(said, judged), self.context.scene())
+            judged: Seen[Judged] = Seen(said, (now, before, self._steady, plain))
+            self.context.verdicts.judge(SCALE, judged, self.context.scene())
         same_tokens = before is not None and before.is_mean and now.tokens == before.tokens
         self._steady = 0 if not now.is_mean else self._steady + 1 if same_tokens else 1
         self._previous = now
