@@ -25,7 +25,6 @@ from andon_contracts.digest import WORD, PieceSums, checksum, kernels, padded_wo
 
 DENSE_TYPES = (Tensor, torch.nn.Parameter)  # their tensors hold the elements themselves, unless they are sparse
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_CHUNK_BYTES = 1 << 24
 _GROUP_BYTES = 1 << 19  # tensors are copied and read together up to this size, because it fits the cache of a CPU
 _SMALL_BYTES = 1 << 18  # larger tensors are read alone
 _RAW_BYTES, _RAW_SHARE = 1 << 25, 16  # raw gradients are read at this size or share of all, whichever is larger
@@ -436,20 +435,8 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements; waits for their devices. It overflows if fp32 squares do, as in torch's clipping."""
-    norms: list[Tensor] = []
-    open_: list[Tensor] = []  # small neighbours of one kind, because a read of each would cost more than its elements
-    last: Hashable = None
-    total = 0
-    for tensor in map(plain, tensors):
-        size = tensor.nbytes
-        kind = (tensor.dtype, tensor.device) if size <= _SMALL_BYTES else None
-        if open_ and (kind is None or kind != last or total + size > _CHUNK_BYTES):
-            norms.append(_norm(_cat(open_)))
-            open_, total = [], 0
-        open_.append(tensor.reshape(-1))
-        last, total = kind, total + size
-    if open_:
-        norms.append(_norm(_cat(open_)))
+    parts = list(map(plain, tensors))
+    norms = [_norm(_cat([parts[index].reshape(-1) for index in members])) for members in _grouped(parts)]
     return float(_joined(norms)[0]) if norms else 0.0
 
 

@@ -23,7 +23,7 @@ import andon
 from andon_contracts.act import Scene, message
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Seen
-from andon_contracts.watch.checks.token_weights import SCALE, Judged, Summary, UpdateWeights
+from andon_contracts.watch.checks.token_weights import SCALE, Summary, UpdateWeights
 from tests.watch.clean_loops import loss_sum
 from tests.watch.clean_models import Normed
 from tests.watch.loop import CLASSES, FEATURES, data
@@ -299,8 +299,7 @@ def test_a_stop_token_that_is_never_trained_is_named(masked: bool) -> None:
 
 
 def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> UpdateWeights:
-    ends = (total, total, ("", ""), "")
-    return UpdateWeights(total, *ends, line, passes, 1, 8, True, False, factor, 1.0, 1.0, 8)
+    return UpdateWeights(total, None, line, passes, 1, 8, True, False, factor, 1.0, 1.0, 8)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +317,7 @@ def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> Update
 def test_gradients_that_were_changed_are_told_from_a_wrong_division(scales: list[UpdateWeights], shown: str) -> None:
     summary = Summary()
     for each in scales:
-        summary.add(each, [Observation(0, 1, 1, "before", {"weight flags": 0, "weight tokens": 8})])
+        summary.add(each, [Observation(0, 1, 1, "before", {"weight bits": 0, "weight reason": 0, "weight tokens": 8})])
     assert summary.closing_lines([])[0].startswith(f"  gradient scale: {shown}")
 
 
@@ -361,7 +360,7 @@ def test_losses_that_are_added_on_purpose_are_not_taken_for_micro_batches() -> N
 )
 def test_a_factor_is_named_with_causes_of_its_direction(factor: float, named: str, likely: str) -> None:
     now = scale(factor, 0.5, passes=4)
-    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], Judged(now, now, 1, True)))
+    found = SCALE[1].check(Seen([Observation(rank, 2, 9, "before", {}) for rank in (0, 1)], (now, now, 1, True)))
     assert found is not None
     said = message("gradient-scale", found, Scene(2))
     assert all(part in said for part in (f"mean loss (= {named}): on each", f"\n  likely   {likely} ")), said

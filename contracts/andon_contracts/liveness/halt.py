@@ -356,11 +356,6 @@ class PeerMonitor:
         processes = self._link.processes.items()
         return {rank: process for rank, process in processes if process.local_state() in states and rank not in aware}
 
-    def lowest_live(self) -> bool:
-        """True if this rank is the lowest live one, which writes the files that only one rank writes."""
-        lower = [process.local_state() for rank, process in self._link.processes.items() if rank < self._rank]
-        return len(lower) == self._rank and all(state in ("gone", "stopped") for state in lower)
-
     def _deadlock(self, messages: EndMessages) -> Cause | None:
         waiting = self._pending.waiting
         self._looks = self._looks + 1 if waiting is self._waiting else 0
@@ -573,7 +568,9 @@ class HaltSignal:
                 return
             self._evidence_left = True
             at = {**vars(self._messages.at), "doing": current_activity(self._owner)}
-            failed = write_cause(cause, self.evidence, at, state=with_state, account=self._monitor.lowest_live())
+            lower = [process.local_state() for rank, process in self._link.processes.items() if rank < self._rank]
+            lowest = len(lower) == self._rank and all(state in ("gone", "stopped") for state in lower)
+            failed = write_cause(cause, self.evidence, at, state=with_state, account=lowest)
             if failed:
                 log(f"andon: rank {self._rank} could not write all of its bundle: {failed}")
 
@@ -616,32 +613,29 @@ class HaltSignal:
         return text
 
     def _guard(self) -> None:
+        looks = True
         try:
-            self._look_for_trouble()
+            while not self._over.is_set():
+                self._awake.wait(_LOOK_S)
+                self._awake.clear()
+                if self._over.is_set():
+                    return
+                trouble: Cause | str | None = None
+                if looks and not self._known.is_set():
+                    try:
+                        trouble = self._monitor.trouble(self._messages)
+                    except Exception as error:  # noqa: BLE001 - after any error this rank must not continue unguarded
+                        looks, trouble = False, self.unguarded("andon-halt", error)
+                if isinstance(trouble, str):
+                    self._link.warn(trouble)
+                elif trouble is not None:
+                    self._publish(trouble)
+                if self.cause is not None:
+                    self._act(self.cause, settle=isinstance(trouble, Cause))
+                    return
         except Exception as error:  # noqa: BLE001 - after any error this rank must not halt in silence
             log(self._messages.unguarded("andon-halt", error).text)
             _interrupt(self.raise_if_halted)
-
-    def _look_for_trouble(self) -> None:
-        looks = True
-        while not self._over.is_set():
-            self._awake.wait(_LOOK_S)
-            self._awake.clear()
-            if self._over.is_set():
-                return
-            trouble: Cause | str | None = None
-            if looks and not self._known.is_set():
-                try:
-                    trouble = self._monitor.trouble(self._messages)
-                except Exception as error:  # noqa: BLE001 - after any error this rank must not continue unguarded
-                    looks, trouble = False, self.unguarded("andon-halt", error)
-            if isinstance(trouble, str):
-                self._link.warn(trouble)
-            elif trouble is not None:
-                self._publish(trouble)
-            if self.cause is not None:
-                self._act(self.cause, settle=isinstance(trouble, Cause))
-                return
 
     def _act(self, cause: Cause, *, settle: bool) -> None:
         if not self._published:

@@ -85,13 +85,7 @@ class Rows:
         self.unused = 0
         """The number of rows in the latest batch; 0 after its update, or a `zero_grad` after its backward pass."""
 
-    def skip_window(self) -> None:
-        """Move the rows to `skipped_windows`: the update is skipped, but the plan counts its rows as used."""
-        self.skipped_windows.append(self.ids)
-        self.new_window()
-
     def add(self, ids: Sequence[int], contents: Sequence[int]) -> None:
-        """Add a batch that is about to be used."""
         self.batches.append(Batch(len(ids)))
         self.unused = len(ids)
         self.ids.extend(ids)
@@ -249,7 +243,9 @@ class OptimizerProbe:
     def skip(self) -> None:
         """A loss scaler skipped the update, because a gradient is not finite."""
         self.skipped += 1
-        self.context.rows.skip_window()
+        rows = self.context.rows
+        rows.skipped_windows.append(rows.ids)  # the plan counts them as used
+        rows.new_window()
         self._new_window()
 
     def _new_window(self) -> None:

@@ -30,7 +30,7 @@ from andon_contracts.violation import named_ranks
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
-WIDTH = 96
+WIDTH = 112
 """The length of a short message in integers: header, values and padding."""
 _BLOCKS = 1024
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -168,7 +168,10 @@ class Exchange:
         while True:
             per_block = max(-(-size // _BLOCKS), 1)
             part = words[first : first + size]
-            sums = part if per_block == 1 else _block_sums(part, per_block)
+            sums = part
+            if per_block > 1:
+                mixed = mix64(part * 0x9E3779B97F4A7C1 + mix64(torch.arange(size, device=part.device)))
+                sums = torch.nn.functional.pad(mixed, (0, -size % per_block)).view(-1, per_block).sum(1)
             rows = torch.stack(self._payloads(step, "elements", {"count": sums.numel()}, sums.cpu()))
             odd = (rows != rows[0]).any(0).nonzero()
             if not odd.numel():
@@ -180,12 +183,6 @@ class Exchange:
         shape = tensor.shape if tensor.numel() == local.numel() else local.shape
         index = torch.unravel_index(torch.tensor(first + block, device="cpu"), shape)
         return element_text([int(i) for i in index], rows[:, block].tolist(), local.dtype)
-
-
-def _block_sums(words: Tensor, per_block: int) -> Tensor:
-    positions = torch.arange(words.numel(), dtype=torch.int64, device=words.device)
-    mixed = mix64(words * 0x9E3779B97F4A7C1 + mix64(positions))
-    return torch.nn.functional.pad(mixed, (0, -words.numel() % per_block)).view(-1, per_block).sum(1)
 
 
 @dataclass(frozen=True)

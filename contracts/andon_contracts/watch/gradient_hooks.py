@@ -208,7 +208,11 @@ class GradientHooks:
             if gradient is None or self._is_muted():  # an output that the loss does not use has no gradient
                 return
             began = time.perf_counter()
-            self._tell_halt(parameter)
+            if self.halt is not None:
+                if self.halt.cause is not None:
+                    self.halt.raise_if_halted()
+                if self.halt.pending.armed:
+                    self.halt.pending.backward(parameter)
             self.backward_seen = self.gradient_arrived = True
             before = parameter.grad
             if before is None and self._started[index] and not self.reads_at_end and index in self._extremes.added:
@@ -237,14 +241,6 @@ class GradientHooks:
             self.host_seconds += time.perf_counter() - began
 
         return see
-
-    def _tell_halt(self, parameter: torch.nn.Parameter) -> None:
-        """Raise if another rank halted the run. If DDP will reduce in this pass, count the pass as begun."""
-        if self.halt is not None:
-            if self.halt.cause is not None:
-                self.halt.raise_if_halted()
-            if self.halt.pending.armed:
-                self.halt.pending.backward(parameter)
 
     def _end(self, number: int, ended: _BackwardPass) -> None:
         """Called when a pass ends, before a wrapper reduces its gradients: finish reading them."""

@@ -158,13 +158,10 @@ class Recorder:
             "weights": [o.values["weights"] for o in after],
             "optimizer": [o.values["optimizer"] for o in after],
         }
-        whole: dict[str, str] = {}
+        whole = {name: self.whole(digests) for name, digests in by_rank.items()}
         parts: list[dict[str, str | None]] = [{"weights": None} for _ in after]
-        for name, digests in by_rank.items():
-            whole[name] = self.whole(digests)
-            if self._replicated:
-                for part, digest in zip(parts, digests, strict=True):
-                    part[name] = hex64(digest)
+        if self._replicated:
+            parts = [{name: hex64(digests[rank]) for name, digests in by_rank.items()} for rank in range(len(after))]
         self._last = (step, {"weights": whole["weights"], "optimizer": whole["optimizer"]})
         ids, loss_rows = rows.union, sum(o.values["loss rows"] for o in before)
         loss = sum(real_of(o.values["loss sum"]) for o in before)
@@ -210,9 +207,7 @@ class Recorder:
 
     def violation(self, error: Violation, action: str, applied: bool) -> None:
         self._violations += action != "suspected"
-        at, details = error.finding, dict(error.finding.details)
-        line = record.Broken(error.clause, at.step, at.ranks, at.tensor, at.seen, details, action, applied or None)
-        self._append(line)
+        self._append(record.Broken.of(error.clause, error.finding, action, applied or None))
 
     def saved(self, step: int, name: str, digests: Mapping[str, int]) -> None:
         words = {key: value % (1 << 64) for key, value in digests.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -101,8 +100,18 @@ class ModelProbe:
         self.hooked_module = self.inner if compiled is None else wrappers[compiled]
         self.compiled = compiled is not None or in_place
         self.forward_is_compiled = in_place or (compiled is not None and "DistributedDataParallel" in names[compiled:])
-        self.buffer_scopes = _buffer_scopes(self.hooked_module, self.inner, reducers)
         self.modules = list(self.inner.modules())
+        # With `broadcast_buffers=False` each rank has buffers of its own on purpose.
+        broadcasting = [each for each in reducers if each.broadcast_buffers]
+        scopes: dict[nn.Module, BufferScope] = {}
+        for innermost, around in map(unwrap, broadcasting):
+            called = next((each for each in around if type(each).__name__ == "OptimizedModule"), innermost)
+            if innermost in self.modules:
+                hooked = self.hooked_module if innermost is self.inner else called
+                scopes.setdefault(innermost, BufferScope(hooked, innermost))
+        if not scopes and (broadcasting or not reducers):
+            scopes = {self.inner: BufferScope(self.hooked_module, self.inner)}
+        self.buffer_scopes = list(scopes.values())
         fully_sharded = [module for module in self.modules if hasattr(module, "set_requires_gradient_sync")]
         for module in fully_sharded:
             # After an evaluation, FSDP2's root has whole parameters, whose memory it will free.
@@ -263,25 +272,6 @@ class BufferScope:
                 if buffer is not None and not buffer.is_meta:
                     (caches if name in module._non_persistent_buffers_set else persistent).append(buffer)
         return persistent, caches
-
-
-def _buffer_scopes(
-    hooked_module: nn.Module, inner: nn.Module, reducers: Sequence[DistributedDataParallel]
-) -> list[BufferScope]:
-    # With `broadcast_buffers=False` each rank has buffers of its own on purpose.
-    broadcasting = [each for each in reducers if each.broadcast_buffers]
-    modules = set(inner.modules())
-    scopes: dict[nn.Module, BufferScope] = {}
-    for innermost, wrappers in map(unwrap, broadcasting):
-        compiled = next((w for w in wrappers if type(w).__name__ == "OptimizedModule"), innermost)
-        if innermost in modules:
-            scopes.setdefault(innermost, BufferScope(hooked_module if innermost is inner else compiled, innermost))
-    return list(scopes.values()) if scopes or (reducers and not broadcasting) else [BufferScope(hooked_module, inner)]
-
-
-def unknown_names(names: Iterable[str], known: Sequence[str]) -> list[str]:
-    """The patterns in `names` that match no known name."""
-    return [name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in known)]
 
 
 class ForwardHook:

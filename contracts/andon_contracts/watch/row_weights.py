@@ -134,7 +134,6 @@ class PassWeights:
 
     @property
     def total(self) -> float:
-        """The sum of the weights of all trained rows."""
         return self.count * sum(row.weight for row in self.rows) / max(len(self.rows), 1)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import fnmatch
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ from torch import nn
 
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
-from andon_contracts.watch.model_probe import ModelProbe, unknown_names
+from andon_contracts.watch.model_probe import ModelProbe
 
 Action = Literal["warn", "raise"] | Callable[[Violation], None]
 Reference = Callable[[nn.Module, list[int]], tuple[torch.Tensor, int]]
@@ -109,7 +110,8 @@ class Settings:
                 problems.append(f"{name} must be a function, not {type(value).__name__}")
         problems += allow_problems(self.allow)
         names = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
-        problems += [f"no parameter is named {name!r}" for name in unknown_names(names, subject.names)]
+        unknown = (name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in subject.names))
+        problems += [f"no parameter is named {name!r}" for name in unknown]
         if not subject.trainable:
             return [*problems, "the model has no trainable parameter"]
         what = "holds no parameter of this model: is it the optimizer of another one?"

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial, reduce
 from operator import or_
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -213,24 +213,6 @@ class LogitRows(Check):
 # the weights of an update, by the values of all ranks
 
 
-class Flags(NamedTuple):
-    """Small numbers that a rank sends as one integer. A pass is a number from 0; `bits` are those below."""
-
-    reason: int
-    between: int
-    heads: int
-    low_at: int
-    high_at: int
-    bits: int
-
-    def pack(self) -> int:
-        return int.from_bytes(bytes(min(each, 255) for each in self))
-
-    @staticmethod
-    def of(packed: int) -> Flags:
-        return Flags(*packed.to_bytes(6))
-
-
 _DELIBERATE, _ROUGH, _HALF, _STOP_SEEN, _STOP_TRAINED = 1, 2, 4, 8, 16
 
 
@@ -238,20 +220,17 @@ _DELIBERATE, _ROUGH, _HALF, _STOP_SEEN, _STOP_TRAINED = 1, 2, 4, 8, 16
 class UpdateWeights:
     """The weights of the trained tokens of one update, as the optimizer receives them.
 
-    total: the sum of all weights; 1 for a mean. low, high: the smallest and the largest weight, times the number of
-    tokens: 1 in a mean over all of them. ends: in words, where these two are. between: what the weights differ
-    between, or "". line: the digest of the source line that called for the backward passes. passes: their number on
-    each rank, or 0 if the ranks have different numbers. heads: the tensors of logits in each pass. exact: the total is
-    not estimated from unequal rows, and no pass lacks a trained token. deliberate: the loop weighed the loss by a
-    fraction. factor: the gradient that the optimizer receives over the sum of the raw gradients. loss: the sum of the
-    losses that the loop passed to `backward`; of_tokens: the same by the tokens, of which `sampled` were read.
+    total: the sum of all weights; 1 for a mean. unequal: the largest weight over the smallest, and in words what they
+    differ between, with both times the number of tokens (1 in a mean); None: equal. line: the digest of the source line
+    that called for the backward passes. passes: their number on each rank, or 0 if the ranks have different numbers.
+    heads: the tensors of logits in each pass. exact: the total is not estimated from unequal rows, and no pass lacks a
+    trained token. deliberate: the loop weighed the loss by a fraction. factor: the gradient that the optimizer receives
+    over the sum of the raw gradients. loss: the sum of the losses that the loop passed to `backward`; of_tokens: the
+    same by the tokens, of which `sampled` were read.
     """
 
     total: float
-    low: float
-    high: float
-    ends: tuple[str, str]
-    between: str
+    unequal: tuple[float, str] | None
     line: int
     passes: int
     heads: int
@@ -295,10 +274,10 @@ def _reduction_factor(seen: Seen[object], place: int, *, shards: bool) -> float 
 def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     """The weights of an update by the observations of all ranks, or the number of the reason why they are unknown."""
     seen = Seen[object](said, None)
-    flags, tokens = [Flags.of(each) for each in seen.column("weight flags")], seen.column("weight tokens")
-    if reason := max(each.reason for each in flags):
+    tokens, first = seen.column("weight tokens"), said[0].values
+    if reason := max(seen.column("weight reason")):
         return reason
-    if "weight line" in seen.differing or len({each.heads for each in flags}) > 1:
+    if "weight line" in seen.differing or "weight heads" in seen.differing:
         return reads.SEVERAL
     factor, second = (_reduction_factor(seen, place, shards=shards) for place in (0, 1))
     # Two products, because a reduction that is not a multiple of the sum has a quotient too.
@@ -308,21 +287,20 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     total, low, high, loss, of_tokens = (list(map(real_of, seen.column(f"weight {name}"))) for name in names)
     ranks = [rank for rank, count in enumerate(tokens) if count]
     smallest, largest = min(ranks, key=low.__getitem__), max(ranks, key=high.__getitem__)
-    bits = reduce(or_, (each.bits for each in flags))
+    bits = reduce(or_, seen.column("weight bits"))
     tolerance = _LOW_TOLERANCE if bits & _HALF else _TOLERANCE
     apart = "ranks" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
+    between, sizes = reads.BETWEEN[max(seen.column("weight between"))] or apart, []
+    for rank, weights, name in ((smallest, low, "low"), (largest, high, "high")):
+        place = f"rank {rank}, pass {seen.column(f'weight {name} pass')[rank] + 1}"
+        sizes.append(f"{factor * weights[rank] * sum(tokens):.3f} ({place})")
+    shown = f"{between}, most in update {seen.step}: from {' to '.join(sizes)} times the mean's"
     return UpdateWeights(
         total=factor * sum(total),
-        low=factor * low[smallest] * sum(tokens),
-        high=factor * high[largest] * sum(tokens),
-        ends=(
-            f"rank {smallest}, pass {flags[smallest].low_at + 1}",
-            f"rank {largest}, pass {flags[largest].high_at + 1}",
-        ),
-        between=reads.BETWEEN[max(each.between for each in flags)] or apart,
-        line=said[0].values["weight line"],
-        passes=0 if "weight passes" in seen.differing else said[0].values["weight passes"],
-        heads=flags[0].heads,
+        unequal=(high[largest] / low[smallest], shown) if between else None,
+        line=first["weight line"],
+        passes=0 if "weight passes" in seen.differing else first["weight passes"],
+        heads=first["weight heads"],
         tokens=sum(tokens),
         exact=all(tokens) and not bits & _ROUGH,
         deliberate=bool(bits & _DELIBERATE),
@@ -333,17 +311,9 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     )
 
 
-class Judged(NamedTuple):
-    """The weights of an update, and of the last known one before.
-
-    steady: the number of updates in a row before that were means over as many tokens. plain: whether the losses of this
-    update, and of those before with the same total, are those of their tokens alone.
-    """
-
-    now: UpdateWeights
-    before: UpdateWeights | None
-    steady: int
-    plain: bool
+Judged = tuple[UpdateWeights, UpdateWeights | None, int, bool]
+"""The weights of an update, and of the last known one before; how many updates in a row before that were means over as
+many tokens; and whether the losses of this update, and of those before with the same total, are of tokens alone."""
 
 
 def _short_window(seen: Seen[Judged]) -> Finding | None:
@@ -379,18 +349,9 @@ def _factor_of_layout(seen: Seen[Judged]) -> Finding | None:
     return Finding(what, seen.step, (), "gradient", likely=twice if now.total < 1 else None)
 
 
-_READS = (
-    *("weight passes", "weight line", "weight flags", "weight tokens", "weight total", "weight low", "weight high"),
-    *(
-        "weight rows",
-        "weight loss",
-        "weight of tokens",
-        *(f"dot {what} {place}" for what in ("raw", "kept") for place in (0, 1)),
-    ),
-)
 SCALE: tuple[Law[Seen[Judged]], ...] = (
-    Law("gradient-scale/short", _READS, _short_window, suspicion=True),
-    Law("gradient-scale/before", _READS, _factor_of_layout, suspicion=True),
+    Law("gradient-scale/short", (), _short_window, suspicion=True),
+    Law("gradient-scale/before", (), _factor_of_layout, suspicion=True),
 )
 """Judged at every update with known weights: the tokens of all passes and ranks have the total weight of a mean."""
 
@@ -416,11 +377,9 @@ class Summary:
 
     def add(self, found: UpdateWeights | int, said: Observations) -> None:
         self.updates += 1
-        flags = [Flags.of(each.values["weight flags"]) for each in said]
-        self.bits = reduce(or_, (each.bits for each in flags), self.bits)
-        empty = [
-            f"rank {rank}" for rank, each in enumerate(said) if not (each.values["weight tokens"] or flags[rank][0])
-        ]
+        seen = [each.values for each in said]
+        self.bits = reduce(or_, (each["weight bits"] for each in seen), self.bits)
+        empty = [f"rank {r}" for r, each in enumerate(seen) if not (each["weight tokens"] or each["weight reason"])]
         if empty:
             self._empty.append(f"{', '.join(empty)} had no trained token in update {said[0].step}")
         if isinstance(found, int):
@@ -434,9 +393,8 @@ class Summary:
             same = (found.total, before.total), (found.factor, before.factor)
             self.gradients_changed |= not any(_close(*pair) for pair in same)
             self._wrong[found.line] = found
-        if found.between:
-            sizes = f"from {found.low:.3f} ({found.ends[0]}) to {found.high:.3f} ({found.ends[1]}) times the mean's"
-            self._unequal.append((found.high / found.low, f"{found.between}, most in update {said[0].step}: {sizes}"))
+        if found.unequal is not None:
+            self._unequal.append(found.unequal)
 
     def closing_lines(self, stop: Sequence[int]) -> list[str]:
         lines, of = [], f"of {self.updates} updates that were read"
@@ -604,17 +562,20 @@ class TokenWeights(Check):
             _STOP_TRAINED: any(float(head[2]) for head in stops),
         }
         (low, low_at), (high, high_at) = min(ends), max(ends)
-        held, between = sum(bit for bit, holds in bits.items() if holds), reads.between(weights)
-        flags = Flags(self._reason(weights, heads), between, max(heads, default=1), low_at, high_at, held)
         dots = [each.tolist() for each in self._dots_sent] or [[0.0] * 2] * 2
         return {
             "weight passes": len(self._window),
             "weight line": text_digest(sorted({each.line for each in self._window})),
-            "weight flags": flags.pack(),
+            "weight reason": self._reason(weights, heads),
+            "weight between": reads.between(weights),
+            "weight heads": max(heads, default=1),
+            "weight bits": sum(bit for bit, holds in bits.items() if holds),
             "weight tokens": sum(each.count for each in weights),
             "weight total": bits_of(sum(each.total for each in weights)),
             "weight low": bits_of(low),
+            "weight low pass": low_at,
             "weight high": bits_of(high),
+            "weight high pass": high_at,
             "weight rows": sum(len(each.rows) for each in weights),
             "weight loss": bits_of(sum(losses)),
             "weight of tokens": bits_of(sum(each.loss for each in weights)),
@@ -645,8 +606,8 @@ class TokenWeights(Check):
         error = _OTHER_TERMS + (0.0 if now.sampled == now.tokens else 1 / math.sqrt(sampled))
         plain = loss != 0 and abs(of_tokens / loss - 1) < error
         if not self._summary.gradients_changed:
-            judged = Judged(now, before, self._steady, plain)
-            self.context.verdicts.judge(SCALE, Seen(said, judged), self.context.scene())
+            judged: Seen[Judged] = Seen(said, (now, before, self._steady, plain))
+            self.context.verdicts.judge(SCALE, judged, self.context.scene())
         same_tokens = before is not None and before.is_mean and now.tokens == before.tokens
         self._steady = 0 if not now.is_mean else self._steady + 1 if same_tokens else 1
         self._previous = now
