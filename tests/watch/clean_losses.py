@@ -6,7 +6,6 @@ wrapper takes a mean. So two ranks train what one process trains.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable
@@ -20,13 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.nn.functional import all_gather
 from torch.func import functional_call
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-import andon
-from tests.watch.clean import Kind, Seen, ignore, seen_by
-from tests.watch.clean_communication import ROWS, Course, follow, mean, share
-from tests.watch.clean_loops import SKIPS_FROM, adamw, ddp_with, momentum, sgd
+from tests.watch.clean import Kind
+from tests.watch.clean_communication import ROWS, Course, mean, share
+from tests.watch.clean_loops import ddp_with, momentum, sgd
 from tests.watch.clean_models import LayerNormed, Normed
 from tests.watch.loop import CLASSES, FEATURES
 
@@ -45,53 +42,6 @@ class Speaker(nn.Module):
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor | None]:
         so_far = self.words(words).cumsum(1) / torch.arange(1.0, words.shape[1] + 1)[:, None]
         return self.next(torch.tanh(so_far)), None if self.value is None else self.value(so_far).squeeze(-1)
-
-
-class Reader(nn.Module):
-    """Attention within the blocks of packed texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(_WORDS, 16)
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-        self.next = nn.Linear(16, _WORDS)
-
-    def forward(self, words: Tensor, hidden: Tensor) -> Tensor:
-        return self.next(self.layer(self.words(words), hidden))
-
-
-class Experts(nn.Module):
-    """The output of the chosen expert of each row, and how evenly the gate chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(FEATURES, 3)
-        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shares = self.gate(x).softmax(-1)
-        chosen = F.one_hot(shares.argmax(-1), 3)
-        outputs = torch.stack([expert(x) for expert in self.experts], 1)
-        return ((shares * chosen)[..., None] * outputs).sum(1), 3 * (chosen.float().mean(0) * shares.mean(0)).sum()
-
-
-class TwoHeads(nn.Module):
-    """The first part is frozen and in evaluation mode, also after `train()`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)).requires_grad_(False)
-        self.trunk, self.classes, self.number = nn.Linear(16, 16), nn.Linear(16, CLASSES), nn.Linear(16, 1)
-        self.frozen.eval()
-
-    def train(self, mode: bool = True) -> TwoHeads:
-        super().train(mode)
-        self.frozen.eval()
-        return self
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.tanh(self.trunk(self.frozen(x)))
-        return self.classes(hidden), self.number(hidden).squeeze(-1)
 
 
 def texts(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,14 +66,6 @@ def log_likelihood(model: Any, words: Tensor) -> Tensor:
     return -F.cross_entropy(model(words[:, :-1])[0].transpose(1, 2), words[:, 1:], reduction="none")
 
 
-def smoothed(model: Any, step: int) -> Tensor:
-    words, trained, _ = texts(step)
-    logits = model(words[:, :-1])[0].transpose(1, 2)
-    return over_all(
-        F.cross_entropy(logits, words[:, 1:], reduction="none", label_smoothing=0.1)[trained], trained.sum()
-    )
-
-
 def token_sum(model: Any, step: int) -> Tensor:
     words, trained, _ = texts(step)
     return over_all(-log_likelihood(model, words) * trained, trained.sum())
@@ -145,18 +87,6 @@ def several_labels(model: Any, step: int) -> Tensor:
     x, y = share(step)
     wanted = (torch.arange(CLASSES) <= y[:, None]).float()
     return F.binary_cross_entropy_with_logits(model(x), wanted, pos_weight=torch.full((CLASSES,), 2.0))
-
-
-def two_heads(model: Any, step: int) -> Tensor:
-    x, y = share(step)
-    logits, number = model(x)
-    return F.cross_entropy(logits, y) + 0.3 * F.smooth_l1_loss(number, x.sum(1))
-
-
-def balanced(model: Any, step: int) -> Tensor:
-    x, y = share(step)
-    logits, balance = model(x)
-    return F.cross_entropy(logits, y) + 0.01 * balance
 
 
 @functools.cache
@@ -233,16 +163,6 @@ def by_policy(level: str) -> Loss:
     return loss
 
 
-def packed(model: Any, step: int) -> Tensor:
-    """All texts of the rank in one row, each of which sees itself alone."""
-    words, trained, _ = texts(step)
-    lengths = trained.sum(1).tolist()
-    row = torch.cat([text[:length] for text, length in zip(words, lengths, strict=True)])
-    wanted = torch.cat([text[1 : length + 1] for text, length in zip(words, lengths, strict=True)])
-    hidden = ~torch.block_diag(*(torch.ones(length, length).tril() for length in lengths)).bool()
-    return over_all(F.cross_entropy(model(row[None], hidden)[0], wanted, reduction="none"), len(row))
-
-
 def by(loss: Loss) -> Callable[[nn.Module, int], None]:
     return lambda model, step: loss(model, step).backward()
 
@@ -254,42 +174,6 @@ def weighed_window(model: Any, step: int) -> None:
         words, trained, _ = texts(step, part, 3)
         model.require_backward_grad_sync = part == 2
         over_all(-log_likelihood(model, words) * trained, count).backward()
-
-
-def against_itself(model: Any, step: int) -> None:
-    """Rows moved along the gradient of their loss; that pass is thrown away."""
-    x, y = share(step)
-    x = x.clone().requires_grad_()
-    F.cross_entropy(model(x), y).backward()
-    model.zero_grad()
-    assert x.grad is not None
-    F.cross_entropy(model(x.detach() + 0.05 * x.grad.sign()), y).backward()
-
-
-def taught_by_average() -> Course:
-    """An average of the weights teaches the model on other rows."""
-    average: list[nn.Module] = []
-
-    def loss(model: Any, step: int) -> Tensor:
-        if not average:
-            average[:] = [copy.deepcopy(model.module).requires_grad_(False).eval()]
-        (x, y), (other, _) = share(step), share(step + 5)
-        return F.cross_entropy(model(x), y) + F.mse_loss(model(other).softmax(-1), average[0](other).softmax(-1))
-
-    return Course(backward=by(loss), behind=lambda model, *_: follow(average[0], model.module))
-
-
-def mixed_with_the_last() -> Course:
-    """Each update applies the mean of its gradient and the last one's."""
-    held: list[Tensor] = []
-
-    def before(model: nn.Module, *_: object) -> None:
-        now = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        for p, one, other in zip(model.parameters(), now, held or now, strict=True):
-            p.grad = 0.5 * (one + other)
-        held[:] = now
-
-    return Course(before=before, optimizer=momentum)
 
 
 def makes_states_first(model: nn.Module, optimizer: Any, step: int) -> None:
@@ -314,31 +198,6 @@ def by_depth(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 def touching_zero(optimizer: torch.optim.Optimizer) -> LambdaLR:
     """From next to nothing up and back to it, again and again."""
     return LambdaLR(optimizer, lambda step: math.sin(math.pi * step / 6) ** 2)
-
-
-def scaled_windows(steps: int) -> Seen:
-    """A scaler that skips, sums of tokens over windows of two, and windows that all ranks throw away."""
-    torch.manual_seed(0)
-    model = DistributedDataParallel(Speaker())
-    optimizer = adamw(list(model.parameters()))
-    scaler = torch.amp.GradScaler("cpu", init_scale=SKIPS_FROM, growth_interval=4)
-    w = andon.watch(model, optimizer, action=ignore, scaler=scaler)
-    for step in range(steps):
-        count = texts(step, 0, 2)[1].sum() + texts(step, 1, 2)[1].sum()
-        for part in range(2):
-            words, trained, _ = texts(step, part, 2)
-            model.require_backward_grad_sync = part == 1  # type: ignore[assignment]
-            with torch.autocast("cpu", torch.float16):
-                loss = over_all(-log_likelihood(model, words) * trained, count)
-            scaler.scale(loss).backward()
-        if step % 7 != 3:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-    w.close()
-    return seen_by(w)
 
 
 # shards
@@ -420,20 +279,13 @@ COURSES: dict[str, Course] = {
     "masked token sums, an output without a loss": Course(
         backward=by(token_sum), model=valued, wrap=ddp_with(find_unused_parameters=True)
     ),
-    "masked token sums, label smoothing": Course(backward=by(smoothed), model=Speaker),
     "token-weighted windows": Course(backward=weighed_window, model=Speaker, optimizer=sgd),
-    "packed texts": Course(backward=by(packed), model=Reader, optimizer=sgd),
     "focal loss": Course(backward=by(focal)),
     "class weights": Course(backward=by(class_weights)),
     "several labels": Course(backward=by(several_labels), optimizer=momentum),
-    "two heads on a frozen part": Course(backward=by(two_heads), model=TwoHeads),
-    "experts with a balance": Course(backward=by(balanced), model=Experts),
     "distillation": Course(backward=by(distilled)),
     "soft labels": Course(backward=by(soft_labels), optimizer=sgd),
     "contrastive, gathered with gradients": Course(backward=by(contrastive), optimizer=sgd),
-    "adversarial rows": Course(backward=against_itself, model=Normed),
-    "taught by an average": taught_by_average(),
-    "gradients mixed with the last": mixed_with_the_last(),
     "states made by an empty update": Course(before=makes_states_first),
     "rate by depth": Course(optimizer=by_depth),
     "rate that touches zero": Course(scheduled=touching_zero, optimizer=momentum, model=Normed),
@@ -453,10 +305,8 @@ COURSES: dict[str, Course] = {
     "FSDP2, PPO with a value": Course(
         backward=by(by_policy("value")), model=valued, wrap=shards(), before=clipped_shards
     ),
-    "FSDP2, two heads on a frozen part": Course(backward=by(two_heads), model=TwoHeads, wrap=shards(), optimizer=sgd),
 }
 _LIGHT = ("masked token sums, an output without a loss", "data echoing", "FSDP2, PPO with a value")
 KINDS = {
     **{f"aim: {name}": Kind(loop, weight="light" if name in _LIGHT else "many") for name, loop in COURSES.items()},
-    "aim: scaler, token-weighted windows, some thrown away": Kind(scaled_windows, weight="many"),
 }

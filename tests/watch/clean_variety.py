@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as rates
 
-from tests.watch.clean import Kind
+import andon
+from tests.watch.clean import Kind, Seen, ignore, seen_by
 from tests.watch.clean_communication import Course, Extra, backward, mean, reduced, scored, share
 from tests.watch.clean_loops import Optimizers, RightLoop, ddp_with
-from tests.watch.clean_models import Normed
+from tests.watch.clean_models import LayerNormed, Normed
 from tests.watch.loop import CLASSES
 
 Backward = Callable[[nn.Module, int], None]
@@ -142,12 +144,6 @@ def _noisy(model: nn.Module, _: object, step: int) -> None:
             p.grad += 1e-3 * torch.randn(p.shape, generator=stream)
 
 
-def _centred(model: nn.Module, *_: object) -> None:
-    for p in model.parameters():
-        if p.grad is not None and p.dim() > 1:
-            p.grad -= p.grad.mean(dim=1, keepdim=True)
-
-
 @torch.no_grad()
 def _bounded(model: nn.Module, *_: object) -> None:
     for p in model.parameters():
@@ -157,13 +153,6 @@ def _bounded(model: nn.Module, *_: object) -> None:
 def _scored(model: nn.Module, _: object, step: int) -> None:
     if step % 4 == 0:
         scored(model)
-
-
-def _saved_and_back(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    if step % 5 == 0:
-        weights, moments = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        model.load_state_dict(weights)
-        optimizer.load_state_dict(moments)
 
 
 def _rewound(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -201,48 +190,47 @@ def _twice(model: nn.Module, step: int) -> None:
     (0.5 * cross_entropy(model(x), y)).backward()
 
 
-def _sharpness_aware(model: nn.Module, step: int) -> None:
-    """A gradient, a step uphill, the gradient there, and back."""
-    backward(model, step)
-    moved = [(p, 0.01 * p.grad.sign()) for p in model.parameters() if p.grad is not None]
-    with torch.no_grad():
-        for p, e in moved:
-            p += e
-    model.zero_grad()
-    backward(model, step)
-    with torch.no_grad():
-        for p, e in moved:
-            p -= e
-
-
-def _looking_ahead(every: int) -> Extra:
-    slow: list[Tensor] = []
+class Sharpness(torch.optim.SGD):
+    """SAM: the gradient is taken where the loss is highest nearby, and used from where the weights were."""
 
     @torch.no_grad()
-    def behind(model: nn.Module, _: object, step: int) -> None:
-        if step == 1:
-            slow[:] = [p.clone() for p in model.parameters()]
-        if step % every == 0:
-            for kept, p in zip(slow, model.parameters(), strict=True):
-                kept.lerp_(p, 0.5)
-                p.copy_(kept)
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        members = [p for group in self.param_groups for p in group["params"]]
+        kept = [p.clone() for p in members]
+        for p in members:
+            p.add_(p.grad, alpha=0.05 / float(p.grad.norm() + 1e-12))
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p, held in zip(members, kept, strict=True):
+            p.copy_(held)
+        return super().step()
 
-    return behind
+
+def sharpness_aware(steps: int) -> Seen:
+    """As its authors advise: each rank climbs by its own gradient (`no_sync`), the second gradient is reduced."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(LayerNormed())
+    optimizer = Sharpness(model.parameters(), lr=0.1, momentum=0.9)
+    w = andon.watch(model, optimizer, action=ignore)
+    for step in range(steps):
+        with model.no_sync():
+            backward(model, step)
+        optimizer.step(functools.partial(backward, model, step))
+        optimizer.zero_grad()
+    w.close()
+    return seen_by(w)
 
 
 COURSES: dict[str, Course] = {
     "noise from one stream": Course(before=_noisy),
-    "centred gradients": Course(before=_centred),
     "weights kept within bounds": Course(behind=_bounded),
     "evaluation every fourth update": Course(behind=_scored, model=Normed),
-    "saved and loaded in place": Course(behind=_saved_and_back),
     "a layer drawn anew": Course(behind=_rewound),
     "label smoothing": Course(backward=by(lambda model, x, y: cross_entropy(model(x), y, label_smoothing=0.1))),
     "mixed rows": Course(backward=by(_mixed)),
     "penalty in the loss": Course(backward=by(_penalised)),
     "two backward passes": Course(backward=_twice),
-    "sharpness-aware": Course(backward=_sharpness_aware),
-    "lookahead": Course(behind=_looking_ahead(5)),
     "cosine": Course(scheduled=lambda o: rates.CosineAnnealingLR(o, 50)),
     "one cycle": Course(scheduled=lambda o: rates.OneCycleLR(o, 1e-2, total_steps=2000)),
     "warm restarts": Course(scheduled=lambda o: rates.CosineAnnealingWarmRestarts(o, 7)),
@@ -320,4 +308,5 @@ KINDS = {
     **{f"DDP, {name}": Kind(RightLoop(wrap=wrap), weight="many") for name, wrap in WRAPPERS.items()},
     **{f"DDP, {name}": Kind(course, weight="many") for name, course in COURSES.items()},
     **{name: Kind(loop) for name, loop in CHOICES.items()},
+    "DDP, sharpness-aware": Kind(sharpness_aware, weight="many"),
 }

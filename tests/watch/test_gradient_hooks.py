@@ -121,10 +121,16 @@ _passes = st.lists(
 )
 
 
-@given(st.lists(st.tuples(_passes, st.sampled_from(["none", "none", "zeros", "left"])), min_size=1, max_size=6))
-def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str]]) -> None:
-    """Which parameters got a gradient, which is not finite or was not zeroed; one pass: every extreme, bit for bit."""
-    few, all_ = _acquainted(thin=True), _acquainted(thin=False)
+@given(
+    st.sampled_from(["A", "AB"]),
+    st.lists(st.tuples(_passes, st.sampled_from(["none", "none", "zeros", "left"])), min_size=1, max_size=6),
+)
+def test_a_window_shows_the_same_either_way(known: str, windows: list[tuple[list[_Pass], str]]) -> None:
+    """Which parameters got a gradient, which is not finite or was not zeroed; one pass: every extreme, bit for bit.
+
+    known: the heads that were used while the hooks thinned out; another one may begin a pass elsewhere later.
+    """
+    few, all_ = _acquainted(thin=True, heads=known), _acquainted(thin=False, heads=known)
     none = True
     for passes, zeroed in windows:
         one, other = few.window(passes), all_.window(passes)
@@ -142,20 +148,6 @@ def test_a_window_shows_the_same_either_way(windows: list[tuple[list[_Pass], str
         for loop in (few, all_):
             loop.zero(zeroed)
         none = zeroed == "none"
-
-
-def test_a_pass_that_begins_elsewhere_brings_all_hooks_back() -> None:
-    """For good; of its own window what is not finite is seen as well, and nothing is said to be left over."""
-    loop = _acquainted(heads="A")
-    loop.backward("B", 1, NAN)
-    # Else rows of a pass that no hook saw could not be thrown away with its gradients.
-    assert (loop.hooks.backward_seen, loop.hooks.started) == (True, True)
-    raw = loop.read()
-    loop.zero("none")
-    assert (raw.received, raw.nonfinite, raw.stale) == ({0, 1, 4, 5}, 1, 0)
-    for seed in range(4):
-        assert not loop.hooks.reads_at_end
-        assert loop.update("B", seed).received == {0, 1, 4, 5}
 
 
 def _second(first: str) -> Callable[[_Loop], None]:
@@ -229,21 +221,6 @@ def test_a_part_that_is_frozen_later_is_no_error(frozen: str) -> None:
     part.requires_grad_(True)
     loop.update("AB")
     assert loop.update("AB").received == {0, 1, 2, 3, 4, 5}
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_head_that_is_switched_on_later_leaves_nothing_over(passes: int, clips: bool) -> None:
-    """Its gradient comes before the first that is known to begin a pass, and is added to and clipped behind that."""
-    loop = _acquainted(heads="A")
-    for _ in range(3):
-        for seed in range(passes):
-            loop.backward("AB", seed)  # B's gradients come first
-        if clips:
-            nn.utils.clip_grad_norm_(loop.parameters, 1e-3)
-        raw = loop.read()
-        loop.zero("none")
-        assert (raw.stale, raw.received, loop.hooks.reads_at_end) == (0, {0, 1, 2, 3, 4, 5}, False)
 
 
 def test_a_pass_that_failed_is_none_that_runs() -> None:

@@ -8,13 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws import update
-from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Seen
 from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.checks import buffers, frozen, gradients, mode, optimizer, structure, weights
@@ -23,7 +21,6 @@ from andon_contracts.watch.checks.clipping import clip_once
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.structure import Change, change_of
 from andon_contracts.watch.judging import Verdicts
-from andon_contracts.watch.same import _TREE
 from andon_contracts.watch.settings import Settings
 
 CHECKS = (
@@ -177,15 +174,6 @@ def test_every_clause_of_a_step_is_among_the_cases() -> None:
     assert named - set(WRONG) == {"halt-together", "loss-reported"}
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_ranks_at_different_steps_are_never_compared(table: str) -> None:
-    here, there = _seen(**dict.fromkeys(RIGHT, 99))
-    late = Observation(1, 4, there.sequence, there.point, there.values)
-    judgement, verdicts = _judgement(table, (here, late))
-    assert [law.clause for law in judgement.broken()] == ["halt-together"]
-    assert dict(verdicts.evaluations) == {"halt-together": 1}
-
-
 def test_a_clause_that_is_not_live_is_neither_asked_nor_counted() -> None:
     judgement, verdicts = _judgement("before", _seen(modes=0), ALL - {"modes-agree"})
     assert judgement.first is None
@@ -194,26 +182,6 @@ def test_a_clause_that_is_not_live_is_neither_asked_nor_counted() -> None:
         judgement, verdicts = _judgement("before", _seen(modes=0))
         assert judgement.first is None
     assert not verdicts.evaluations
-
-
-@pytest.mark.parametrize(
-    ("changed", "details", "seen", "told"),
-    [
-        ("leaves=4", {}, "", ()),
-        ("places=9, leaves=9", {"places": {"tree['a']": [1, 2, 1]}}, "the trees have different leaves", ("1 2 1",)),
-        ("leaves=9", {"leaves": {"x": [5] * 3, "y": [1, 2, 1]}}, "1 of 2 leaves differ", ("1 2 1",)),
-    ],
-)
-def test_trees_are_held_to_two_rows(changed: str, details: Details, seen: str, told: Sequence[str]) -> None:
-    """Other places come before other leaves; the second look says which, and who is alone with it."""
-    good = values("problem=0, places=3, leaves=4")
-    said = [Observation(rank, 0, 1, "tree", good | (values(changed) if rank == 1 else {})) for rank in range(3)]
-    judgement = Judgement(_TREE, Seen(said, None, details=details))
-    found = [judgement.violation(law) for law in judgement.broken()]
-    assert [(each.clause, each.finding.seen, each.finding.ranks) for each in found] == [
-        ("trees-agree", seen, (1,)) for _ in told
-    ]
-    assert [each.finding.details[0][1].replace("0", "") for each in found] == list(told)
 
 
 def test_trainer_and_watch_read_the_same_rows() -> None:
@@ -255,13 +223,6 @@ def test_trainer_and_watch_have_their_own_measure(
     wants = (Reduced(limit=1.0), None)
     broken = [law.check(Seen(said, want)) is not None for law, want in zip(laws, wants, strict=True)]
     assert broken == [ours, theirs]
-
-
-@given(st.integers(1, 4), st.sampled_from(["change", "weights", "gradient", "rate", "layout"]), st.data())
-def test_what_differs_is_what_is_not_one(world: int, name: str, data: st.DataObject) -> None:
-    drawn = [data.draw(st.sampled_from([RIGHT[name], 1])) for _ in range(world)]
-    said = [Observation(rank, 3, 9, "here", {**RIGHT, name: value}) for rank, value in enumerate(drawn)]
-    assert Seen(said, None).differing == (frozenset([name]) if len(set(drawn)) > 1 else frozenset())
 
 
 @pytest.mark.parametrize(

@@ -226,15 +226,6 @@ def test_violations_are_lines_with_what_was_done(tmp_path: Path) -> None:
     assert outcomes_of(tmp_path / "warn-before.jsonl")["halt-together"] is Outcome.NOT_APPLICABLE
 
 
-def test_a_ledger_that_is_cut_off_is_said_and_ends_no_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Log rotation cuts the file to nothing in mid-run: one line names it, and the loop trains on."""
-    model, path = net(), tmp_path / "l.jsonl"
-    watched(model, sgd(model), 3, lambda step: step == 2 and os.truncate(path, 0), ledger=path)
-    said = capsys.readouterr().err
-    assert said.count(f"written: {path}: was truncated by another program while the run wrote to it") == 2
-    assert path.stat().st_size == 0
-
-
 def test_an_update_of_more_rows_than_a_line_takes_ends_no_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -583,17 +583,6 @@ def test_a_state_that_is_no_table_says_nothing() -> None:
     assert [each.member for each in _remembered(optimizer, [weight]).unmoved()] == [0]
 
 
-def test_a_weight_that_the_loop_takes_out_of_its_optimizer_is_not_looked_at() -> None:
-    """Before an update, or in one: the other is."""
-    first, second = _full(1.0), _full(1.0)
-    optimizer = _Idle([first, second])
-    applied = _remembered(optimizer, [first, second])
-    optimizer.param_groups[0]["params"] = [first]
-    assert [each.member for each in applied.unmoved()] == [0]
-    applied.remember(sampled=True)
-    assert [each.member for each in applied.unmoved()] == [0]
-
-
 def test_a_weight_whose_elements_are_not_stored_one_by_one_is_not_looked_at() -> None:
     """A quantized weight that is trained: its parts may stay as they are while rounding takes small updates away."""
     weight = nn.Parameter(packed(4, 4))

@@ -387,20 +387,6 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
         }
 
 
-def not_dealt_out() -> list[str]:
-    in_order: Batches = lambda _: iter(DataLoader(rows(), batch_size=4))  # noqa: E731
-    return [str(Course(each, epochs=1).watched().findings[0]) for each in (in_order, sampled(shuffling))]
-
-
-def test_ranks_that_were_given_the_same_rows_are_named() -> None:
-    """In one order, or each in its own."""
-    for outcome in run_ranks(2, not_dealt_out):
-        alike, shuffled = outcome.get()
-        assert "  seen     ranks 0, 1 were given the same rows [0, 1, 2, 3]: is DistributedSampler missing?\n" in alike
-        assert "  likely   no DistributedSampler" in alike
-        assert "  seen     ranks 0, 1 were given the same rows [" in shuffled
-
-
 def _windows(kind: str) -> tuple[list[tuple[str, int]], list[str]]:
     """Three epochs of ten micro-batches, each four of which make an update, in one process."""
     torch.manual_seed(0)

@@ -62,19 +62,6 @@ def _update(synchrony: Synchrony, step: int, what: str = "") -> tuple[frozenset[
     return before, after
 
 
-def test_where_it_is_seen_who_reduces_nothing_waits() -> None:
-    assert _update(Synchrony(), 1, "reduced") == (frozenset(), frozenset())
-
-
-def test_where_it_is_not_seen_the_update_decides() -> None:
-    """Gradients that differ are let pass while the weights agree after it; weights that part then are a violation."""
-    synchrony = Synchrony()
-    for step in (1, 2):
-        assert _update(synchrony, step, "equal")[0] == {"gradients-agree"}
-    assert _update(synchrony, 3) == ({"gradients-agree"}, frozenset())
-    assert synchrony.state is State.TOGETHER
-
-
 def test_weights_that_part_are_suspected_once_and_held_where_they_agree_again() -> None:
     """Local SGD is known by its first synchronisation; one that is long overdue is judged."""
     synchrony = Synchrony()

@@ -443,21 +443,17 @@ EQUAL, RAGGED, FOUR, THREE_AND_ONE = ((6, 6), (6, 6)), ((6, 3), (5, 2)), ((6, 3,
 REPORTS: dict[str, tuple[tuple[tuple[int, ...], ...], Callable[[Tensor, Tokens], Tensor], float]] = {
     # the sums of all ranks by all tokens, with the factor that undoes the average over the ranks
     "right": (RAGGED, lambda loss, n: loss * n.world / n.all, 1.0),
-    # huggingface/trl#6024: divided by the tokens of two windows
-    "of another window": (EQUAL, lambda loss, n: loss * n.world / (2 * n.all), 0.5),
     # modelscope/ms-swift#10117: divided by all tokens, and by the accumulation again
     "accumulation again": (FOUR, lambda loss, n: loss * n.world / n.all / 4, 0.25),
     # Snowflake-AI-Research/Arctic-Platform#119: the average over the ranks is not undone
     "average kept": (RAGGED, lambda loss, n: loss / n.all, 0.5),
     # the Trainer of transformers on classes: times the ranks, and not divided by the accumulation
     "times ranks": (EQUAL, lambda loss, n: loss / n.own * n.world, 4.0),
-    # huggingface/transformers#37474: replicas in one process, whose losses by all tokens are averaged
-    "replicas": (RAGGED, lambda loss, n: loss * n.world / n.all / 2, 0.5),
     # verl-project/verl#5625: means of 3 tokens and of 1, weighed by their rows: 1/6 and 1/2 of a rank, and not 1/4
     "means by rows": (THREE_AND_ONE, lambda loss, n: loss / n.own / 2, 1.0),
 }
 """Trained tokens by rank and micro-batch; the loss of a micro-batch by the sum of its tokens' losses; how many times
-the weight of a mean its tokens have. The losses of "replicas" have one backward pass."""
+the weight of a mean its tokens have."""
 
 
 def reports(kind: str, names: Sequence[str]) -> dict[str, tuple[list[tuple[str, int, str]], list[str]]]:
@@ -477,15 +473,10 @@ def reports(kind: str, names: Sequence[str]) -> dict[str, tuple[list[tuple[str, 
 
         def backward(model: nn.Module, update: int, name: str = name, scaler: Any = scaler) -> None:
             counts, weigh, _ = REPORTS[name]
-            losses = []
             for count in counts[rank]:
                 labels = torch.randint(97, (9,)).where(torch.arange(9) < count, -100)
                 total = F.cross_entropy(model(torch.randint(97, (1, 9)))[0], labels, reduction="sum")
-                losses.append(weigh(total, Tokens(count, sum(map(sum, counts)), world)))
-                if name != "replicas":
-                    scaler.scale(losses.pop()).backward()
-            if losses:
-                scaler.scale(sum(losses, torch.zeros(()))).backward()
+                scaler.scale(weigh(total, Tokens(count, sum(map(sum, counts)), world))).backward()
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         found[name] = trained(model, backward, optimizer=optimizer, scaler=scaler, clip=0.05)
@@ -515,11 +506,6 @@ def test_reports_of_users_are_found_with_their_factor(kind: str) -> None:
 def dropping() -> nn.Module:
     """No module says that numbers are drawn, as in attention."""
     return nn.Sequential(nn.Linear(FEATURES, 16), nn.Tanh(), Dropping(), nn.Linear(16, CLASSES))
-
-
-def normalised() -> nn.Module:
-    """Batch statistics and nothing random."""
-    return nn.Sequential(nn.Linear(FEATURES, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
 Reference = Callable[[nn.Module, Sequence[int]], tuple[Tensor, int]]
@@ -553,7 +539,7 @@ def _audited(model: Callable[[], nn.Module], reference: Reference, factor: float
     return said, w.evaluations.get("gradient-law", 0)
 
 
-@pytest.mark.parametrize("model", [dropping, normalised, Normed])
+@pytest.mark.parametrize("model", [dropping, Normed])
 def test_a_right_gradient_of_random_passes_is_the_law(model: Callable[[], nn.Module]) -> None:
     """Updates 1 and 3 are audited, with the ranks' own masks and batch statistics, and nothing is found."""
     assert answers(2, _audited, model, loss_sum, 1.0) == [([], 2)] * 2
