@@ -35,7 +35,7 @@ from andon_contracts.watch.watcher import Watch
 Kind = TypeVar("Kind")
 _open: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
 """The latest watch of each optimizer, by a weak reference: a strong one would keep the optimizer alive for ever."""
-_opened = [0]
+opened_so_far = [0]
 """How many watches this process has opened, those that are closed included."""
 _halt_signals: Counter[str] = Counter()
 """By group of ranks, how many halt signals it has had in this process; the same number on all of its ranks."""
@@ -205,12 +205,8 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         undo.pop_all()
     for each in optimizers:
         _open[each] = weakref.ref(opened)
-    _opened[0] += 1
+    opened_so_far[0] += 1
     return opened
-
-
-def opened_so_far() -> int:
-    return _opened[0]
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:

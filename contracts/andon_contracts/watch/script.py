@@ -178,7 +178,7 @@ class Standby(Listener):
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._settings = Settings(**options, by_command=True)
         self._watches: list[Watch] = []
-        self._opened_before = opening.opened_so_far()
+        self._opened_before = opening.opened_so_far[0]
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[torch.optim.Optimizer] = []
         self._clipped: set[int] = set()
@@ -207,7 +207,7 @@ class Standby(Listener):
 
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
-        if opening.opened_so_far() == self._opened_before and not self._unwatched:
+        if opening.opened_so_far[0] == self._opened_before and not self._unwatched:
             which = f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
             log(f"andon watch: {which}no torch optimizer made an update, so nothing was watched")
 
