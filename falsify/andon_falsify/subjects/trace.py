@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.history.events import VERSION
 from andon_falsify.subjects.case import Case
 
 Tensors = Mapping[str, Tensor]
 Placed = tuple[str, tuple[int, ...], str]
 """Name, shape and element type of a tensor."""
 WRITER = "witness"
-VERSION = 4
 _DIGESTS = dict.fromkeys(("weights", "gradient", "optimizer"), "sha256")
 """Over names, types, shapes and bytes; the trainer computes none of them."""
 _REALS = ("lr", "loss", "grad_norm")
