@@ -239,7 +239,7 @@ def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[
     support = sum(one["support"] for _, one in _by_class(result))
     counts = {
         "rows": (rows, f"{rows} rows"),
-        "each": (each, f"mean of {each} {'labels' if task == MULTI_LABEL else 'classes'}"),
+        "each": (each, f"mean of {each} labels" if task == MULTI_LABEL else "mean of classes with rows or predictions"),
         "true": (support, f"{support} labels of {rows} rows"),
         "pairs": (rows * each, f"{rows} rows times {each} labels"),
         "spans": (support, f"{support} spans"),
