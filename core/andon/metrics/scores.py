@@ -141,10 +141,6 @@ def _decoded(data: bytes) -> Confusion:
     return Confusion(classes, tuple(cells))
 
 
-if TYPE_CHECKING:
-    import torch
-
-
 class Scores:
     """Base of every task's evaluation scores over `rows` rows.
 

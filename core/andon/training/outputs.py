@@ -292,7 +292,6 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Untrusted text on one line, with Markdown's special characters escaped."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>#|" else letter for letter in legible_line(text))
 
 

@@ -335,7 +335,6 @@ def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
 
 
 def _pictures(runs: Sequence[RunView], prefixes: Sequence[str], parting: int | None) -> list[Picture]:
-    """Charts of the curves, with evaluations as dots, and of the scores without a curve."""
     scores = dict.fromkeys(chain(*(each.scores for run in runs for each in run.evaluations)))
     others = [name for name in scores if name not in {name for name, _, _ in _CURVES}][:_MOST_SCORES]
     pictures = []
@@ -389,7 +388,6 @@ def _settings(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
 
 
 def _nearer(value: object) -> object:
-    """Make paths below the current folder relative to it."""
     if isinstance(value, list):
         return [_nearer(each) for each in value]
     if isinstance(value, dict):
