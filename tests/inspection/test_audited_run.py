@@ -27,12 +27,8 @@ def test_a_run_that_is_too_short_for_its_audit_is_told(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for steps, told in ((2, True), (3, False)):
-        assert (
-            runs.train(
-                tmp_path / str(steps), "run.progress=verbose", "contracts.audit_every=3", f"training.max_steps={steps}"
-            )
-            == 0
-        )
+        options = "run.progress=verbose", "contracts.audit_every=3", f"training.max_steps={steps}"
+        assert runs.train(tmp_path / str(steps), *options) == 0
         said = capsys.readouterr().err
         assert "audit: every 3 steps" in said
         assert ("this run audits no step, since it has only steps 1 to 2" in said) is told

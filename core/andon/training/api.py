@@ -196,13 +196,13 @@ class TrainingRun:
         Raises `InputError` with all problems of the rows.
         """
         folder = require_run(self.path)
-        from andon.training.inference import evaluate_run, read_labelled
+        from andon.training.inference import read_labelled, scored
 
         with _row_files() as files:
             path = Path(files.path_of(data, "data"))
             rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
             with _preserved(threads=None):
-                return labelled(evaluate_run(self._model, rows).as_dict(), rows.labels)
+                return scored(self._model, rows)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
         """The prediction for each text, in order: a label, labels, a tag per word, or a number, by the run's task.

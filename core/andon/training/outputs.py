@@ -296,5 +296,4 @@ def _plain(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """Untrusted text as Markdown code; a backtick becomes an apostrophe, a pipe is escaped."""
     return f"`{legible_line(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"

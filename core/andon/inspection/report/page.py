@@ -466,7 +466,6 @@ def _named_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Val
 
 
 def _parts(run: RunView, of: str) -> list[Table]:
-    """Scores of parts, such as classes: a table for each list or mapping of objects."""
     tables = []
     for name, content in (run.summary.eval if run.summary is not None else {}).items():
         parts = _parted(content)
