@@ -434,7 +434,7 @@ def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts:
     assert [one.label for one in opened] == [found["2"][0]["label"]]
     cut = shutil.copytree(folder, tmp_path / "cut", ignore=shutil.ignore_patterns("adapter", "summary.json"))
     assert [records(cut, texts, "--checkpoint", name) for name in ("2", "last")] == [found["2"], found["6"]]
-    with pytest.raises(InputError, match=r"is not finished \(after step 6 of 6\): resume .* --checkpoint last"):
+    with pytest.raises(InputError, match=r"is not finished \(after step 6 of 6\); resume .* --checkpoint last"):
         predicted(cut, texts)
     for name, what in (
         ("3", r"has no checkpoint of step 3; there are 2, 4, \d"),
