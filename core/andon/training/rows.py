@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,6 +168,9 @@ def notes(rows: Rows) -> Iterator[str]:
                 found = f"{counted(len(tables), 'text')} with line breaks (first: {tables[0]})"
                 yield f"note: {found}; is a quote left open there?"
     if isinstance(train, DataSet):
+        pairs = {*zip(train.fingerprints(), (row.label for row in train.rows), strict=True)}
+        if texts := sum(count > 1 for count in Counter(text for text, _ in pairs).values()):
+            yield f"warning: equal texts have different labels ({counted(texts, 'text')}); check duplicate rows"
         separator = likely_separator([train.labels[row.label] for row in train.rows])
         if separator:
             yield (

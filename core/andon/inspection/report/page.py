@@ -453,7 +453,6 @@ def _last_scores(run: RunView) -> dict[str, Value]:
 
 
 def _named_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Scalars by dotted name, without lists and the scores of parts (`_parted`)."""
     values: dict[str, Value] = {}
     for name, value in content.items():
         if _parted(value):
@@ -480,7 +479,6 @@ def _parts(run: RunView, of: str) -> list[Table]:
 
 
 def _parted(value: object) -> list[dict[str, Any]]:
-    """The elements of a list or mapping that holds only objects; otherwise empty."""
     each = list(value.values()) if isinstance(value, dict) else value
     return each if isinstance(each, list) and all(isinstance(part, dict) for part in each) else []
 
