@@ -198,14 +198,17 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
 def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (run.parent / "test.jsonl").read_text().splitlines()]
     data = tmp_path / "other.csv"
-    data.write_text("what,kind\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
+    data.write_text("what,kind\n,blue\nx,mauve\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows))
+    config = shutil.copytree(run, tmp_path / "skips") / "config.yaml"
+    config.write_text(config.read_text().replace("bad_rows: refuse", "bad_rows: skip"))
     refused = CliRunner().invoke(app, ["eval", str(run), str(data)])
     assert isinstance(refused.exception, InputError)
     for flag in ("--text-column", "--label-column"):
         assert f"name it with {flag} (" in str(refused.exception)
     flags = ("--text-column", "what", "--label-column", "kind")
-    scored = CliRunner().invoke(app, ["eval", str(run), str(data), *flags])
-    matrix, scores = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"]), json.loads(scored.output)
+    scored = CliRunner().invoke(app, ["eval", str(config.parent), str(data), *flags])
+    matrix, scores = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"]), json.loads(scored.stdout)
+    assert (scores["skipped"], scored.stderr.count("label 'mauve' is unknown")) == (2, 1)
     assert scores["confusion"] == {"classes": 3, "cells": [list(cell) for cell in matrix.cells]}
     assert scores["labels"] == [one["label"] for one in scores["classes"]] == ["blue", "green", "red"]
     assert [one["support"] for one in scores["classes"]] == [sum(row) for row in matrix.table()]
@@ -431,7 +434,7 @@ def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts:
     assert [one.label for one in opened] == [found["2"][0]["label"]]
     cut = shutil.copytree(folder, tmp_path / "cut", ignore=shutil.ignore_patterns("adapter", "summary.json"))
     assert [records(cut, texts, "--checkpoint", name) for name in ("2", "last")] == [found["2"], found["6"]]
-    with pytest.raises(InputError, match=r"is not finished \(after step 6 of 6\): resume .* --checkpoint last"):
+    with pytest.raises(InputError, match=r"is not finished \(after step 6 of 6\); resume .* --checkpoint last"):
         predicted(cut, texts)
     for name, what in (
         ("3", r"has no checkpoint of step 3; there are 2, 4, \d"),

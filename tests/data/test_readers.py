@@ -422,4 +422,5 @@ def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
 def test_a_row_of_a_tsv_whose_fields_are_all_empty_is_refused(tmp_path: Path) -> None:
     for name, comma in (("a.tsv", "\t"), ("a.csv", ",")):
         path = written(tmp_path, name, f"text{comma}label\none{comma}x\n{comma}\n\ntwo{comma}y\n")
-        assert faults(path) == [f"{name}:3: text is empty", f"{name}:3: label is empty"]
+        hint = "is empty; to skip such rows: --set data.bad_rows=skip"
+        assert faults(path) == [f"{name}:3: text {hint}", f"{name}:3: label {hint}"]

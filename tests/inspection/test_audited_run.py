@@ -20,28 +20,23 @@ def test_an_audited_run_is_the_run(runs: Runs, run: Path, tmp_path: Path, capsys
     assert outcome(tmp_path / "r") == outcome(run)
     assert summary(tmp_path / "r")["contracts"]["audit"] == 12
     said = capsys.readouterr().err.splitlines()
-    assert "andon: audit: every 1 steps another rank computes every micro-batch of each rank again" in said
+    assert "andon: audit: every 1 steps each rank recomputes every micro-batch of another rank" in said
 
 
 def test_a_run_that_is_too_short_for_its_audit_is_told(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for steps, told in ((2, True), (3, False)):
-        assert (
-            runs.train(
-                tmp_path / str(steps), "run.progress=verbose", "contracts.audit_every=3", f"training.max_steps={steps}"
-            )
-            == 0
-        )
+        options = "run.progress=verbose", "contracts.audit_every=3", f"training.max_steps={steps}"
+        assert runs.train(tmp_path / str(steps), *options) == 0
         said = capsys.readouterr().err
-        assert "audit: every 3 steps" in said
-        assert ("none falls into steps 1 to 2" in said) is told
+        assert ("this run audits no step, since it has only steps 1 to 2" in said) is told
         assert summary(tmp_path / str(steps))["contracts"].get("audit", 0) == int(not told)
 
 
 def test_one_worker_is_told_what_it_cannot_see(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert runs.train(tmp_path / "r", "run.progress=verbose", "training.max_steps=1", workers=1) == 0
-    assert "one rank cannot see a persistent fault of its device" in capsys.readouterr().err
+    assert "it cannot detect a permanent fault of its own device" in capsys.readouterr().err
 
 
 def test_the_default_costs_a_hundredth_and_can_be_switched_off() -> None:

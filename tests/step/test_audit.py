@@ -141,8 +141,8 @@ def test_one_rank_finds_what_passes_and_not_what_persists() -> None:
     step, replicas = audited(inline(1), ALL)
     plant_in_gradient(replicas[0], 3, 0, 5, times=1000)
     do(step, SETTINGS.batches()[0])
-    assert "cannot see a persistent fault" in step.audit.describe()
-    assert "cannot see" not in audited(inline(2), ALL)[0].audit.describe()
+    assert "cannot detect a permanent fault" in step.audit.describe()
+    assert "cannot detect" not in audited(inline(2), ALL)[0].audit.describe()
 
 
 def test_a_flip_is_found_exactly_where_its_micro_batch_is_drawn() -> None:

@@ -36,10 +36,13 @@ from tests.support.ranks import run_ranks
 from tests.training.runs import Runs, write_jsonl
 
 
-def test_workers_without_rows_are_said(runs: Runs) -> None:
+def test_workers_without_rows_and_contradicting_labels_are_said(runs: Runs, tmp_path: Path) -> None:
     idle = "56 of 60 workers have no row in any update: an update has 8 rows in 4 micro-batches"
     assert idleness(BatchPlan((1,) * 41, 8, 4, 0, 2), 60) == idle
-    assert f"note: {idle}" in list(describe(load_config(None, runs.overrides("run.workers=60"))))
+    data = write_jsonl(tmp_path / "train.jsonl")
+    data.write_text(data.read_text() + '{"text": "?", "label": "red"}\n{"text": "?", "label": "blue"}\n')
+    said = list(describe(load_config(None, runs.overrides("run.workers=60", f"data.train={data}"))))
+    assert [f"note: {idle}" in said, "equal texts have different labels (1 text)" in str(said)] == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,6 @@ class GroupBackend:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Context manager: the clock shows that this rank waits. It still does so after an error."""
         self._clock.wait()
         yield
         self._clock.work()

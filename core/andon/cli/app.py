@@ -108,7 +108,6 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _is_of_stdout(error: OSError) -> bool:
-    """Whether standard output raised `error`: if so, writing an empty line fails in the same way."""
     if error.filename is not None or error.errno == errno.EPIPE:
         return False
     try:

@@ -29,6 +29,7 @@ from andon_contracts.liveness.process import exit_text
 PLUGINS = "andon.commands"
 """Entry point group for commands of other packages: a name for a typer app or a function."""
 _MOST_WORKERS = 4096
+_NUMBER = re.compile(r"Input should be a valid (integer|number), .*|.* is not a valid (?:integer|float)\.")
 _ANYTHING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = Typer(
@@ -61,6 +62,9 @@ class _Command(TyperCommand):
             return super().make_context(*args, **kwargs)
         except Exception as error:
             # By class name: some versions of typer vendor click, others import it.
+            fault: Any = error
+            if (plain := _NUMBER.fullmatch(str(getattr(fault, "message", "")))) is not None:
+                fault.message = f"must be a {'whole ' if plain[1] == 'integer' else ''}number"
             unknown: Any = error if type(error).__name__ == "NoSuchOption" else None
             if unknown is not None and any("--set" in option.opts for option in self.params):
                 from andon.config.load import meant_by
@@ -337,7 +341,6 @@ def evaluate(
     """Score a run's model on a file; prints JSON."""
     from andon.cli.results import one_file
     from andon.config.source import require_file
-    from andon.run.summary import labelled
     from andon.training.existing import require_run
 
     folder = require_run(run)
@@ -345,12 +348,11 @@ def evaluate(
     if path is None:
         raise InputError.at("DATA", "name a file of rows with labels: andon eval RUN FILE")
     require_file(path)
-    from andon.training.inference import evaluate_run, load_run, read_labelled
+    from andon.training.inference import load_run, read_labelled, scored
 
     rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
-    scores = labelled(evaluate_run(trained, rows).as_dict(), rows.labels)
-    put(*json.dumps(scores, indent=2).splitlines())
+    put(*json.dumps(scored(trained, rows), indent=2).splitlines())
 
 
 _listed(evaluate, "eval")

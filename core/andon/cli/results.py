@@ -67,6 +67,9 @@ def check_output(output: Path | None, data: Path | None) -> None:
 def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
     config = config_of(folder)
     column, words = text_column or config.data.text_column, config.task == TOKEN_CLASSIFICATION
+    if data is not None and data.suffix.lower() == ".txt":
+        what = "unknown kind of file '.txt'; if it has one text per line, use:"
+        raise InputError.at(data, f"{what} {command_line('andon', 'predict', folder.path)} < {data}")
     if data is not None:
         return read_texts(data, text_column=column, text_pair_column=config.data.text_pair_column, words=words)
     if text_column is not None:

@@ -20,7 +20,7 @@ from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed, portable_demo
-from andon.training.existing import as_begun, resume_command
+from andon.training.existing import as_begun, how_to_resume
 from andon.training.rows import task_notice, with_task
 from andon.training.start import ENTRY, foreign, payload_of, report_result, start, train_rank
 
@@ -41,14 +41,14 @@ def run_training(
         _run_as_rank(config_path, overrides, flags, started)
     config = load_config(config_path, overrides, flags)
     ended = start(config, started, entry=entry)
-    if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and "; resume with" not in ended.why:
-        say(f"{ended.why}; resume with: {resume_command(ended.folder)}")
-    elif ended.why:
+    if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and " with: andon " not in ended.why:
+        say(f"{ended.why}; {how_to_resume(ended.folder)}")
+    elif ended.why and not (ended.exit is Exit.PREEMPTED and ended.asked_by):
         say(*(ended.why.split("\n") if ended.exit is Exit.USAGE else [ended.why]))
     if config.run.progress == "json":
         put(json.dumps({"what": "end", "exit": int(ended.exit), "run": str(ended.folder.path)}))
     if ended.exit is Exit.PREEMPTED:
-        say(f"ended at a step boundary; resume with: {resume_command(ended.folder)}")
+        say(f"ended at a step boundary; {how_to_resume(ended.folder)}")
     return ended.exit
 
 

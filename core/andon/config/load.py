@@ -282,6 +282,8 @@ def to_yaml(config: Config) -> str:
 
 
 def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+    if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet"):
+        raise InputError.at(path, f"is a data file, and a configuration is YAML; did you mean --data {path}?")
     require_file(path, empty=True)
     with reading(path), path.open("rb") as file:
         content = file.read(4 * MOST_BYTES + 4)

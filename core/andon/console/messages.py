@@ -107,7 +107,7 @@ class ProblemList:
 
     def __init__(self, limit: int = 20, *, skips: bool = False) -> None:
         self._limit = limit
-        self._skips = skips
+        self.skips = skips
         self._found: list[Problem] = []
         self.skipped: list[Problem] = []
 
@@ -117,7 +117,7 @@ class ProblemList:
 
     def add_row(self, where: str, what: str) -> None:
         """Record a problem of the row at `where`: in `skipped` if unusable rows are skipped, otherwise as an error."""
-        if not self._skips:
+        if not self.skips:
             self.add(where, what)
         elif self.skipped and self.skipped[-1].where == where:
             self.skipped[-1] = Problem(where, f"{self.skipped[-1].what}; {what}")
@@ -150,7 +150,6 @@ class ProblemList:
 
 
 def _fault(problem: Problem) -> tuple[str, str]:
-    """Key that groups problems: the same message in one file. Settings and variables stay separate."""
     file, _, line = problem.where.rpartition(":")
     return (file if line.isdecimal() else problem.where), problem.what
 

@@ -401,7 +401,6 @@ class _Encoder:
                     raise TemplateFault(f"the chat template leaves out the tool {shown(name)}")
 
     def _require_thinking(self, place: int, message: Message, written: str) -> None:
-        """Raise `TemplateFault` if the rendered answer `written` lacks the reasoning of `message`."""
         parts = _THINKING.split(message.content)[:-1] if message.role == ANSWERS else []
         missing = next((part.strip() for part in parts if part.strip() not in written), None)
         if missing is not None:

@@ -269,7 +269,6 @@ def _function(value: Any) -> dict[str, Any] | None:
 
 
 def _decoded(value: object) -> object:
-    """A string parsed as JSON if possible, as many files encode tools and arguments; else `value`."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):

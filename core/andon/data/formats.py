@@ -176,7 +176,6 @@ def json_records(path: Path, file: BinaryIO, problems: ProblemList) -> Table:
 
 
 def _values(text: str, where: str, note: Note) -> list[Any]:
-    """[the JSON value of `text`], or [] and a note if it is malformed."""
     try:
         return [json.loads(text, object_pairs_hook=_unique, parse_int=_integer, parse_constant=_no_constant)]
     except json.JSONDecodeError as error:

@@ -170,8 +170,10 @@ def _labelled_text(
         return ((), None), faults
     texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
     label, wrong = value_of(record.fields[chosen[1]], table.typed)
+    hint = "" if origins.problems.skips else "; to skip such rows: --set data.bad_rows=skip"
+    unusable = filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong))
     faults = [
-        *filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong)),
+        *(f"{fault}{hint}" if fault.endswith(" is empty") else fault for fault in unusable),
         *(origins.repeated(table, record) if ID_COLUMN not in chosen else ()),
     ]
     return (tuple(map(str, texts.values())), label), faults

@@ -283,7 +283,6 @@ def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _of_native_code(error: BaseException) -> bool:
-    """Whether the Rust library tokenizers raised `error`: a panic, or a bare `Exception`."""
     return is_panic(error) or type(error) is Exception
 
 

@@ -175,7 +175,6 @@ def _settings(report: Differences, one: Side, other: Side, digests: Collection[s
 
 
 def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None, diff: tuple[Difference, ...]) -> bool:
-    """Report the steps. Returns whether they differ or one side has more of them."""
     steps = one.trajectory, other.trajectory
     common = steps[0].keys() & steps[1].keys()
     placed = [each.ran_on or "unknown" for each in steps]

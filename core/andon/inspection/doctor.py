@@ -161,7 +161,6 @@ def _folder(name: str) -> Iterator[Check]:
 
 
 def _gloo() -> Iterator[Check]:
-    """Start two ranks as a run does, and all-gather their numbers."""
     from andon.launch.launcher import launch, warm_up
 
     warm_up(("torch", "torch.distributed", "andon.launch.rank"))

@@ -92,7 +92,6 @@ class StoreServer:
 
 
 def _is_ours(connection: Connection) -> bool:
-    """Whether a process of this user is at the other end, as far as the system can tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     with socket.socket(fileno=os.dup(connection.fileno())) as shared:

@@ -141,10 +141,6 @@ def _decoded(data: bytes) -> Confusion:
     return Confusion(classes, tuple(cells))
 
 
-if TYPE_CHECKING:
-    import torch
-
-
 class Scores:
     """Base of every task's evaluation scores over `rows` rows.
 
@@ -206,7 +202,7 @@ def _ratio(part: float, whole: float) -> float:
 class ClassificationScores(Scores):
     """Scores of single-label classification over `rows` rows.
 
-    macro_f1: unweighted mean of F1 over all classes, including classes without rows. mcc: multi-class Matthews
+    macro_f1: mean of F1 over the classes that have rows or predictions, as in scikit-learn. mcc: multi-class Matthews
     correlation (Gorodkin 2004), in [-1, 1]. auroc: for class 1 of two classes, else None. loss: mean over rows.
     """
 
@@ -243,7 +239,7 @@ def scores(
     return ClassificationScores(
         rows=rows,
         accuracy=_ratio(hits, rows),
-        macro_f1=math.fsum(each.f1 for each in classes) / len(classes),
+        macro_f1=_ratio(math.fsum(each.f1 for each in classes), sum(map(bool, map(max, actual, predicted)))),
         # Squared as integers, so the quotient is rounded once and the root stays in [-1, 1].
         mcc=math.copysign(math.sqrt(_ratio(covariance * covariance, spreads[0] * spreads[1])), covariance),
         classes=classes,

@@ -286,7 +286,6 @@ class KernelsOfCuda(TorchFunctionMode):
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """The fused kernel, which saves a boolean mask."""
     dropped: Tensor = torch.native_dropout(input, p, True)[0] if training and p else input
     return dropped
 

@@ -118,7 +118,6 @@ def _digest(body: Mapping[str, object]) -> str:
 
 
 def _read(path: Path, kinds: Mapping[str, str], read: Callable[[Columns], Read]) -> Read:
-    """Raises `FileNotFoundError` if `path` does not exist, `ValueError` if the columns are damaged."""
     if not os.path.lexists(path):
         raise FileNotFoundError(path)
     try:

@@ -146,8 +146,8 @@ class Audit:
         share = "every micro-batch" if self.coverage == "all" else f"{self.coverage} of its micro-batches"
         when = f"audit: every {self.every} steps"
         if self._backend.world_size == 1:
-            return f"{when} {share} again; one rank cannot see a persistent fault of its device"
-        return f"{when} another rank computes {share} of each rank again"
+            return f"{when} the rank recomputes {share}; it cannot detect a permanent fault of its own device"
+        return f"{when} each rank recomputes {share.replace('its', 'the')} of another rank"
 
     def _subject(self, step: int, rank: int) -> _Subject:
         chosen = self.chosen(step, rank, self._owners[rank])

@@ -36,7 +36,7 @@ from andon.launch.fork_server import for_one_launch
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
-from andon.training.existing import require_run, require_task
+from andon.training.existing import how_to_resume, require_run, require_task
 from andon.training.given import RowFiles
 from andon.training.rows import TEXT_TASKS
 from andon.training.start import RunOutcome, start
@@ -196,13 +196,13 @@ class TrainingRun:
         Raises `InputError` with all problems of the rows.
         """
         folder = require_run(self.path)
-        from andon.training.inference import evaluate_run, read_labelled
+        from andon.training.inference import read_labelled, scored
 
         with _row_files() as files:
             path = Path(files.path_of(data, "data"))
             rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
             with _preserved(threads=None):
-                return labelled(evaluate_run(self._model, rows).as_dict(), rows.labels)
+                return scored(self._model, rows)
 
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
         """The prediction for each text, in order: a label, labels, a tag per word, or a number, by the run's task.
@@ -361,7 +361,7 @@ def _texts(texts: Iterable[str]) -> list[str]:
 
 
 def _raise(ended: RunOutcome) -> NoReturn:
-    again = f"resume with: andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')"
+    again = how_to_resume(ended.folder, f"andon.train(..., run_dir={str(ended.folder.path)!r}, resume='auto')")
     if ended.exit is Exit.USAGE:
         raise InputError.of_text(ended.why)
     if ended.exit is Exit.VIOLATION:  # the ledger has the finding of the rank that raised it

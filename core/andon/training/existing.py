@@ -27,8 +27,9 @@ def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
     if folder.state() in (State.EMPTY, State.FOREIGN):
         raise InputError.at(path, "holds no run of andon")
     if not folder.adapter.is_dir() and checkpoint is None:
-        what = f"is not finished ({progress_text(folder)}): resume it with: {resume_command(folder)}"
-        raise InputError.at(path, f"{what}; or, of a classifier, predict with a checkpoint: --checkpoint last")
+        how = how_to_resume(folder)
+        also = "; andon predict can use the newest checkpoint: add --checkpoint last" if how.startswith("res") else ""
+        raise InputError.at(path, f"is not finished ({progress_text(folder)}); {how}{also}")
     return folder
 
 
@@ -69,6 +70,11 @@ def progress_text(folder: RunFolder) -> str:
 
 def resume_command(folder: RunFolder) -> str:
     return command_line("andon", "train", folder.config, "--run-dir", folder.path, "--resume", "auto")
+
+
+def how_to_resume(folder: RunFolder, command: str = "") -> str:
+    how = "resume" if any(folder.checkpoints.glob("step-*")) else "there is no checkpoint yet; start anew"
+    return f"{how} with: {command or resume_command(folder)}"
 
 
 def as_begun(config: Config, folder: RunFolder) -> Config:

@@ -146,7 +146,6 @@ def _line(row: Mapping[Any, object], where: str, problems: ProblemList) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value for JSON. `json.dumps` also calls this for nested values of unknown types."""
     if type(value).__name__ in _MISSING:
         return None
     if hasattr(value, "tolist"):  # arrays and scalars of numpy, torch and others

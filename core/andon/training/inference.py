@@ -27,7 +27,7 @@ from andon.model.causal import generate
 from andon.model.masks import EvaluationBatching, predictions
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
-from andon.run.summary import read_provenance, read_summary
+from andon.run.summary import labelled, read_provenance, read_summary
 from andon.step.replica import WEIGHTS
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
@@ -228,7 +228,7 @@ def read_labelled(
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
     rows = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
-    for note in skip_notes(rows.origins.skipped if rows.origins is not None else ()):
+    for note in skip_notes(rows.origins.skipped if rows.origins is not None else (), 20):
         say(note)
     return rows
 
@@ -245,7 +245,7 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
         weights = () if rows is None else loss_weights(run.config, rows)
     task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     ids = usable_ids(task, data.ids)
-    for note in (*skip_notes([*skipped_of(task).values()]), cut_note(task, ids, run.config)):
+    for note in (*skip_notes([*skipped_of(task).values()], 20), cut_note(task, ids, run.config)):
         if note:
             say(note)
     scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
@@ -254,6 +254,12 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
     return scores
+
+
+def scored(run: TrainedRun, data: Examples) -> dict[str, Any]:
+    """The scores of `andon eval` as JSON values. `skipped`: the number of unusable rows that were left out."""
+    scores, read = evaluate_run(run, data), 0 if data.origins is None else len(data.origins.skipped)
+    return labelled(scores.as_dict(), data.labels) | {"skipped": read + len(data) - scores.rows}
 
 
 def rows_of(run: TrainedRun) -> Rows | None:

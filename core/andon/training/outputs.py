@@ -239,7 +239,7 @@ def _scores(task: str, scores: Sequence[_Score], result: Summary) -> list[tuple[
     support = sum(one["support"] for _, one in _by_class(result))
     counts = {
         "rows": (rows, f"{rows} rows"),
-        "each": (each, f"mean of {each} {'labels' if task == MULTI_LABEL else 'classes'}"),
+        "each": (each, f"mean of {each} labels" if task == MULTI_LABEL else "mean of classes with rows or predictions"),
         "true": (support, f"{support} labels of {rows} rows"),
         "pairs": (rows * each, f"{rows} rows times {each} labels"),
         "spans": (support, f"{support} spans"),
@@ -292,10 +292,8 @@ def _listed(labels: Sequence[str]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Untrusted text on one line, with Markdown's special characters escaped."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>#|" else letter for letter in legible_line(text))
 
 
 def _code(text: str) -> str:
-    """Untrusted text as Markdown code; a backtick becomes an apostrophe, a pipe is escaped."""
     return f"`{legible_line(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,12 +136,12 @@ class Rows:
         return shared_texts(self.trained_on, self.evaluated_on)
 
 
-def skip_notes(skipped: Sequence[Problem]) -> Iterator[str]:
-    """Yield a line with the number of skipped rows and the first three faults, if there are any."""
+def skip_notes(skipped: Sequence[Problem], most: int = 3, listed: str = "") -> Iterator[str]:
+    """Yield a line with the number of skipped rows and the first `most` faults, if there are any."""
     if skipped:
-        more = f"; and {len(skipped) - 3} more" if len(skipped) > 3 else ""
-        first = "; ".join(map(str, skipped[:3]))
-        yield f"note: rows that cannot be used and are skipped (data.bad_rows): {len(skipped)}: {first}{more}"
+        more = f"; and {len(skipped) - most} more{listed}" if len(skipped) > most else ""
+        first = "; ".join(map(str, skipped[:most]))
+        yield f"note: skipped {counted(len(skipped), 'unusable row')} (data.bad_rows=skip): {first}{more}"
 
 
 def notes(rows: Rows) -> Iterator[str]:
@@ -148,7 +149,7 @@ def notes(rows: Rows) -> Iterator[str]:
     train, trained_on, origins = rows.train, rows.trained_on, rows.train.origins
     if origins is not None:
         yield from origins.notes
-    yield from skip_notes(rows.skipped)
+    yield from skip_notes(rows.skipped, listed=" (a run lists all of them in its skipped_rows.txt)")
     if isinstance(train, TextRows) and isinstance(trained_on, TextRows):
         groups = alike(train.labels)
         for group in groups[:_MOST_GROUPS]:
@@ -167,6 +168,9 @@ def notes(rows: Rows) -> Iterator[str]:
                 found = f"{counted(len(tables), 'text')} with line breaks (first: {tables[0]})"
                 yield f"note: {found}; is a quote left open there?"
     if isinstance(train, DataSet):
+        pairs = {*zip(train.fingerprints(), (row.label for row in train.rows), strict=True)}
+        if texts := sum(count > 1 for count in Counter(text for text, _ in pairs).values()):
+            yield f"warning: equal texts have different labels ({counted(texts, 'text')}); check duplicate rows"
         separator = likely_separator([train.labels[row.label] for row in train.rows])
         if separator:
             yield (

@@ -187,7 +187,6 @@ def assembled(
             skipped = (*material.rows.skipped, *material.unusable)
             if skipped and writing:
                 write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
-                say(f"note: all {len(skipped)} skipped rows are listed in {folder.skipped}")
         accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
         portable = FORM if own.portable else None
         yield Session(
@@ -460,7 +459,6 @@ def clocks_apart(backend: Backend) -> str:
 
 
 def _text_digest(text: str) -> int:
-    """The first 64 bits of SHA-256 of `text`, to compare texts across ranks as integers."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
@@ -541,7 +539,7 @@ def _announcements(session: Session, done: int) -> list[str]:
     units, last, audit = "pack" if config.training.packing else "row", plan.total_steps, session.run.step.audit
     idle, late = idleness(plan, backend.world_size), (config.training.max_steps or 0) > last
     unaudited = audit.every and done != last and not any(map(audit.due, range(done + 1, last + 1)))
-    none = f"; none falls into steps {done + 1} to {last}" if unaudited else ""
+    none = f"; this run audits no step, since it has only steps {done + 1} to {last}" if unaudited else ""
     seen, total, cut = material.rows.seen_in_training(), len(material.rows.evaluated_on), material.tokenizer.truncated
     verbose, workers = config.run.progress == "verbose", counted(backend.world_size, "worker")
     batches = f"{counted(last, 'step')} of {plan.batch_size} {units}s"

@@ -26,10 +26,10 @@ from andon.run.summary import quoted, read_summary
 from andon.training.choices import placed, portable_demo
 from andon.training.existing import (
     as_begun,
+    how_to_resume,
     newest_unfinished,
     progress_text,
     require_same_as_finished,
-    resume_command,
     same_data,
 )
 from andon.training.given import kept
@@ -156,7 +156,7 @@ def foreign(path: Path) -> Problem:
 
 
 def _unfinished(folder: RunFolder, how: str) -> RunOutcome:
-    why = f"the run is not finished: {how} {progress_text(folder)}; resume with: {resume_command(folder)}"
+    why = f"the run is not finished: {how} {progress_text(folder)}; {how_to_resume(folder)}"
     return RunOutcome(folder, Exit.RANK_LOST, why)
 
 
@@ -183,10 +183,7 @@ def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome
         argument = "" if ended.code is None else repr(ended.code)
         return _unfinished(folder, f"code in the run called sys.exit({argument})")
     except KeyboardInterrupt:
-        saved = any(folder.checkpoints.glob("step-*"))
-        left = "the last checkpoint is kept" if saved else "no checkpoint had been written yet"
-        why = f"stopped at once by a second SIGINT; {left}"
-        return RunOutcome(folder, Exit.RANK_LOST, why, asked_by=signal.SIGINT)
+        return RunOutcome(folder, Exit.RANK_LOST, "stopped at once by a second SIGINT", asked_by=signal.SIGINT)
 
 
 def payload_of(config: Config, folder: Path, started: float, files: Sequence[Stamp] | None = None) -> dict[str, Any]:

@@ -504,13 +504,14 @@ class ProgressView:
     """Shows metrics on standard error: a bar of one line on a terminal, else lines for `grep`.
 
     mode: auto (a bar on a terminal, else lines), never (lines), verbose (lines with every value), quiet (nothing), json
-    (only metrics, on standard output). The loss is the mean of the last `log_every` updates; epochs count from 1.
+    (only metrics, on standard output). Loss and accuracy are means of the last `log_every` steps; epochs count from 1.
     """
 
     def __init__(self, total_steps: int, log_every: int, mode: str = "auto", done: int = 0, epochs: int = 1) -> None:
         self._mode, self._total, self._epochs, self._every = mode, total_steps, epochs, log_every
         self._last_line = time.perf_counter()
-        self._losses, self._times = deque[float](maxlen=log_every), deque([self._last_line], maxlen=_RECENT + 1)
+        self._recent = deque[Mapping[str, Any]](maxlen=log_every)
+        self._times = deque([self._last_line], maxlen=_RECENT + 1)
         self._bar: Any = None
         if mode == "auto" and moves_cursor(sys.stderr):
             from rich.console import Console
@@ -527,14 +528,15 @@ class ProgressView:
 
     def step(self, line: Mapping[str, Any]) -> None:
         step, now = line["step"], time.perf_counter()
-        self._losses.append(line["loss"])
+        self._recent.append(line)
         self._times.append(now)
         shown, since = step % self._every == 0 or step == self._total, now - self._last_line
         if self._mode == "json" and shown:
             write(f"{json.dumps(line)}\n", sys.stdout)
         rate = (len(self._times) - 1) / max(now - self._times[0], 1e-9)
         left = f"{timedelta(seconds=round((self._total - step) / rate))} left" if step < self._total else "done"
-        parts = [f"epoch {line['epoch'] + 1}/{self._epochs}", f"loss {fmean(self._losses):.4f}"]
+        loss = fmean(each["loss"] for each in self._recent)
+        parts = [f"epoch {line['epoch'] + 1}/{self._epochs}", f"loss {loss:.4f}"]
         parts += [f"{rate:.3g} steps/s", left]
         if self._bar is not None and (since > _REDRAW_S or step == self._total):
             self._last_line = now
@@ -543,7 +545,8 @@ class ProgressView:
                 self._bar.update(self._bar.task_ids[0], completed=step, description=text, refresh=True)
         elif self._bar is None and (shown or since > _SILENT_S):
             if self._mode == "verbose":
-                parts += [f"training accuracy {line['accuracy']:.3f}"] if "accuracy" in line else []
+                right = [each["accuracy"] for each in self._recent if "accuracy" in each]
+                parts += [f"training accuracy {fmean(right):.3f}"] if right else []
                 parts += [f"grad_norm {line['grad_norm']:.3f}", f"lr {line['lr']:.2e}"]
             self._line(", ".join((f"step {step}/{self._total}", *parts)))
 
@@ -551,7 +554,8 @@ class ProgressView:
         if self._mode == "json":
             write(f"{json.dumps(line)}\n", sys.stdout)
         loss = f" loss {line['loss']:.4f}" if "loss" in line else ""
-        scores = " ".join(f"{word} {value:.4f}" for word, value in quoted(line).items())
+        shown = {word: value for word, value in quoted(line).items() if word != "MCC" or self._mode == "verbose"}
+        scores = " ".join(f"{word} {value:.4f}" for word, value in shown.items())
         if line["what"] != LAST_VALIDATION:  # those have been shown
             self._line(f"{line['what']} after step {line['step']}: {scores}{loss} ({counted(line['rows'], 'row')})")
 

@@ -335,7 +335,6 @@ def _sections(run: RunView, name: str, of: str) -> dict[str, Any]:
 
 
 def _pictures(runs: Sequence[RunView], prefixes: Sequence[str], parting: int | None) -> list[Picture]:
-    """Charts of the curves, with evaluations as dots, and of the scores without a curve."""
     scores = dict.fromkeys(chain(*(each.scores for run in runs for each in run.evaluations)))
     others = [name for name in scores if name not in {name for name, _, _ in _CURVES}][:_MOST_SCORES]
     pictures = []
@@ -389,7 +388,6 @@ def _settings(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
 
 
 def _nearer(value: object) -> object:
-    """Make paths below the current folder relative to it."""
     if isinstance(value, list):
         return [_nearer(each) for each in value]
     if isinstance(value, dict):
@@ -455,7 +453,6 @@ def _last_scores(run: RunView) -> dict[str, Value]:
 
 
 def _named_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Value]:
-    """Scalars by dotted name, without lists and the scores of parts (`_parted`)."""
     values: dict[str, Value] = {}
     for name, value in content.items():
         if _parted(value):
@@ -468,7 +465,6 @@ def _named_values(content: Mapping[str, Any], prefix: str = "") -> dict[str, Val
 
 
 def _parts(run: RunView, of: str) -> list[Table]:
-    """Scores of parts, such as classes: a table for each list or mapping of objects."""
     tables = []
     for name, content in (run.summary.eval if run.summary is not None else {}).items():
         parts = _parted(content)
@@ -483,7 +479,6 @@ def _parts(run: RunView, of: str) -> list[Table]:
 
 
 def _parted(value: object) -> list[dict[str, Any]]:
-    """The elements of a list or mapping that holds only objects; otherwise empty."""
     each = list(value.values()) if isinstance(value, dict) else value
     return each if isinstance(each, list) and all(isinstance(part, dict) for part in each) else []
 
