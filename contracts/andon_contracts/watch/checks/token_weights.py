@@ -533,7 +533,8 @@ class TokenWeights(Check):
         if self._dots_sent or not self._known or self._raw is None or parameter is None or elements is None:
             return
         gradient: Any = parameter.grad
-        if gradient is None:
+        # A plain parameter beside shards, such as an adapter, has a plain gradient.
+        if gradient is None or self._sharded != hasattr(gradient, "to_local"):
             return
         dots = elements.dots(gradient.to_local() if self._sharded else gradient, whole=False)
         scale = getattr(probe.optimizer, "grad_scale", None)
