@@ -269,7 +269,7 @@ def test_a_difference_shows_reals_with_their_bits_and_cuts_what_is_long() -> Non
 
 
 def test_the_list_has_all_of_a_step_but_where_it_was_done() -> None:
-    of_a_watch = {"weights_norm", "gradient_at", "optimizer_index", "skipped", "draws"}
+    of_a_watch = {"weights_norm", "gradient_at", "optimizer_index", "skipped", "draws", "state"}
     places = {"step", "world", "backend", "ranks", "tensors"}
     known = {each.name for each in (*fields(Step), *fields(StepDigests))} - {"digests"}
     assert known - {*REPEATED} == of_a_watch | places
