@@ -1,4 +1,4 @@
-"""Correct training loops of many forms, whose author had not read the code of the watch.
+"""Correct training loops of many forms, most of them by an author who had not read the code of the watch.
 
 A loop trains `steps` updates on any number of ranks and returns the trained model. One process trains on the whole
 global batch and gets the same weights up to rounding, unless the loop's docstring says otherwise.

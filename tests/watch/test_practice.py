@@ -239,7 +239,7 @@ def clips_on_one_rank(model: nn.Module) -> None:
 class Following:
     """A copy of the model that follows it between updates: kept on these ranks, and kept up on those.
 
-    noise: what each rank adds of its own to the copy at its beginning.
+    noise: the size of the random numbers that each rank adds to its copy at the start.
     """
 
     def __init__(

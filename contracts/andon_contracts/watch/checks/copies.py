@@ -85,7 +85,7 @@ class ModelCopies(Check):
         self._copies.portable = self.context.portable
 
     def cover(self) -> Mapping[str, Cover]:
-        dark = Cover("not observable", "a rank's copy is of its own shards")
+        dark = Cover("not observable", "each rank copies its own shards")
         return {"copies-agree": dark if self.context.subject.sharded else self.context.between_ranks()}
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:

@@ -299,8 +299,8 @@ class Gradients(Check):
 class ShardGradients:
     """Reads the gradients of shards when the loop's backward passes begin and end, because no hook on a shard runs.
 
-    FSDP reduces within a pass, so they are reduced. When a pass ends, the loop has not changed them yet. Evenly spaced
-    elements of the largest member show by what the loop scales them then: all shards of a tensor must be scaled alike.
+    FSDP reduces them within a pass. When a pass ends, the loop has not changed them yet. Evenly spaced elements of the
+    largest member show the factor by which the loop scales them afterwards. All shards of a tensor need one factor.
     """
 
     def __init__(self, probe: OptimizerProbe) -> None:

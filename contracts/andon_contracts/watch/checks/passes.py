@@ -1,4 +1,4 @@
-"""What becomes of the loop's backward passes: each is applied by one update, and clipped before it."""
+"""Checks that each backward pass of the loop is applied by one update, and clipped before it."""
 
 from __future__ import annotations
 

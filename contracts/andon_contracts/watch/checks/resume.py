@@ -210,7 +210,7 @@ class ResumedRun(Check):
         if left.world != context.world:
             told.append(f"it ran on {left.world} ranks, so random streams are not compared")
         elif place is not None:
-            # A random stream that moves at each update, and is where it was before the resume.
+            # The stream moves at each update, and is now at a position that it had before the resume.
             for name in filter(now.__contains__, _STREAMS):
                 values = [each.values.get(name) for each in steps]
                 until, after = values[: place + 1], values[place + 1 :]

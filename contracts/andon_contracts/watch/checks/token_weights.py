@@ -28,12 +28,12 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+import andon_contracts.watch.row_weights as reads
 from andon_contracts.act import user_line
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.observe import DENSE_TYPES, has_other_hooks
 from andon_contracts.violation import Finding
-from andon_contracts.watch import row_weights as reads
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import name_ratio
 from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
@@ -254,7 +254,7 @@ class UpdateWeights:
 
     @property
     def is_mean(self) -> bool:
-        """Of each of several heads there may be a mean, and their losses are added."""
+        """Whether the weights are those of a mean over all tokens, or of one mean for each head."""
         return _close(self.total, 1) or _close(self.total, self.heads)
 
     def is_like(self, other: UpdateWeights | None) -> bool:
