@@ -33,8 +33,8 @@ def frozen() -> nn.Module:
 class Loop:
     """Right: sharded layers and a whole one that was put in later, whose gradient the loop reduces itself.
 
-    Two micro-batches make an update, and three updates an epoch. A fault replaces some of the methods.
-    Of faults that sharding does not touch, one of each clause is planted here, and the others on replicas only.
+    Two micro-batches make an update, and three updates an epoch. A fault replaces some of the methods. Faults that
+    sharding does not touch are planted on replicas, and one of each clause here.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,6 @@ class Loop:
         w = andon.watch(self.model, self.optimizer, action=lambda each: found.append((each.clause, each.step)))
         sampler = self.sampler()
         loader: Any = DataLoader(self.rows, batch_size=2, sampler=sampler)
-        batches = iter(loader)
         for number in range(7):
             if number % 3 == 0:
                 getattr(sampler, "set_epoch", int)(number // 3)
@@ -236,6 +235,7 @@ FAULTS: dict[str, tuple[type[Loop], str, int]] = {
 }  # fmt: skip
 SILENT = {
     "right": Loop,
+    "whole last": planted(adapt=lambda loop: loop.model.append(nn.Linear(3, 3))),
     # No other rank holds the same shard, so nothing can tell.
     "F13 moment of one rank": after("between", of_rank(
         lambda loop: local(loop.optimizer.state[loop.model[0].weight]["exp_avg"]).add_(1))),
@@ -244,7 +244,7 @@ SILENT = {
     "F91 gradient of one rank": after("reduce", of_rank(lambda loop: local(loop.model[0].weight.grad)[0, 0].add_(1))),
 }  # fmt: skip
 DEFAULT = ("F01 adapters drawn by each rank", "F31 zero_grad missing", "F38 clipped by hand by the norm of a shard",
-           "F41 NaN hidden by nan_to_num", "F62 forward pass before the optimizer", "right")  # fmt: skip
+           "F41 NaN hidden by nan_to_num", "F62 forward pass before the optimizer", "right", "whole last")  # fmt: skip
 """The right loop, and one fault of each mechanism that replicas do not have. The others are deep."""
 
 
