@@ -25,6 +25,7 @@ from andon_contracts.record import Broken, End, Evaluation, Record, Step
 from andon_falsify.claims import plan_followed, schedule
 from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, verify
 from andon_falsify.claims.plan_followed import planned
+from andon_falsify.cli.verify import report
 from andon_falsify.cli.verify import verify as command
 from andon_falsify.history import read_history
 from andon_falsify.reference.published import PublishedSchedule
@@ -70,6 +71,15 @@ def test_a_wrong_run_is_falsified(tmp_path: Path, claim: str, records: list[Reco
     assert verdict.outcome is FALSIFIED
     assert f"repeat with: andon verify {tmp_path / 'l.jsonl'}" in str(verdict)
     assert exit_code(verdicts) == 1
+
+
+def test_only_a_watched_loop_may_resume_into_a_new_ledger(tmp_path: Path) -> None:
+    rest, plan = resumed_run()[4:], replace(PLAN, steps=None)
+    for number, (writer, kept, outcome) in enumerate(
+        [("watch", rest, NOT_APPLICABLE), (None, rest, FALSIFIED), ("watch", [rest[0], step(3, (1, 3))], FALSIFIED)]
+    ):
+        path = write(tmp_path / f"{number}.jsonl", [start(writer=writer, plan=plan), *kept])
+        assert outcomes(path)["resume-equal"] is outcome
 
 
 def test_what_was_taken_back_is_no_other_result(tmp_path: Path) -> None:
@@ -209,12 +219,14 @@ def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys
     path = write(tmp_path / "l.jsonl", [*records[:3], BROKEN, *records[3:]])
     with pytest.raises(typer.Exit) as ended:
         command([path])
-    assert ended.value.exit_code == 0
+    assert ended.value.exit_code == 1
     note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
-    assert capsys.readouterr().out.splitlines()[-2] == note
+    stands = f"broken: {path} has a violation that no resume undid"
+    assert capsys.readouterr().out.splitlines()[-3:-1] == [note, stands]
     assert "only reported" in _said("halt-together", path)[1]
     suspected = write(tmp_path / "s.jsonl", [*records[:3], replace(BROKEN, action="suspected"), *records[3:]])
     assert recorded_violations(read_run(suspected)) == ("a suspicion: gradients-agree at step 2 on rank 1, suspected",)
+    assert report([suspected])[1] == report([write(tmp_path / "undone.jsonl", retracted_run())])[1] == 0
 
 
 def _with_settings(folder: Path, records: list[Record]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,6 +133,18 @@ def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
             kind = "a suspicion" if action == "suspected" else "a violation"
             lines.append(f"{kind}: {found.get('clause')} {at}{named}, {action}")
     return tuple(lines)
+
+
+def violation_stands(run: RecordedRun) -> bool:
+    """Whether a violation is recorded, and no later resume made its step again."""
+    resumed_after: float = math.inf
+    for event in reversed(run.history.events):
+        if event.kind == "resume":
+            resumed_after = min(resumed_after, event.step or 0)
+        certain = event.kind == "violation" and event.fields.get("action") != "suspected"
+        if certain and resumed_after >= (event.step or 1):
+            return True
+    return False
 
 
 def unfinished(run: RecordedRun) -> str:

@@ -100,7 +100,10 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         if before is not event:
             checked += 1
             found += _differ(event, before, "done again after a resume", resumed.name)
+    first_run = next((run for run in resumed.runs if run.steps), None)
     done = 0
+    if first_run is not None and first_run.resumed and resumed.start is not None and resumed.start.watched:
+        done = first_run.events[0].step or 0  # a watched loop may resume into a new ledger
     for run in resumed.runs:
         expected = done + 1
         for event in run.steps:

@@ -24,7 +24,7 @@ def verify(
 ) -> None:
     """Check every claim that a ledger can decide.
 
-    Exit codes: 0 all claims hold, 1 one is falsified, 2 one is unknown, 64 wrong arguments, 70 internal error.
+    Exit codes: 0 all claims hold, 1 one is falsified or a violation is recorded, 2 one is unknown, 64 wrong arguments.
     """
     try:
         lines, code = report(runs, verbose=verbose)
@@ -66,10 +66,13 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
         recorded = ledgers.recorded_violations(run)
         more = [f"{len(recorded) - _SHOWN} more"] if len(recorded) > _SHOWN else []
         lines += [f"note: {run.path} records {line}" for line in (*recorded[:_SHOWN], *more)]
+        if ledgers.violation_stands(run):
+            lines.append(f"broken: {run.path} has a violation that no resume undid")
         if ending := ledgers.unfinished(run):
             lines.append(f"note: {run.path} {ending}")
     lines.append(closing_line(verdicts, len(read)))
-    return tuple(map(legible_line, lines)), exit_code(verdicts)
+    code = 1 if any(map(ledgers.violation_stands, read)) else exit_code(verdicts)
+    return tuple(map(legible_line, lines)), code
 
 
 verify.command_class = FalsifyCommand  # type: ignore[attr-defined]
