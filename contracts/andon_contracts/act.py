@@ -63,6 +63,7 @@ class Scene:
     applied: the update was made. before: what was equal before the update. element: the first element that differs.
     last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
     nothing is raised, so the loop continues. by_command: `andon watch` opened the watch. also: effects of the finding.
+    at: the moment, if it is not an update.
     """
 
     world: int = 1
@@ -77,6 +78,7 @@ class Scene:
     goes_on: bool = False
     by_command: bool = False
     also: tuple[str, ...] = ()
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,8 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         state = f"step {finding.step} was {'applied' if scene.applied else before}"
     if scene.last_equal is not None:
         state += f"; last state known equal: step {scene.last_equal}"
+    if scene.at:
+        when, state = f" {scene.at}", ""
     allow = f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
     rows = [
         ("where", where),

@@ -272,6 +272,25 @@ def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.Mo
     assert (len(uncaught), alarms) == (1, [])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_uncaught_violation_is_one_message(
+    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a traceback. The first rank of a machine prints all of it, and each other rank its first line."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    store, begun = SignedStore(HashStore(), bytes(32)), PendingCollectives([0, 1])
+    signal = HaltSignal(store, rank, 2, begun, hard_stop=False, patience_s=1.0, warns=False)
+    try:
+        raise Violation("finite broken\n  where    x")
+    except Violation as error:
+        sys.excepthook(Violation, error, error.__traceback__)
+    signal.close()
+    place = rf"{re.escape(__file__)}:\d+ in test_an_uncaught_violation_is_one_message"
+    text = f"{place}: andon.Violation: finite broken"
+    assert re.fullmatch(f"rank 1: {text}\n" if rank else f"{text}\n  where    x\n", capsys.readouterr().err)
+
+
 SCRIPT = f"""
 import os, time, torch, torch.distributed as dist, andon
 dist.init_process_group("gloo")

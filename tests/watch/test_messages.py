@@ -22,7 +22,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.exchange import element_text
 from andon_contracts.watch.script import Standby
-from tests.watch.small import answers, net, sgd, watched
+from tests.watch.small import answers, clauses, net, sgd, watched
 
 
 class _Row(nn.Module):
@@ -285,6 +285,31 @@ def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion(capsys: pytest.
     assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", 2, 1)
     assert "gradient-present" in str(found)
     assert "  1 clause broken, 1 suspected; " in capsys.readouterr().err
+
+
+def test_strict_raises_for_a_suspicion() -> None:
+    model = net()
+    model[0].register_parameter("spare", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(andon.Violation, match="gradient-present broken at step 2"):
+        watched(model, sgd(model), 2, action="strict")
+
+
+def test_a_load_says_what_is_missing_then_which_value_differs(tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "c.pt"
+    with andon.watch(model, adam := torch.optim.Adam(model.parameters(), lr=0.1)) as w:
+        model(torch.ones(1, 4)).sum().backward()
+        adam.step()
+        w.saved(path)
+    torch.rand(1)
+    with andon.watch(model, adam, action="raise") as w:  # other random numbers stop no run
+        w.loaded(path)
+        assert clauses(w) == ["randomness-declared"]
+    with andon.watch(model, torch.optim.Adam(model.parameters(), lr=0.2)) as w:
+        w.loaded(path)
+    (found,) = w.findings
+    assert str(found).startswith("checkpoint-whole broken at the load of c.pt, saved after step 1: ")
+    lost = "optimizer state 0.weight was saved but is missing now (and 3 more)"
+    assert found.finding.seen == f"{lost}; parameter group 0, lr is 0.2, but was saved as 0.1"
 
 
 def _one_module_apart() -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from andon_contracts.agree import majority, real_of
 from andon_contracts.digest import hex64
@@ -308,7 +308,8 @@ AUDITED: tuple[Law[Seen[object]], ...] = (LOCKSTEP, Law("audit/audited", ("leave
 class Restored:
     """The digests of a save, and the current ones in memory or on the disk, by name and rank.
 
-    fault: why the current ones are not known, with the `ranks` that have the fault, if they are known.
+    fault: why the current ones are not known, with the `ranks` that have the fault, if they are known. texts: the saved
+    and the current value in words, for those that are short.
     """
 
     saved: Mapping[str, int]
@@ -316,23 +317,32 @@ class Restored:
     step: int
     fault: str = ""
     ranks: tuple[int, ...] = ()
+    texts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def _restored(seen: Restored) -> Finding | None:
     if seen.fault:
         return Finding(seen.fault, seen.step, seen.ranks)
-    for name in dict.fromkeys([*seen.saved, *seen.current]):
-        if name not in seen.current:
-            return Finding(f"{name} was saved but is missing now", seen.step, (), name)
-        if name not in seen.saved:
-            return Finding(f"{name} exists now but was not saved", seen.step, (), name)
-        saved, current = seen.saved[name], seen.current[name]
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found |= {name: ("was saved but is missing now", ()) for name in seen.saved if name not in seen.current}
+    found |= {name: ("exists now but was not saved", ()) for name in seen.current if name not in seen.saved}
+    for name, saved in seen.saved.items():
+        current = seen.current.get(name, ())
         odd = [rank for rank, digest in enumerate(current) if digest != saved]
         if odd:
             now = ", ".join(dict.fromkeys(hex64(current[rank]) for rank in odd))
-            what = f"{name} differs from the saved value (digest {hex64(saved)}, now {now})"
-            return Finding(what, seen.step, unless_all(odd, len(current)), name)
-    return None
+            what = f"differs from the saved value (digest {hex64(saved)}, now {now})"
+            if name in seen.texts:
+                what = f"is {seen.texts[name][1]}, but was saved as {seen.texts[name][0]}"
+            found[name] = what, unless_all(odd, len(current))
+    if not found:
+        return None
+    kinds: dict[tuple[str, bool], list[str]] = {}  # the first of each kind is shown, and the others are counted
+    for name, (what, _) in found.items():
+        kinds.setdefault((name.partition(" ")[0], name in seen.current), []).append(f"{name} {what}")
+    shown = "; ".join(each[0] + f" (and {len(each) - 1} more)" * (len(each) > 1) for each in kinds.values())
+    first = next(iter(found))
+    return Finding(shown, seen.step, found[first][1], first)
 
 
 RESTORED: tuple[Law[Restored], ...] = (Law("checkpoint-whole/restored", (), _restored),)

@@ -493,7 +493,7 @@ class HaltSignal:
             return
         if self.cause is not None:
             self._raised.set()
-            report_to_launcher(self.cause.text, late=self.cause.rank != self._rank)
+            report_to_launcher(self.cause.text_for(self._rank), late=self.cause.rank != self._rank)
         elif consequence(error) is not None:
             self._pull(self._cause_of(error))
         elif isinstance(error, Violation):
@@ -576,7 +576,7 @@ class HaltSignal:
 
     def _acknowledge(self, cause: Cause, *, settle: bool) -> None:
         """settle: wait until all ranks of this machine know the cause or are gone; with `hard_stop` kill the rest."""
-        report_to_launcher(cause.text, late=cause.rank != self._rank)
+        report_to_launcher(cause.text_for(self._rank), late=cause.rank != self._rank)
         self._link.acknowledge()
         if not settle:
             return
@@ -665,7 +665,13 @@ class HaltSignal:
         # After `close`, the hook of a watch that was opened later still calls this one. Then it must do nothing else.
         guarded = self._open
         self.failed(error)
-        self._hook(kind, error, trace)
+        if guarded and type(error) is Violation and self._hook is sys.__excepthook__:
+            # Every rank raises the same text: the first of a machine prints it, after the line of the loop.
+            text = f"{error_line(error)}: andon.Violation: {error}"
+            own = f"rank {self._rank}: {text.partition(chr(10))[0]}"
+            log(text if os.environ.get("LOCAL_RANK", "0") == "0" else own)
+        else:
+            self._hook(kind, error, trace)
         if guarded:
             print_cause(self.cause, error)
             self._crash()

@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=f"The exit code is the script's, or {_VIOLATION} if --action raise found a violation.",
         allow_abbrev=False,
     )
-    parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
+    parser.add_argument("--action", choices=("warn", "raise", "strict"), default="warn", help="on a violation")
     parser.add_argument("--ledger", metavar="PATH", help="write a ledger with a line per update (as ANDON_LEDGER does)")
     allow_help = "silence a clause; may be repeated"
     parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
@@ -202,8 +202,8 @@ class Standby(Listener):
 
     @property
     def violated(self) -> bool:
-        """True if a watch with `--action raise` found a violation."""
-        return self._settings.action == "raise" and any(watch.violations for watch in self._watches)
+        """True if a watch that raises found a violation."""
+        return self._settings.raises and any(watch.violations for watch in self._watches)
 
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""

@@ -142,15 +142,13 @@ class Watch:
         self._together()
         self._context.check(Outcomes).evaluated(ids, predictions, labels, metrics, rows)
 
-    def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+    def saved(self, path: str | Path) -> None:
         """Report a checkpoint saved at `path`. Rank 0 writes `path`.andon.json: digests of the live state. Collective.
 
-        read: returns the saved tensors by parameter name, to compare with the live ones; pass it on all ranks or none.
-        Raises `OSError` on every rank if rank 0 cannot write. If `read` raises on a rank, its error is raised there,
-        and `ValueError` on the others.
+        Raises `OSError` on every rank if rank 0 cannot write.
         """
         self._together()
-        self._context.check(Outcomes).saved(path, read)
+        self._context.check(Outcomes).saved(path)
 
     def loaded(self, path: str | Path) -> None:
         """Report that the checkpoint at `path` was loaded: compares the live state with that of its save. Collective.
