@@ -47,6 +47,8 @@ def test_a_good_ledger_holds(tmp_path: Path) -> None:
     assert held == {"replicas-agree", "samples-once", "chain-intact", "loss-finite"}
     assert set(found.values()) == {HOLDS, NOT_APPLICABLE}
     assert exit_code(verdicts) == 0
+    in_new_ledger = write(tmp_path / "resumed.jsonl", [start(writer="watch"), *resumed_run()[4:]])
+    assert outcomes(in_new_ledger)["resume-equal"] is NOT_APPLICABLE
     rest = len(ALL) - 4
     assert closing_line(verdicts, 1) == f"checked 4 of {len(ALL)} claims, 1 run, {rest} not applicable, 0 unknown"
 
@@ -62,6 +64,8 @@ def _apart() -> list[Record]:
         ("samples-once", [start(), step(1, (2, 0)), step(2, (1, 1))]),
         ("replicas-agree", _apart()),
         ("resume-equal", [*resumed_run()[:5], step(2, (1, 3), weights=99)]),
+        ("resume-equal", [start(), *resumed_run()[4:]]),
+        ("resume-equal", [start(writer="watch"), resumed_run()[4], step(3, (1, 3))]),
         ("loss-finite", [start(), step(1, (2, 0), loss=Real.of(math.inf))]),
     ],
 )
@@ -71,15 +75,6 @@ def test_a_wrong_run_is_falsified(tmp_path: Path, claim: str, records: list[Reco
     assert verdict.outcome is FALSIFIED
     assert f"repeat with: andon verify {tmp_path / 'l.jsonl'}" in str(verdict)
     assert exit_code(verdicts) == 1
-
-
-def test_only_a_watched_loop_may_resume_into_a_new_ledger(tmp_path: Path) -> None:
-    rest, plan = resumed_run()[4:], replace(PLAN, steps=None)
-    for number, (writer, kept, outcome) in enumerate(
-        [("watch", rest, NOT_APPLICABLE), (None, rest, FALSIFIED), ("watch", [rest[0], step(3, (1, 3))], FALSIFIED)]
-    ):
-        path = write(tmp_path / f"{number}.jsonl", [start(writer=writer, plan=plan), *kept])
-        assert outcomes(path)["resume-equal"] is outcome
 
 
 def test_what_was_taken_back_is_no_other_result(tmp_path: Path) -> None:

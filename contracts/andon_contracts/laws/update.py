@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from andon_contracts.agree import majority, real_of
 from andon_contracts.digest import hex64
@@ -304,48 +304,32 @@ def _audited(seen: Seen[object]) -> Finding | None:
 AUDITED: tuple[Law[Seen[object]], ...] = (LOCKSTEP, Law("audit/audited", ("leaves", "sums"), _audited))
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The digests of a save, and the current ones in memory or on the disk, by name and rank.
+RESTORED = (Law[Finding | None]("checkpoint-whole/restored", (), lambda found: found),)
 
-    fault: why the current ones are not known, with the `ranks` that have the fault, if they are known. texts: the saved
-    and the current value in words, for those that are short.
+
+def not_restored(
+    saved: Mapping[str, int], current: Mapping[str, Sequence[int]], step: int, texts: Mapping[str, tuple[str, str]]
+) -> Finding | None:
+    """How the `current` digests of each rank, in memory or on the disk, differ from the `saved` ones, by name.
+
+    texts: the saved and the current value in words, for those that are short.
     """
-
-    saved: Mapping[str, int]
-    current: Mapping[str, tuple[int, ...]]
-    step: int
-    fault: str = ""
-    ranks: tuple[int, ...] = ()
-    texts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-
-
-def _restored(seen: Restored) -> Finding | None:
-    if seen.fault:
-        return Finding(seen.fault, seen.step, seen.ranks)
     found: dict[str, tuple[str, tuple[int, ...]]] = {}
-    found |= {name: ("was saved but is missing now", ()) for name in seen.saved if name not in seen.current}
-    found |= {name: ("exists now but was not saved", ()) for name in seen.current if name not in seen.saved}
-    for name, saved in seen.saved.items():
-        current = seen.current.get(name, ())
-        odd = [rank for rank, digest in enumerate(current) if digest != saved]
+    found |= {name: ("was saved but is missing now", ()) for name in saved if name not in current}
+    found |= {name: ("exists now but was not saved", ()) for name in current if name not in saved}
+    for name in (each for each in saved if each in current):
+        odd = [rank for rank, digest in enumerate(current[name]) if digest != saved[name]]
         if odd:
-            now = ", ".join(dict.fromkeys(hex64(current[rank]) for rank in odd))
-            what = f"differs from the saved value (digest {hex64(saved)}, now {now})"
-            if name in seen.texts:
-                what = f"is {seen.texts[name][1]}, but was saved as {seen.texts[name][0]}"
-            found[name] = what, unless_all(odd, len(current))
-    if not found:
-        return None
+            now = ", ".join(dict.fromkeys(hex64(current[name][rank]) for rank in odd))
+            what = f"differs from the saved value (digest {hex64(saved[name])}, now {now})"
+            if name in texts:
+                what = f"is {texts[name][1]}, but was saved as {texts[name][0]}"
+            found[name] = what, unless_all(odd, len(current[name]))
     kinds: dict[tuple[str, bool], list[str]] = {}  # the first of each kind is shown, and the others are counted
     for name, (what, _) in found.items():
-        kinds.setdefault((name.partition(" ")[0], name in seen.current), []).append(f"{name} {what}")
+        kinds.setdefault((name.partition(" ")[0], name in current), []).append(f"{name} {what}")
     shown = "; ".join(each[0] + f" (and {len(each) - 1} more)" * (len(each) > 1) for each in kinds.values())
-    first = next(iter(found))
-    return Finding(shown, seen.step, found[first][1], first)
-
-
-RESTORED: tuple[Law[Restored], ...] = (Law("checkpoint-whole/restored", (), _restored),)
+    return next((Finding(shown, step, ranks, name) for name, (_, ranks) in found.items()), None)
 
 
 @dataclass(frozen=True)

@@ -667,7 +667,7 @@ class HaltSignal:
         self.failed(error)
         if guarded and type(error) is Violation and self._hook is sys.__excepthook__:
             # Every rank raises the same text: the first of a machine prints it, after the line of the loop.
-            text = f"{error_line(error)}: andon.Violation: {error}"
+            text = ": ".join(filter(None, (error_line(error), f"andon.Violation: {error}")))
             own = f"rank {self._rank}: {text.partition(chr(10))[0]}"
             log(text if os.environ.get("LOCAL_RANK", "0") == "0" else own)
         else:

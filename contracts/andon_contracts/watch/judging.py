@@ -12,7 +12,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
 from andon_contracts.legible import log
 from andon_contracts.violation import Violation
-from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.settings import RAISING, Settings
 
 S = TypeVar("S")
 
@@ -84,7 +84,7 @@ class Verdicts:
         broken = list(self._not_silenced(judgement))
         first = next((violation for violation, suspicion in broken if not suspicion), None)
         effects: list[tuple[Violation, bool]] = []
-        is_new = first is not None and (self.settings.raises or not self.counts[first.clause])
+        is_new = first is not None and (self.settings.action in RAISING or not self.counts[first.clause])
         if first is not None and is_new and self._cause_of(first) is None:
             effects = [each for each in broken if each[0] is not first]
             broken = [(first, False)]
@@ -118,7 +118,7 @@ class Verdicts:
         effects: Sequence[tuple[Violation, bool]] = (),
     ) -> None:
         """Count a finding. Report it if it is the first of its clause or `action` raises. Effects get one line."""
-        action, raises = self.settings.action, self.settings.raises
+        action, raises = self.settings.action, self.settings.action in RAISING
         # A clause that was only suspected before is reported once more if it is certain.
         is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))
         self._count(violation, suspicion)
@@ -168,7 +168,7 @@ class Verdicts:
 
     def _cause_of(self, violation: Violation) -> _Reported | None:
         """The reported violation that caused this one: at the same step, or one that made the ranks' weights differ."""
-        if self.settings.raises:  # a violation ended the loop, or its caller caught it
+        if self.settings.action in RAISING:  # a violation ended the loop, or its caller caught it
             return None
         for cause in reversed(self._reported):
             parted = violation.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
@@ -184,7 +184,7 @@ class Verdicts:
 
     def _record(self, violation: Violation, suspicion: bool, applied: bool) -> None:
         if self.record is not None:
-            done = "raised" if self.settings.raises else "warned" if self.settings.action == "warn" else "called"
+            done = {"warn": "warned", "raise": "raised", "strict": "raised"}.get(str(self.settings.action), "called")
             self.record(violation, "suspected" if suspicion else done, applied)
 
 

@@ -38,7 +38,7 @@ from andon_contracts.violation import Halted, Violation, first_line
 from andon_contracts.watch import opening
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.model_probe import parameters_of
-from andon_contracts.watch.settings import Settings, allow_problems
+from andon_contracts.watch.settings import RAISING, Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
@@ -203,7 +203,7 @@ class Standby(Listener):
     @property
     def violated(self) -> bool:
         """True if a watch that raises found a violation."""
-        return self._settings.raises and any(watch.violations for watch in self._watches)
+        return self._settings.action in RAISING and any(watch.violations for watch in self._watches)
 
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
@@ -277,7 +277,6 @@ class Standby(Listener):
         return self._watches[-1]
 
     def _report_unwatched(self, why: str) -> None:
-        """Print once, on one rank, why an optimizer is not watched; nothing if `why` is empty."""
         known = why in self._unwatched
         self._unwatched.add(why)
         if why and not known:

@@ -19,6 +19,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.model_probe import ModelProbe
 
+RAISING = ("raise", "strict")
 Action = Literal["warn", "raise", "strict"] | Callable[[Violation], None]
 Reference = Callable[[nn.Module, list[int]], tuple[torch.Tensor, int]]
 Schedule = Callable[[int], float]
@@ -64,12 +65,7 @@ class Settings:
     """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
-    unknown: Iterable[str] = ()
-    """The names of arguments that do not exist."""
-
-    @property
-    def raises(self) -> bool:
-        return self.action in ("raise", "strict")
+    unknown: Iterable[str] = ()  # the names of arguments that do not exist
 
     def is_sampled(self, update: int) -> bool:
         """Whether costly checks run: counted from `start`, `update` is 1 to 4, a power of two or a multiple of 64."""
@@ -96,7 +92,7 @@ class Settings:
         """All that is wrong with these settings for `subject`, in words."""
         names = Settings.__dataclass_fields__
         problems = [f"there is no argument {name!r}{_hint(name, names)}" for name in self.unknown]
-        if self.action not in ("warn", "raise", "strict") and not callable(self.action):
+        if self.action not in ("warn", *RAISING) and not callable(self.action):
             choices = "'warn', 'raise', 'strict' or a function that takes a violation"
             problems.append(f"action must be {choices}, not {self.action!r}")
         for name in ("every", "start", "rows", "updates"):

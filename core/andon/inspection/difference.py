@@ -5,7 +5,6 @@ Runs on different machines or versions cannot be compared by bits: a difference 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,8 +24,6 @@ _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 _DIGITS = 64  # of a SHA-256
 _SHOWN = 160
 _EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # they follow from data.train and model.base
-
-
 OTHER_MACHINE = "not comparable: versions or hardware differ, so the bits may differ too"
 
 
@@ -200,8 +197,7 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
         if only:
             report.add("steps", f"{only[0]} to {only[-1]} ({len(only)}) are only in the {called} run")
     if step is None:  # a resume may begin a new ledger, but must reach the same end without a gap
-        begin = min(common, default=math.inf)
-        return any(number > begin for only in unshared for number in only)
+        return any(only and common and only[-1] > min(common) for only in unshared)
     records, names = [each[step] for each in steps], [each.name for each in diff]
     equal = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
     report.add("step", f"{step}: {names[0]} differs first; equal: {', '.join(equal) or 'nothing'}")

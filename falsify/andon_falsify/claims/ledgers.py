@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,7 +102,6 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
 
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
-    """The keys of the settings that differ, of those that both configurations have, without the kind of device."""
     from andon.config.load import differences, identity
 
     try:
@@ -137,12 +135,10 @@ def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
 
 def violation_stands(run: RecordedRun) -> bool:
     """Whether a violation is recorded, and no later resume made its step again."""
-    resumed_after: float = math.inf
+    kept = float("inf")
     for event in reversed(run.history.events):
-        if event.kind == "resume":
-            resumed_after = min(resumed_after, event.step or 0)
-        certain = event.kind == "violation" and event.fields.get("action") != "suspected"
-        if certain and resumed_after >= (event.step or 1):
+        kept = min(kept, event.step or 0) if event.kind == "resume" else kept
+        if event.kind == "violation" and event.fields.get("action") != "suspected" and kept >= (event.step or 1):
             return True
     return False
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -40,23 +39,16 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
     # Not at the top: `andon --help` imports this module, and needs no claims.
     from andon_falsify.claims import ledgers
 
-    collects = gc.isenabled()
-    gc.disable()  # events have no reference cycles; searching for some takes a tenth of the time of a long ledger
-    try:
-        read = [ledgers.read_run(path) for path in runs]
-        verdicts = ledgers.verify(read)
-    finally:
-        if collects:
-            gc.enable()
+    read = [ledgers.read_run(path) for path in runs]
+    verdicts = ledgers.verify(read)
     versions = {claim.name: claim.version for claim in ledgers.ALL}
     inapplicable = [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE and not verbose]
     lines = []
     for verdict in (each for each in verdicts if each.claim not in inapplicable):
         compared = f"{verdict.checked} comparisons" if verdict.checked else ""
         why = "; ".join(filter(None, (compared, verdict.why)))
-        lines.append(
-            f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}" + (f" ({why})" if why else "")
-        )
+        shown = f" ({why})" if why else ""
+        lines.append(f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}{shown}")
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from andon_contracts.agree import WRAP, bits_of, real_of
 from andon_contracts.digest import digests_by_name
 from andon_contracts.laws.law import Law, Observations, unless_all
-from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Evaluation, Restored
+from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Evaluation, not_restored
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
 from andon_contracts.violation import Finding
@@ -25,9 +25,8 @@ from andon_contracts.watch.values import ids_of, is_flattened, lenient_digest, s
 
 S = TypeVar("S")
 _STREAM = "random state of rank "
-_OTHER_NUMBERS = """\
-torch's random state is not the saved one (`torch.get_rng_state()` of each rank), so dropout and shuffling draw other \
-numbers"""
+_OTHER = "torch's random state is not the saved one, so dropout and shuffling draw other numbers"
+_LIKELY = "the loop does not save and restore it on each rank, or draws numbers before `w.loaded`"
 _RANDOM = (Law[Finding | None]("randomness-declared/restored", (), lambda found: found, suspicion=True),)
 
 
@@ -126,20 +125,15 @@ class Outcomes(Check):
         digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
         digests |= self._random(step)
         # Rank 0 writes. After this gather, every rank can read the file.
-        problem: OSError | None = None
+        problem = ""
         if self.context.exchange.rank == 0:
             words = {name: f"{digest:x}" for name, digest in digests.items()}
             words |= {name: f"{digest:x} {text}" for name, (digest, text) in _hyperparameters(probes).items()}
-            text = json.dumps(words, indent=1)
             try:
-                _digest_file(Path(path)).write_text(text + "\n", encoding="utf-8")
+                _digest_file(Path(path)).write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
             except OSError as error:
-                problem = error
-        seen = self.context.exchange(step, "saved", {"refused": int(problem is not None)})
-        if problem is not None:
-            raise problem
-        if seen[0].values["refused"]:
-            raise OSError(f"rank 0 could not write the digests beside {path}")
+                problem = f"cannot write the digests of the checkpoint: {error}"
+        self._raise_on_all_ranks(problem, OSError)
         self.context.recorder.saved(step, Path(path).name, digests)
 
     def loaded(self, path: str | Path) -> None:
@@ -152,9 +146,8 @@ class Outcomes(Check):
         except (OSError, ValueError, TypeError, AttributeError) as error:
             problem = f"cannot read the digests of the checkpoint from {file}: {error}"
         self._raise_on_all_ranks(problem)
-        first = saved.get("updates", 0)
-        for index, probe in enumerate(probes):  # one that is not in the file has the updates of the first
-            probe.updates = saved.pop(_updates_key(index), first)
+        for index, probe in enumerate(probes):
+            probe.updates = saved.pop(_updates_key(index), 0)
         step, name = self._step, Path(path).name
         self.context.recorder.loaded(step, name, exchange.world_size, [probe.optimizer for probe in probes])
         random = {each: saved.pop(each) for each in [*saved] if each.startswith(_STREAM)}
@@ -168,11 +161,11 @@ class Outcomes(Check):
         now = {each: text for each, (_, text) in _hyperparameters(probes).items() if len({*current.get(each, ())}) == 1}
         both = {each: (texts[each], now[each]) for each in texts.keys() & now.keys()}
         at = f"at the load of {name}, saved after step {step}"
-        self._judge(RESTORED, Restored(saved, current, step, texts=both), at)
+        self._judge(RESTORED, not_restored(saved, current, step, both), at)
         states = self._random(step)
         if random.keys() == states.keys():  # another number of ranks has other random states
             odd = [rank for rank, each in enumerate(states) if (random[each] - states[each]) % WRAP]
-            found = Finding(_OTHER_NUMBERS, step, unless_all(odd, len(states))) if odd else None
+            found = Finding(_OTHER, step, unless_all(odd, len(states)), likely=_LIKELY) if odd else None
             self.context.check(LoopReports).unreported.discard("randomness-declared")
             self._judge(_RANDOM, found, at)
 
@@ -181,12 +174,12 @@ class Outcomes(Check):
         (states,) = self.context.exchange.gather_named(updates, "random", own).values()
         return {f"{_STREAM}{rank}": state for rank, state in enumerate(states)}
 
-    def _raise_on_all_ranks(self, problem: str) -> None:
-        """Raise `ValueError` on every rank if any rank has a `problem` with its arguments. Collective."""
+    def _raise_on_all_ranks(self, problem: str, kind: type[Exception] = ValueError) -> None:
+        """Raise an error of `kind` on every rank if any rank has a `problem`. Collective."""
         seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
         if any(o.values["problem"] for o in seen):
             texts = enumerate(self.context.exchange.gather_texts(self._step, problem))
-            raise ValueError(problem or "; ".join(f"rank {rank}: {text}" for rank, text in texts if text))
+            raise kind(problem or "; ".join(f"rank {rank}: {text}" for rank, text in texts if text))
 
 
 def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
@@ -205,7 +198,6 @@ def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
 
 
 def _hyperparameters(probes: Sequence[OptimizerProbe]) -> dict[str, tuple[int, str]]:
-    """The digest of each, and its text if that is short."""
     groups = enumerate(group for probe in probes for group in probe.optimizer.param_groups)
     items = ((f"parameter group {index}, {key}", value) for index, group in groups for key, value in group.items())
     return {name: (lenient_digest(value), text_of(value)) for name, value in items if ", param" not in name}
