@@ -61,9 +61,8 @@ class Scene:
     """The facts of a message besides the finding.
 
     applied: the update was made. before: what was equal before the update. element: the first element that differs.
-    last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
-    nothing is raised, so the loop continues. by_command: `andon watch` opened the watch. also: effects of the finding.
-    at: the moment, if it is not an update.
+    last_equal: the last update that left all weights equal. unwritten: why the bundle is incomplete. goes_on: nothing
+    is raised. by_command: `andon watch` opened the watch. also: effects of the finding. at: the moment, if no update.
     """
 
     world: int = 1

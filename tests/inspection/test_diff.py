@@ -51,12 +51,6 @@ QUIET = _but(Step, ids=(), count=None, loss=None, epoch=None, position=None)
             DIFFERENT,
             "differ from step 1 on\nsteps     2 to 2 (1) are",
         ),
-        (
-            [start(), step(2, (1, 3), weights=9)],
-            whole_run(),
-            DIFFERENT,
-            "differ from step 2 on\nsteps     1 to 1 (1) are",
-        ),
         (whole_run(), [start()], INCOMPARABLE, "place     2 gloo workers | unknown\n"),
         ([start()], whole_run(), INCOMPARABLE, "result    not comparable: the runs have no step in common"),
     ],

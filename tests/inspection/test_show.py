@@ -119,10 +119,6 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
         open_recorded(path)
 
 
-def test_a_ledger_alone_has_no_texts() -> None:
-    assert "only the ids of rows" in texts_of(None).missing
-
-
 def test_what_a_watch_wrote_is_shown_with_what_it_knows(tmp_path: Path) -> None:
     plan = Plan(rows=ROWS, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
     bare = step(
@@ -145,6 +141,7 @@ def test_what_a_watch_wrote_is_shown_with_what_it_knows(tmp_path: Path) -> None:
     assert "rank 1: no digests: no other rank has the same shard" in text
     assert "micro-batches" not in text
     assert "the rows are unknown: the loop" in text
+    assert "only the ids of rows" in texts_of(None).missing
 
 
 FINDING = Finding("they differ (rank 0: aa, rank 1: bb)", 412, (1,), "lora_A.q_proj", (("lora_A.q_proj", "aa bb"),))

@@ -64,7 +64,6 @@ def _apart() -> list[Record]:
         ("samples-once", [start(), step(1, (2, 0)), step(2, (1, 1))]),
         ("replicas-agree", _apart()),
         ("resume-equal", [*resumed_run()[:5], step(2, (1, 3), weights=99)]),
-        ("resume-equal", [start(), *resumed_run()[4:]]),
         ("resume-equal", [start(writer="watch"), resumed_run()[4], step(3, (1, 3))]),
         ("loss-finite", [start(), step(1, (2, 0), loss=Real.of(math.inf))]),
     ],

@@ -135,7 +135,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_program(name: str) -> bool:
-    """True for a folder or an archive: Python runs the `__main__` in it."""
     return Path(name).is_dir() or zipfile.is_zipfile(name)
 
 
@@ -339,7 +338,6 @@ class Rendezvous:
             return f"the ranks' store does not answer ({type(error).__name__})"
 
     def _await(self, store: Store, key: str, what: str) -> str:
-        """Wait for all other ranks together, against one deadline. Returns the verdict."""
 
         def read(name: str) -> str:
             return bytes(store.get(name)).decode() if store.check([name]) else ""

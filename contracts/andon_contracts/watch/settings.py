@@ -90,8 +90,7 @@ class Settings:
 
     def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with these settings for `subject`, in words."""
-        names = Settings.__dataclass_fields__
-        problems = [f"there is no argument {name!r}{_hint(name, names)}" for name in self.unknown]
+        problems = [f"there is no argument {name!r}{_hint(name, vars(self))}" for name in self.unknown]
         if self.action not in ("warn", *RAISING) and not callable(self.action):
             choices = "'warn', 'raise', 'strict' or a function that takes a violation"
             problems.append(f"action must be {choices}, not {self.action!r}")

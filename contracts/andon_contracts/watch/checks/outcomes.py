@@ -24,7 +24,7 @@ from andon_contracts.watch.checks.reports import LoopReports, text_of
 from andon_contracts.watch.values import ids_of, is_flattened, lenient_digest, state_digest, text_digest
 
 S = TypeVar("S")
-_STREAM = "random state of rank "
+_STREAM, _UPDATES = "random state of rank ", "updates of optimizer "
 _OTHER = "torch's random state is not the saved one, so dropout and shuffling draw other numbers"
 _LIKELY = "the loop does not save and restore it on each rank, or draws numbers before `w.loaded`"
 _RANDOM = (Law[Finding | None]("randomness-declared/restored", (), lambda found: found, suspicion=True),)
@@ -122,7 +122,7 @@ class Outcomes(Check):
     def saved(self, path: str | Path) -> None:
         step, probes = self._step, self.context.probes
         digests = _live_digests(probes)
-        digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
+        digests |= {f"{_UPDATES}{number}": probe.updates for number, probe in enumerate(probes, 1)}
         digests |= self._random(step)
         # Rank 0 writes. After this gather, every rank can read the file.
         problem = ""
@@ -130,7 +130,7 @@ class Outcomes(Check):
             words = {name: f"{digest:x}" for name, digest in digests.items()}
             words |= {name: f"{digest:x} {text}" for name, (digest, text) in _hyperparameters(probes).items()}
             try:
-                _digest_file(Path(path)).write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
+                Path(f"{path}.andon.json").write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
             except OSError as error:
                 problem = f"cannot write the digests of the checkpoint: {error}"
         self._raise_on_all_ranks(problem, OSError)
@@ -138,7 +138,7 @@ class Outcomes(Check):
 
     def loaded(self, path: str | Path) -> None:
         probes, exchange = self.context.probes, self.context.exchange
-        file, saved, texts, problem = _digest_file(Path(path)), dict[str, int](), dict[str, str](), ""
+        file, saved, texts, problem = Path(f"{path}.andon.json"), dict[str, int](), dict[str, str](), ""
         try:
             words = {name: text.partition(" ") for name, text in read_json(file).items()}
             saved = {name: int(digest, 16) % WRAP for name, (digest, *_) in words.items()}
@@ -146,8 +146,8 @@ class Outcomes(Check):
         except (OSError, ValueError, TypeError, AttributeError) as error:
             problem = f"cannot read the digests of the checkpoint from {file}: {error}"
         self._raise_on_all_ranks(problem)
-        for index, probe in enumerate(probes):
-            probe.updates = saved.pop(_updates_key(index), 0)
+        for number, probe in enumerate(probes, 1):
+            probe.updates = saved.pop(f"{_UPDATES}{number}", 0)
         step, name = self._step, Path(path).name
         self.context.recorder.loaded(step, name, exchange.world_size, [probe.optimizer for probe in probes])
         random = {each: saved.pop(each) for each in [*saved] if each.startswith(_STREAM)}
@@ -157,7 +157,6 @@ class Outcomes(Check):
         none = state_digest({}) % WRAP
         for lost in [each for each, own in current.items() if {*own} == {none} and saved[each] != none]:
             del current[lost]
-        # If all ranks have the same value, they also have the same text of it.
         now = {each: text for each, (_, text) in _hyperparameters(probes).items() if len({*current.get(each, ())}) == 1}
         both = {each: (texts[each], now[each]) for each in texts.keys() & now.keys()}
         at = f"at the load of {name}, saved after step {step}"
@@ -211,11 +210,3 @@ def _gathered(value: Any) -> Any:
     """Gather a sharded tensor, so that its digest does not depend on the sharding. Returns other values unchanged."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
-
-
-def _digest_file(path: Path) -> Path:
-    return path.with_name(path.name + ".andon.json")
-
-
-def _updates_key(index: int) -> str:
-    return f"updates of optimizer {index + 1}" if index else "updates"
