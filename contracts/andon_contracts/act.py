@@ -61,8 +61,8 @@ class Scene:
     """The facts of a message besides the finding.
 
     applied: the update was made. before: what was equal before the update. element: the first element that differs.
-    last_equal: the last update after which all weights were equal. unwritten: why the bundle is not complete. goes_on:
-    nothing is raised, so the loop continues. by_command: `andon watch` opened the watch. also: effects of the finding.
+    last_equal: the last update that left all weights equal. unwritten: why the bundle is incomplete. goes_on: nothing
+    is raised. by_command: `andon watch` opened the watch. also: effects of the finding. at: the moment, if no update.
     """
 
     world: int = 1
@@ -77,6 +77,7 @@ class Scene:
     goes_on: bool = False
     by_command: bool = False
     also: tuple[str, ...] = ()
+    at: str = ""
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,8 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
         state = f"step {finding.step} was {'applied' if scene.applied else before}"
     if scene.last_equal is not None:
         state += f"; last state known equal: step {scene.last_equal}"
+    if scene.at:
+        when, state = f" {scene.at}", ""
     allow = f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
     rows = [
         ("where", where),

@@ -142,6 +142,10 @@ class Cause(Part):
         kind = Violation if self.kind == "violation" else Halted
         return kind(self.text, clause=self.clause, finding=finding, cause=self.kind, bundle=self.bundle)
 
+    def text_for(self, rank: int) -> str:
+        """What torch's launcher shows of `rank`: a violation in full of the rank that published it only."""
+        return self.text.partition("\n")[0] if self.kind == "violation" and self.rank not in (None, rank) else self.text
+
     def with_rows(self, *rows: tuple[str, str]) -> Cause:
         """A copy with these rows (name, text) added to its message."""
         return replace(self, text="\n".join([self.text, *row_lines(rows)]))

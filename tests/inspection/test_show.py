@@ -119,17 +119,13 @@ def test_what_is_no_ledger_is_refused(tmp_path: Path) -> None:
         open_recorded(path)
 
 
-def test_a_ledger_alone_has_no_texts() -> None:
-    assert "only the ids of rows" in texts_of(None).missing
-
-
 def test_what_a_watch_wrote_is_shown_with_what_it_knows(tmp_path: Path) -> None:
     plan = Plan(rows=ROWS, batch_size=None, micro_batches=None, seed=None, epochs=None, steps=None)
     bare = step(
         1, (2, 0), epoch=None, position=None, count=None, loss=None, correct=None,
         gradient_at="optimizer", weights_norm=Real.of(1.5), optimizer_index=1,
     )  # fmt: skip
-    bare = replace(bare, ranks=(bare.ranks[0], RankPart(1, (), (0,), None)))
+    bare = replace(bare, ids=(), ranks=(bare.ranks[0], RankPart(1, (), (0,), None)))
     broken = Broken("finite", 2, (1,), "", "NaN", action="warned")
     found = open_recorded(write(tmp_path / "l.jsonl", [start(plan=plan, writer="watch"), bare, broken]))
     text = "\n".join(overview(found))
@@ -144,6 +140,8 @@ def test_what_a_watch_wrote_is_shown_with_what_it_knows(tmp_path: Path) -> None:
     assert "rank 0: the digests above" in text
     assert "rank 1: no digests: no other rank has the same shard" in text
     assert "micro-batches" not in text
+    assert "the rows are unknown: the loop" in text
+    assert "only the ids of rows" in texts_of(None).missing
 
 
 FINDING = Finding("they differ (rank 0: aa, rank 1: bb)", 412, (1,), "lora_A.q_proj", (("lora_A.q_proj", "aa bb"),))

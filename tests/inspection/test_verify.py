@@ -25,6 +25,7 @@ from andon_contracts.record import Broken, End, Evaluation, Record, Step
 from andon_falsify.claims import plan_followed, schedule
 from andon_falsify.claims.ledgers import ALL, read_run, recorded_violations, verify
 from andon_falsify.claims.plan_followed import planned
+from andon_falsify.cli.verify import report
 from andon_falsify.cli.verify import verify as command
 from andon_falsify.history import read_history
 from andon_falsify.reference.published import PublishedSchedule
@@ -46,6 +47,8 @@ def test_a_good_ledger_holds(tmp_path: Path) -> None:
     assert held == {"replicas-agree", "samples-once", "chain-intact", "loss-finite"}
     assert set(found.values()) == {HOLDS, NOT_APPLICABLE}
     assert exit_code(verdicts) == 0
+    in_new_ledger = write(tmp_path / "resumed.jsonl", [start(writer="watch"), *resumed_run()[4:]])
+    assert outcomes(in_new_ledger)["resume-equal"] is NOT_APPLICABLE
     rest = len(ALL) - 4
     assert closing_line(verdicts, 1) == f"checked 4 of {len(ALL)} claims, 1 run, {rest} not applicable, 0 unknown"
 
@@ -61,6 +64,7 @@ def _apart() -> list[Record]:
         ("samples-once", [start(), step(1, (2, 0)), step(2, (1, 1))]),
         ("replicas-agree", _apart()),
         ("resume-equal", [*resumed_run()[:5], step(2, (1, 3), weights=99)]),
+        ("resume-equal", [start(writer="watch"), resumed_run()[4], step(3, (1, 3))]),
         ("loss-finite", [start(), step(1, (2, 0), loss=Real.of(math.inf))]),
     ],
 )
@@ -209,12 +213,14 @@ def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys
     path = write(tmp_path / "l.jsonl", [*records[:3], BROKEN, *records[3:]])
     with pytest.raises(typer.Exit) as ended:
         command([path])
-    assert ended.value.exit_code == 0
+    assert ended.value.exit_code == 1
     note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
-    assert capsys.readouterr().out.splitlines()[-2] == note
+    stands = f"broken: {path} has a violation that no resume undid"
+    assert capsys.readouterr().out.splitlines()[-3:-1] == [note, stands]
     assert "only reported" in _said("halt-together", path)[1]
     suspected = write(tmp_path / "s.jsonl", [*records[:3], replace(BROKEN, action="suspected"), *records[3:]])
     assert recorded_violations(read_run(suspected)) == ("a suspicion: gradients-agree at step 2 on rank 1, suspected",)
+    assert report([suspected])[1] == report([write(tmp_path / "undone.jsonl", retracted_run())])[1] == 0
 
 
 def _with_settings(folder: Path, records: list[Record]) -> Path:

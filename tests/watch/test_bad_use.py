@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import math
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
@@ -116,6 +115,7 @@ OPENED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: andon.watch(model := net(), [sgd(model), sgd(net())]),
         "optimizer 2 holds no",
     ),
+    "a misspelled name": (lambda: _open(actoin="raise"), "there is no argument 'actoin'; did you mean 'action'?"),
     "a rate for a schedule": (lambda: _open(schedule=0.1), "schedule must be a function, not float"),
     "a number for a scaler": (lambda: _open(scaler=2.0), "scaler must have get_scale()"),
     "a word for a time, on one rank": (lambda: _open(timeout="1" if _last() else 9), "timeout must be seconds above"),
@@ -157,9 +157,9 @@ def test_bad_use_is_a_clear_error_on_every_rank() -> None:
     }
     for rank, found in enumerate(answers(3, _refusals)):
         for name, text in found.items():
-            told = rank == 2 or not name.endswith("on one rank")
             assert text.startswith("ValueError: "), f"{name}: {text}"
-            assert (wanted[name] if told else "rank 2 got a wrong argument") in text, f"{name}: {text}"
+            assert wanted[name] in text, f"{name}: {text}"
+            assert rank == 2 or "rank 2: " in text or not name.endswith("on one rank"), f"{name}: {text}"
         assert ("rank 2 is not in the group" if rank == 2 else "DDP group has 3") in text
 
 
@@ -254,34 +254,6 @@ def test_a_batch_that_was_refused_is_no_new_micro_batch() -> None:
         assert w.findings == ()
 
 
-def _lost(model: nn.Module) -> Callable[[], Mapping[str, Tensor]]:
-    def read() -> Mapping[str, Tensor]:
-        if dist.get_rank() == 1:
-            raise KeyError("a shard that is not there")
-        return dict(model.named_parameters())
-
-    return read
-
-
-def _saves(folder: str) -> tuple[str, list[str]]:
-    """What a save raises of which rank 1 cannot read what is on the disk, and what the next one finds."""
-    model = net()
-    log = (lambda _: None) if dist.get_rank() == 0 else None
-    with andon.watch(model, sgd(model), action="raise", log=log) as w:
-        with pytest.raises((KeyError, ValueError)) as caught:
-            w.saved(Path(folder, "first"), read=_lost(model))
-        w.saved(Path(folder, "second"), read=lambda: dict(model.named_parameters()))
-    return f"{caught.type.__name__}: {caught.value}", clauses(w)
-
-
-def test_what_one_rank_cannot_read_is_refused_on_all_and_a_log_is_a_ranks_own(tmp_path: Path) -> None:
-    """Nobody waits for a rank whose `read` raised, and the loop may go on. Rank 0 alone may be given `log=`."""
-    assert answers(2, _saves, str(tmp_path)) == [
-        ("ValueError: rank 1 got a wrong argument; its own message says which", []),
-        ("KeyError: 'a shard that is not there'", []),
-    ]
-
-
 @pytest.mark.parametrize("text", ["[1]", '{"weights": 3}', "3", "{"])
 def test_a_file_of_something_else_is_refused_in_words(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.andon.json").write_text(text)
@@ -308,11 +280,6 @@ def test_each_optimizer_goes_on_with_its_own_count(tmp_path: Path) -> None:
             model.zero_grad()
         w.saved(tmp_path / "c")
     assert _loaded(model, optimizers, tmp_path) == [1, 3]
-    # A file of before says the first count only.
-    body = json.loads((tmp_path / "c.andon.json").read_text())
-    del body["updates of optimizer 2"]
-    (tmp_path / "c.andon.json").write_text(json.dumps(body))
-    assert _loaded(model, optimizers, tmp_path) == [1, 1]
 
 
 @pytest.mark.parametrize("first", [True, False])

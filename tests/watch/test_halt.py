@@ -272,6 +272,18 @@ def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.Mo
     assert (len(uncaught), alarms) == (1, [])
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_violation_ends_short(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a traceback. The first rank of a machine prints all of it, and each other rank its first line."""
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    store, begun = SignedStore(HashStore(), bytes(32)), PendingCollectives([0, 1])
+    signal = HaltSignal(store, rank, 2, begun, hard_stop=False, patience_s=1.0, warns=False)
+    sys.excepthook(Violation, Violation("finite broken\n  where    x"), None)
+    signal.close()
+    text = "andon.Violation: finite broken\n"
+    assert capsys.readouterr().err == text + "  where    x\n" * (rank == 0)
+
+
 SCRIPT = f"""
 import os, time, torch, torch.distributed as dist, andon
 dist.init_process_group("gloo")

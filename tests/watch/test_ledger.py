@@ -268,7 +268,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(
     writer, other = answers(2, _refusals, str(tmp_path))
     assert ["already contains another run" in writer[0], ":1: " in writer[1]] == [True, True]
     assert all("cannot be written" in said for said in writer[2:])
-    assert all("rank 0 got a wrong argument" in said for said in other)
+    assert all("rank 0: " in said for said in other)
     *_, ended, resumed, end = read_ledger(tmp_path / "taken.jsonl")
     assert [type(each) for each in (ended, resumed, end)] == [End, Resume, End]
     assert resumed.step == 6

@@ -22,7 +22,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.exchange import element_text
 from andon_contracts.watch.script import Standby
-from tests.watch.small import answers, net, sgd, watched
+from tests.watch.small import answers, clauses, net, sgd, watched
 
 
 class _Row(nn.Module):
@@ -183,7 +183,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks(capsys: pyte
     model = net()
     with andon.watch(model, sgd(model)):
         first, second = capsys.readouterr().err.splitlines()
-    words = r"andon.watch: 1 rank, 4 trainable tensors; \d+ of (\d+) clauses are checked, verbose=True lists them"
+    words = r"andon.watch: 1 rank, 4 trainable tensors; \d+ of (\d+) clauses can be checked, verbose=True lists them"
     opened = re.fullmatch(words, first)
     assert opened is not None
     for argument in ("schedule=", "groups=", "clip=", "reference=", "updates="):
@@ -192,7 +192,7 @@ def test_two_lines_open_a_watch_and_the_table_is_there_for_who_asks(capsys: pyte
     capsys.readouterr()
     with andon.watch(model, sgd(model), verbose=True):
         table = capsys.readouterr().err.splitlines()
-    assert table[0].endswith("clauses are checked")
+    assert table[0].endswith("clauses can be checked")
     named = [line.split()[0] for line in table[2:]]
     assert len(named) == len(set(named)) == int(opened[1])
     assert set(named) <= set(CLAUSES)
@@ -256,7 +256,7 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
         # After updates 2, 3 and 4, and before 3 and 4.
         assert said.count("  replicas-agree: 5 checks failed, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
-        closing = r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ ms per step\n"
+        closing = r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ ms per step, with its waits"
         assert bool(re.search(closing, said)) == (rank == 0)
         assert said.count("same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 
@@ -285,6 +285,26 @@ def test_a_suspicion_under_a_violation_is_counted_as_a_suspicion(capsys: pytest.
     assert (found.clause, found.step, watch.violations) == ("learning-rate-planned", 2, 1)
     assert "gradient-present" in str(found)
     assert "  1 clause broken, 1 suspected; " in capsys.readouterr().err
+    with pytest.raises(andon.Violation, match="gradient-present broken at step 2"):
+        watched(model, sgd(model), 2, action="strict")
+
+
+def test_a_load_says_what_is_missing_then_which_value_differs(tmp_path: Path) -> None:
+    model, path = net(), tmp_path / "c.pt"
+    with andon.watch(model, adam := torch.optim.Adam(model.parameters(), lr=0.1)) as w:
+        model(torch.ones(1, 4)).sum().backward()
+        adam.step()
+        w.saved(path)
+    torch.rand(1)
+    with andon.watch(model, adam, action="raise") as w:  # other random numbers stop no run
+        w.loaded(path)
+        assert clauses(w) == ["randomness-declared"]
+    with andon.watch(model, torch.optim.Adam(model.parameters(), lr=0.2)) as w:
+        w.loaded(path)
+    (found,) = w.findings
+    assert str(found).startswith("checkpoint-whole broken at the load of c.pt, saved after step 1: ")
+    lost = "optimizer state 0.weight was saved but is missing now (and 3 more)"
+    assert found.finding.seen == f"{lost}; parameter group 0, lr is 0.2, but was saved as 0.1"
 
 
 def _one_module_apart() -> list[str]:

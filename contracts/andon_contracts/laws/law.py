@@ -173,7 +173,6 @@ def rules_of(laws: Sequence[Law[Any]], want: object) -> dict[str, int]:
 
 
 def _is_one_value(rule: int) -> bool:
-    """Whether a value that obeys the rule is the same on all ranks."""
     return not isinstance(rule, Rule) or rule in (Rule.SAME, Rule.PREVIOUS)
 
 

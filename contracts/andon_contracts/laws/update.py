@@ -304,38 +304,32 @@ def _audited(seen: Seen[object]) -> Finding | None:
 AUDITED: tuple[Law[Seen[object]], ...] = (LOCKSTEP, Law("audit/audited", ("leaves", "sums"), _audited))
 
 
-@dataclass(frozen=True)
-class Restored:
-    """The digests of a save, and the current ones in memory or on the disk, by name and rank.
+RESTORED = (Law[Finding | None]("checkpoint-whole/restored", (), lambda found: found),)
 
-    fault: why the current ones are not known, with the `ranks` that have the fault, if they are known.
+
+def not_restored(
+    saved: Mapping[str, int], current: Mapping[str, Sequence[int]], step: int, texts: Mapping[str, tuple[str, str]]
+) -> Finding | None:
+    """How the `current` digests of each rank, in memory or on the disk, differ from the `saved` ones, by name.
+
+    texts: the saved and the current value in words, for those that are short.
     """
-
-    saved: Mapping[str, int]
-    current: Mapping[str, tuple[int, ...]]
-    step: int
-    fault: str = ""
-    ranks: tuple[int, ...] = ()
-
-
-def _restored(seen: Restored) -> Finding | None:
-    if seen.fault:
-        return Finding(seen.fault, seen.step, seen.ranks)
-    for name in dict.fromkeys([*seen.saved, *seen.current]):
-        if name not in seen.current:
-            return Finding(f"{name} was saved but is missing now", seen.step, (), name)
-        if name not in seen.saved:
-            return Finding(f"{name} exists now but was not saved", seen.step, (), name)
-        saved, current = seen.saved[name], seen.current[name]
-        odd = [rank for rank, digest in enumerate(current) if digest != saved]
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found |= {name: ("was saved but is missing now", ()) for name in saved if name not in current}
+    found |= {name: ("exists now but was not saved", ()) for name in current if name not in saved}
+    for name in (each for each in saved if each in current):
+        odd = [rank for rank, digest in enumerate(current[name]) if digest != saved[name]]
         if odd:
-            now = ", ".join(dict.fromkeys(hex64(current[rank]) for rank in odd))
-            what = f"{name} differs from the saved value (digest {hex64(saved)}, now {now})"
-            return Finding(what, seen.step, unless_all(odd, len(current)), name)
-    return None
-
-
-RESTORED: tuple[Law[Restored], ...] = (Law("checkpoint-whole/restored", (), _restored),)
+            now = ", ".join(dict.fromkeys(hex64(current[name][rank]) for rank in odd))
+            what = f"differs from the saved value (digest {hex64(saved[name])}, now {now})"
+            if name in texts:
+                what = f"is {texts[name][1]}, but was saved as {texts[name][0]}"
+            found[name] = what, unless_all(odd, len(current[name]))
+    kinds: dict[tuple[str, bool], list[str]] = {}  # the first of each kind is shown, and the others are counted
+    for name, (what, _) in found.items():
+        kinds.setdefault((name.partition(" ")[0], name in current), []).append(f"{name} {what}")
+    shown = "; ".join(each[0] + f" (and {len(each) - 1} more)" * (len(each) > 1) for each in kinds.values())
+    return next((Finding(shown, step, ranks, name) for name, (_, ranks) in found.items()), None)
 
 
 @dataclass(frozen=True)

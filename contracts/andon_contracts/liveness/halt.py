@@ -38,7 +38,7 @@ from andon_contracts.liveness import diagnosis, store_link
 from andon_contracts.liveness.diagnosis import Conclusion, EndMessages, Patience, Position, Symptoms
 from andon_contracts.liveness.process import ConditionTimer, Process, memory_kills, run_within
 from andon_contracts.liveness.store_link import Heartbeats, SignedStore, StoreLink, parse_strict
-from andon_contracts.violation import Cause, Violation, consequence, first_line
+from andon_contracts.violation import Cause, Violation, consequence, first_line, row_lines
 
 _LOOK_S = 0.5  # how often a rank looks for trouble
 _EVERY_LOOK, _CALM = 16, 4  # a rank that waits asks its peers at the first 16 looks, then at every fourth
@@ -493,7 +493,7 @@ class HaltSignal:
             return
         if self.cause is not None:
             self._raised.set()
-            report_to_launcher(self.cause.text, late=self.cause.rank != self._rank)
+            report_to_launcher(self.cause.text_for(self._rank), late=self.cause.rank != self._rank)
         elif consequence(error) is not None:
             self._pull(self._cause_of(error))
         elif isinstance(error, Violation):
@@ -576,7 +576,7 @@ class HaltSignal:
 
     def _acknowledge(self, cause: Cause, *, settle: bool) -> None:
         """settle: wait until all ranks of this machine know the cause or are gone; with `hard_stop` kill the rest."""
-        report_to_launcher(cause.text, late=cause.rank != self._rank)
+        report_to_launcher(cause.text_for(self._rank), late=cause.rank != self._rank)
         self._link.acknowledge()
         if not settle:
             return
@@ -665,7 +665,13 @@ class HaltSignal:
         # After `close`, the hook of a watch that was opened later still calls this one. Then it must do nothing else.
         guarded = self._open
         self.failed(error)
-        self._hook(kind, error, trace)
+        shown = error
+        if guarded and type(error) is Violation and self._hook.__module__ in ("sys", dist.distributed_c10d.__name__):
+            # Every rank raises the same text: the first of a machine shows it, with the line of the loop.
+            lines = [*str(error).splitlines(), *row_lines([("line", error_line(error))])]
+            first = os.environ.get("LOCAL_RANK", "0") == "0"
+            shown, trace = Violation("\n".join(lines if first else lines[:1])), None
+        self._hook(kind, shown, trace)
         if guarded:
             print_cause(self.cause, error)
             self._crash()

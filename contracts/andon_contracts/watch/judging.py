@@ -12,7 +12,7 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
 from andon_contracts.legible import log
 from andon_contracts.violation import Violation
-from andon_contracts.watch.settings import Settings
+from andon_contracts.watch.settings import RAISING, Settings
 
 S = TypeVar("S")
 
@@ -84,7 +84,7 @@ class Verdicts:
         broken = list(self._not_silenced(judgement))
         first = next((violation for violation, suspicion in broken if not suspicion), None)
         effects: list[tuple[Violation, bool]] = []
-        is_new = first is not None and (self.settings.action == "raise" or not self.counts[first.clause])
+        is_new = first is not None and (self.settings.action in RAISING or not self.counts[first.clause])
         if first is not None and is_new and self._cause_of(first) is None:
             effects = [each for each in broken if each[0] is not first]
             broken = [(first, False)]
@@ -104,7 +104,7 @@ class Verdicts:
             if law.clause in self.settings.allow:
                 self.silenced[law.clause] += 1
             else:
-                yield judgement.violation(law), law.suspicion
+                yield judgement.violation(law), law.suspicion and self.settings.action != "strict"
 
     def _report(
         self,
@@ -117,12 +117,12 @@ class Verdicts:
         facts: Mapping[str, object] | None = None,
         effects: Sequence[tuple[Violation, bool]] = (),
     ) -> None:
-        """Count a finding. Report it if it is the first of its clause or `action` is "raise". Effects get one line."""
-        action = self.settings.action
+        """Count a finding. Report it if it is the first of its clause or `action` raises. Effects get one line."""
+        action, raises = self.settings.action, self.settings.action in RAISING
         # A clause that was only suspected before is reported once more if it is certain.
         is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))
         self._count(violation, suspicion)
-        if not is_first and (suspicion or action != "raise"):
+        if not is_first and (suspicion or not raises):
             return
         applied = scene.applied or CLAUSES[violation.clause].of_the_update_before
         cause = self._cause_of(violation)
@@ -157,7 +157,7 @@ class Verdicts:
             self.settings.log(about)
         if callable(action):
             action(complete)
-        elif action == "raise" and not suspicion:
+        elif raises and not suspicion:
             raise complete
         elif prints:
             print_message(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {complete}")
@@ -168,7 +168,7 @@ class Verdicts:
 
     def _cause_of(self, violation: Violation) -> _Reported | None:
         """The reported violation that caused this one: at the same step, or one that made the ranks' weights differ."""
-        if self.settings.action == "raise":  # a violation ended the loop, or its caller caught it
+        if self.settings.action in RAISING:  # a violation ended the loop, or its caller caught it
             return None
         for cause in reversed(self._reported):
             parted = violation.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
@@ -184,7 +184,7 @@ class Verdicts:
 
     def _record(self, violation: Violation, suspicion: bool, applied: bool) -> None:
         if self.record is not None:
-            done = {"warn": "warned", "raise": "raised"}.get(str(self.settings.action), "called")
+            done = {"warn": "warned", "raise": "raised", "strict": "raised"}.get(str(self.settings.action), "called")
             self.record(violation, "suspected" if suspicion else done, applied)
 
 

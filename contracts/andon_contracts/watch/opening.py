@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,10 +69,12 @@ def watch(
     timeout: datetime.timedelta | float = Settings.timeout,
     patience: datetime.timedelta | float = Settings.patience,
     verbose: bool = False,
+    **unknown: Never,
 ) -> Watch:
     """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
 
-    action: what a violation does: "warn", "raise", or a function of the `Violation`. A suspicion only ever warns.
+    action: what a violation does: "warn", "raise", or a function of it, which may raise. A suspicion only warns, but
+    "strict" raises for it too, and a function is called with it too.
     allow: maps a clause to the reason why it is silenced; its findings are only counted.
     log: receives a dict for each finding. group: the data-parallel ranks (default: all). folder: bundles of violations
     are written there. ledger: where rank 0 writes a line for every update (default: the file that ANDON_LEDGER names).
@@ -98,7 +100,7 @@ def watch(
         folder=folder, ledger=ledger, trainable=trainable, tied=tuple(tied), clip=clip, groups=dict(groups or {}),
         schedule=schedule, scaler=scaler, reference=reference, every=every, plan=plan, rows=rows, contents=contents,
         start=start, updates=updates, replicate=replicate, hard_stop=hard_stop, timeout=timeout, patience=patience,
-        verbose=verbose,
+        verbose=verbose, unknown=unknown,
     )  # fmt: skip
     return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 
@@ -165,9 +167,9 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         values = {"records": int(file is not None), "part": part, "copies": copies, **secret_to_ints(new_secret())}
         values = {"problems": len(problems), **digests, **values, "mistakes": len(problems) - excused}
         seen = exchange(0, "settings", values)
-        others = [str(o.rank) for o in seen if o.values["problems"] and o.rank != exchange.rank]
-        if others and not problems:
-            problems.append(f"rank {', '.join(others)} got a wrong argument; its own message says which")
+        if any(o.values["problems"] for o in seen):
+            texts = enumerate(exchange.gather_texts(0, "; ".join(problems)))
+            problems = problems or [f"rank {rank}: {text}" for rank, text in texts if text]
         differing = [name for name in digests if len({o.values[name] for o in seen}) > 1]
         if differing and not any(o.values["problems"] for o in seen):
             own = "; ".join(f"{name}={compared[name]}" for name in (each.removeprefix("told ") for each in differing))

@@ -38,7 +38,7 @@ from andon_contracts.violation import Halted, Violation, first_line
 from andon_contracts.watch import opening
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.model_probe import parameters_of
-from andon_contracts.watch.settings import Settings, allow_problems
+from andon_contracts.watch.settings import RAISING, Settings, allow_problems
 from andon_contracts.watch.values import text_digest
 from andon_contracts.watch.watcher import Watch
 
@@ -96,7 +96,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         epilog=f"The exit code is the script's, or {_VIOLATION} if --action raise found a violation.",
         allow_abbrev=False,
     )
-    parser.add_argument("--action", choices=("warn", "raise"), default="warn", help="on a violation (default: warn)")
+    parser.add_argument("--action", choices=("warn", "raise", "strict"), default="warn", help="on a violation")
     parser.add_argument("--ledger", metavar="PATH", help="write a ledger with a line per update (as ANDON_LEDGER does)")
     allow_help = "silence a clause; may be repeated"
     parser.add_argument("--allow", metavar="CLAUSE=REASON", action="append", default=[], help=allow_help)
@@ -135,7 +135,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_program(name: str) -> bool:
-    """True for a folder or an archive: Python runs the `__main__` in it."""
     return Path(name).is_dir() or zipfile.is_zipfile(name)
 
 
@@ -202,8 +201,8 @@ class Standby(Listener):
 
     @property
     def violated(self) -> bool:
-        """True if a watch with `--action raise` found a violation."""
-        return self._settings.action == "raise" and any(watch.violations for watch in self._watches)
+        """True if a watch that raises found a violation."""
+        return self._settings.action in RAISING and any(watch.violations for watch in self._watches)
 
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""
@@ -277,7 +276,6 @@ class Standby(Listener):
         return self._watches[-1]
 
     def _report_unwatched(self, why: str) -> None:
-        """Print once, on one rank, why an optimizer is not watched; nothing if `why` is empty."""
         known = why in self._unwatched
         self._unwatched.add(why)
         if why and not known:
@@ -340,7 +338,6 @@ class Rendezvous:
             return f"the ranks' store does not answer ({type(error).__name__})"
 
     def _await(self, store: Store, key: str, what: str) -> str:
-        """Wait for all other ranks together, against one deadline. Returns the verdict."""
 
         def read(name: str) -> str:
             return bytes(store.get(name)).decode() if store.check([name]) else ""

@@ -6,7 +6,7 @@ import datetime
 import difflib
 import fnmatch
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, SupportsFloat, SupportsIndex, TypeGuard
@@ -19,7 +19,8 @@ from andon_contracts.clauses import CLAUSES
 from andon_contracts.violation import Violation
 from andon_contracts.watch.model_probe import ModelProbe
 
-Action = Literal["warn", "raise"] | Callable[[Violation], None]
+RAISING = ("raise", "strict")
+Action = Literal["warn", "raise", "strict"] | Callable[[Violation], None]
 Reference = Callable[[nn.Module, list[int]], tuple[torch.Tensor, int]]
 Schedule = Callable[[int], float]
 Plan = Callable[[int], Sequence[int]]
@@ -34,7 +35,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `watch`, explained in its docstring, and two settings that are not arguments."""
+    """The arguments of `watch`, explained in its docstring, and three settings that are not arguments."""
 
     action: Action = "warn"
     allow: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Settings:
     """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
+    unknown: Iterable[str] = ()  # the names of arguments that do not exist
 
     def is_sampled(self, update: int) -> bool:
         """Whether costly checks run: counted from `start`, `update` is 1 to 4, a power of two or a multiple of 64."""
@@ -88,9 +90,10 @@ class Settings:
 
     def problems(self, subject: ModelProbe) -> list[str]:
         """All that is wrong with these settings for `subject`, in words."""
-        problems: list[str] = []
-        if self.action not in ("warn", "raise") and not callable(self.action):
-            problems.append(f"action must be 'warn', 'raise' or a function that takes a violation, not {self.action!r}")
+        problems = [f"there is no argument {name!r}{_hint(name, vars(self))}" for name in self.unknown]
+        if self.action not in ("warn", *RAISING) and not callable(self.action):
+            choices = "'warn', 'raise', 'strict' or a function that takes a violation"
+            problems.append(f"action must be {choices}, not {self.action!r}")
         for name in ("every", "start", "rows", "updates"):
             value = getattr(self, name)
             if not _is_count(value) and not (value is None and name in ("rows", "updates")):
@@ -109,13 +112,18 @@ class Settings:
             if value is not None and not callable(value):
                 problems.append(f"{name} must be a function, not {type(value).__name__}")
         problems += allow_problems(self.allow)
-        names = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
-        unknown = (name for name in names if not any(fnmatch.fnmatchcase(one, name) for one in subject.names))
+        patterns = [*(self.trainable or ()), *self.groups, *(name for pair in self.tied for name in pair)]
+        unknown = (name for name in patterns if not any(fnmatch.fnmatchcase(one, name) for one in subject.names))
         problems += [f"no parameter is named {name!r}" for name in unknown]
         if not subject.trainable:
             return [*problems, "the model has no trainable parameter"]
         what = "holds no parameter of this model: is it the optimizer of another one?"
         return problems + [f"optimizer {number} {what}" for number in subject.foreign_optimizers()]
+
+
+def _hint(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def as_duration(name: str, value: datetime.timedelta | float) -> datetime.timedelta:
@@ -138,7 +146,5 @@ def allow_problems(allow: object) -> list[str]:
     problems = []
     for name in allow:
         if name not in CLAUSES:
-            close = difflib.get_close_matches(name, CLAUSES, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            problems.append(f"allow names {name!r}, which is not a clause{hint}")
+            problems.append(f"allow names {name!r}, which is not a clause{_hint(name, CLAUSES)}")
     return problems + [f"allow[{name!r}] must give a reason" for name, reason in allow.items() if not reason]

@@ -22,7 +22,7 @@ from andon_contracts.liveness.halt import HaltSignal, print_cause
 from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
-from andon_contracts.watch.check import Context, OptimizerProbe, declared
+from andon_contracts.watch.check import Context, Cover, OptimizerProbe, declared
 from andon_contracts.watch.checks.gradients import Gradients
 from andon_contracts.watch.checks.outcomes import Outcomes
 from andon_contracts.watch.checks.reports import LoopReports
@@ -65,7 +65,8 @@ class Watch:
         exchange.comparable = not replicas.cut
         add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
-        covers["gradient-law"] = declared(settings.reference, "reference=")
+        sharded = subject.sharded and settings.reference is None  # no use to advise it
+        covers["gradient-law"] = Cover("not applicable") if sharded else declared(settings.reference, "reference=")
         for check in context.all_checks:
             covers |= check.cover()
         self._cover = {name: covers[name] for name in CLAUSES if name in covers}
@@ -142,15 +143,13 @@ class Watch:
         self._together()
         self._context.check(Outcomes).evaluated(ids, predictions, labels, metrics, rows)
 
-    def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+    def saved(self, path: str | Path) -> None:
         """Report a checkpoint saved at `path`. Rank 0 writes `path`.andon.json: digests of the live state. Collective.
 
-        read: returns the saved tensors by parameter name, to compare with the live ones; pass it on all ranks or none.
-        Raises `OSError` on every rank if rank 0 cannot write. If `read` raises on a rank, its error is raised there,
-        and `ValueError` on the others.
+        Raises `OSError` on every rank if rank 0 cannot write.
         """
         self._together()
-        self._context.check(Outcomes).saved(path, read)
+        self._context.check(Outcomes).saved(path)
 
     def loaded(self, path: str | Path) -> None:
         """Report that the checkpoint at `path` was loaded: compares the live state with that of its save. Collective.
@@ -226,7 +225,7 @@ class Watch:
         unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
         head = f"andon.watch: {world} rank{'s' * (world > 1)}, {len(subject.trainable)} trainable tensors"
         lines = [
-            f"{head}; {live} of {len(covers)} clauses are checked" + f", {table} lists them" * (not settings.verbose)
+            f"{head}; {live} of {len(covers)} clauses can be checked" + f", {table} lists them" * (not settings.verbose)
         ]
         if missing or unseen:
             lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
@@ -390,6 +389,7 @@ class Watch:
 
     def _say_closing(self, unread: str) -> None:
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
+        waits = ", with its waits for other ranks" * (context.world > 1)
         spent = context.added_s + sum(probe.check(Gradients).host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
@@ -402,8 +402,8 @@ class Watch:
         reached = open_store() if dist.is_available() and dist.is_initialized() else ""
         self._say(
             [
-                f"andon.watch: {counted(steps, 'step')}, {clauses} evaluated {times}",
-                f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step",
+                f"andon.watch: {counted(steps, 'step')}, {clauses} were checked, {times} in all",
+                f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step{waits}",
                 *(
                     f"  {name}: {counted(count, 'check')} failed, first at step {first[name]}"
                     for name, count in repeated

@@ -24,8 +24,6 @@ _HARDWARE = ("machine", "cpu", "instructions", "threads", "devices")
 _DIGITS = 64  # of a SHA-256
 _SHOWN = 160
 _EMBEDDED = frozenset({"data.embedded", "model.embedded"})  # they follow from data.train and model.base
-
-
 OTHER_MACHINE = "not comparable: versions or hardware differ, so the bits may differ too"
 
 
@@ -187,19 +185,19 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
         for alone, called in (((0, 1), "first"), ((1, 0), "second")):
             if alone in lacking:
                 report.add("skipped", f"{name}: only the {called} run recorded it")
-    counts, longest = [len(each) for each in steps], [max(each, default=0) for each in steps]
     if step is None:
-        same = f"the {len(common)} in common are the same to the bit; the last step is {longest[0]} | {longest[1]}"
-        if not common:
-            same = f"none in common; {counts[0]} | {counts[1]} in all"
-        elif longest[0] == longest[1]:
-            same = f"all {len(common)} are the same to the bit"
-        report.add("steps", same)
-        return bool(common) and longest[0] != longest[1]
-    more = f"; {counts[0]} | {counts[1]} steps in all" if counts[0] != counts[1] else ""
-    earlier = [number for number in steps[0] if number < step]
-    before = f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
-    report.add("steps", f"differ from step {step} on{before}{more}")
+        which = f"all {len(common)}" if steps[0].keys() == steps[1].keys() else f"the {len(common)} in common"
+        report.add("steps", f"{which} are the same to the bit" if common else "none in common")
+    else:
+        earlier = sorted(number for number in common if number < step)
+        before = f"; steps {earlier[0]} to {earlier[-1]} are the same to the bit" if earlier else ""
+        report.add("steps", f"differ from step {step} on{before}")
+    unshared = [sorted(each.keys() - common) for each in steps]
+    for only, called in zip(unshared, ("first", "second"), strict=True):
+        if only:
+            report.add("steps", f"{only[0]} to {only[-1]} ({len(only)}) are only in the {called} run")
+    if step is None:  # a resume may begin a new ledger, but must reach the same end without a gap
+        return any(only and common and only[-1] > min(common) for only in unshared)
     records, names = [each[step] for each in steps], [each.name for each in diff]
     equal = [name for name in REPEATED if name not in names and not any(lacks(each, name) for each in records)]
     report.add("step", f"{step}: {names[0]} differs first; equal: {', '.join(equal) or 'nothing'}")

@@ -149,7 +149,9 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
     for name in ("content", "gradient", "weights", "optimizer"):
         yield f"  {name:<11} {getattr(record.digests, name) or _UNKNOWN}"
     yield f"  world       {record.world} {record.backend} workers"
-    if texts.missing:
+    if not record.ids:
+        yield "  note        the rows are unknown: the loop does not report them with w.batch(ids)"
+    elif texts.missing:
         yield f"  note        {texts.missing}"
     planned = run.start is None or run.start.plan.micro_batches is not None  # a watch records no micro-batches
     for part in record.ranks:

@@ -29,9 +29,10 @@ from andon_contracts.act import NAMES
 from andon_contracts.digest import digests_by_name, hex64, join, tensor_digest, tree_digest
 from andon_contracts.fields import Part
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.update import RESTORED, Restored
+from andon_contracts.laws.update import RESTORED, not_restored
 from andon_contracts.record import GENESIS
 from andon_contracts.untrusted import MOST_JSON, open_regular, read_regular
+from andon_contracts.violation import Finding
 
 if TYPE_CHECKING:
     from io import BufferedReader
@@ -174,15 +175,14 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _File:
 
 def _require_saved(folder: Path, saved: Mapping[str, int], step: int) -> None:
     """Check that the disk holds what was saved, tensor by tensor. Raises `Violation` (`checkpoint-whole`)."""
-    digests: Mapping[str, int] = {}
-    fault = ""
     try:
         manifest, _, digests = _read(folder, tensor_digest)
         if manifest.step != step:
-            fault = f"what was written cannot be read back: the step is {manifest.step}"
+            raise CheckpointError(f"the step is {manifest.step}")
+        found = not_restored(saved, {name: (digest,) for name, digest in digests.items()}, step, {})
     except CheckpointError as error:
-        fault = f"what was written cannot be read back: {error}"
-    enforce(Judgement(RESTORED, Restored(saved, {name: (digest,) for name, digest in digests.items()}, step, fault)))
+        found = Finding(f"what was written cannot be read back: {error}", step)
+    enforce(Judgement(RESTORED, found))
 
 
 def _put_in_place(temporary: Path, final: Path) -> None:

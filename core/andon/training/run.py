@@ -91,7 +91,7 @@ from andon.training.trainer import (
 from andon_contracts.digest import hex64, signed
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.update import RESTORED, Restored
+from andon_contracts.laws.update import RESTORED, not_restored
 from andon_contracts.legible import counted
 from andon_contracts.liveness.diagnosis import StepClock
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
@@ -624,7 +624,7 @@ def load_best(session: Session, progress: Progress) -> None:
         raise RankFailed(f"rank {readable.index(0)} could not read the best checkpoint, of step {step}")
     loaded = tuple(digest % UNSIGNED for digest in digests)
     recorded = progress.best_weights or loaded[0]  # 0: contracts were off at that step
-    enforce(Judgement(RESTORED, Restored({"weights": recorded}, {"weights": loaded}, step)))
+    enforce(Judgement(RESTORED, not_restored({"weights": recorded}, {"weights": loaded}, step, {})))
 
 
 def _summary(

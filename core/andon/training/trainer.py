@@ -45,7 +45,7 @@ from andon.training.build import Run
 from andon_contracts.digest import hex64
 from andon_contracts.fields import Real
 from andon_contracts.laws.law import Judgement, enforce
-from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Output, Restored
+from andon_contracts.laws.update import EVALUATED, OUTPUT, RESTORED, Output
 from andon_contracts.laws.update import Evaluation as Scored
 from andon_contracts.legible import counted
 from andon_contracts.liveness.diagnosis import UPDATE, StepClock
@@ -64,7 +64,7 @@ from andon_contracts.record import (
     StepDigests,
     outside_change,
 )
-from andon_contracts.violation import Violation
+from andon_contracts.violation import Finding, Violation
 
 
 @dataclass
@@ -368,7 +368,7 @@ class Trainer:
         for rank, what in enumerate(map(int, outcomes)):
             if what == _BROKEN:
                 seen = f"rank {rank} did not read back what it wrote"
-                enforce(Judgement(RESTORED, Restored({}, {}, self.progress.step, seen, (rank,))))
+                enforce(Judgement(RESTORED, Finding(seen, self.progress.step, (rank,))))
             if what == _REFUSED:
                 raise RankFailed(f"rank {rank} could not write the checkpoint of step {self.progress.step}")
 

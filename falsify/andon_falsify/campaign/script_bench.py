@@ -115,7 +115,6 @@ class ScriptBench(Bench):
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
-        """Kill a run half-way, and resume it in the same folder."""
         updates = len(self._run(case).history.trajectory)
         half = -(-updates // 2)
         for after in (half, 1, 1):  # a short run may be over before it is killed

@@ -102,7 +102,6 @@ def _another_job(first: RecordedRun, other: RecordedRun) -> str:
 
 
 def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
-    """The keys of the settings that differ, of those that both configurations have, without the kind of device."""
     from andon.config.load import differences, identity
 
     try:
@@ -132,6 +131,16 @@ def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
             kind = "a suspicion" if action == "suspected" else "a violation"
             lines.append(f"{kind}: {found.get('clause')} {at}{named}, {action}")
     return tuple(lines)
+
+
+def violation_stands(run: RecordedRun) -> bool:
+    """Whether a violation is recorded, and no later resume made its step again."""
+    kept = float("inf")
+    for event in reversed(run.history.events):
+        kept = min(kept, event.step or 0) if event.kind == "resume" else kept
+        if event.kind == "violation" and event.fields.get("action") != "suspected" and kept >= (event.step or 1):
+            return True
+    return False
 
 
 def unfinished(run: RecordedRun) -> str:

@@ -73,7 +73,6 @@ def _without_optimizer(law: LoopLaw) -> Iterator[Counterexample]:
 
 
 def _between_updates(law: LoopLaw, step: int) -> Iterator[Counterexample]:
-    """Rank 0's weights that changed after the update before `step`."""
     moved, held = law.first.moved.get(step, {}), law.first.values.get(step - 1)
     left = held.weights if held is not None else {}
     if names := [name for name, tensor in moved.items() if left and not tensor.equal(left[name])]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +23,7 @@ def verify(
 ) -> None:
     """Check every claim that a ledger can decide.
 
-    Exit codes: 0 all claims hold, 1 one is falsified, 2 one is unknown, 64 wrong arguments, 70 internal error.
+    Exit codes: 0 all claims hold, 1 one is falsified or a violation is recorded, 2 one is unknown, 64 wrong arguments.
     """
     try:
         lines, code = report(runs, verbose=verbose)
@@ -40,23 +39,16 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
     # Not at the top: `andon --help` imports this module, and needs no claims.
     from andon_falsify.claims import ledgers
 
-    collects = gc.isenabled()
-    gc.disable()  # events have no reference cycles; searching for some takes a tenth of the time of a long ledger
-    try:
-        read = [ledgers.read_run(path) for path in runs]
-        verdicts = ledgers.verify(read)
-    finally:
-        if collects:
-            gc.enable()
+    read = [ledgers.read_run(path) for path in runs]
+    verdicts = ledgers.verify(read)
     versions = {claim.name: claim.version for claim in ledgers.ALL}
     inapplicable = [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE and not verbose]
     lines = []
     for verdict in (each for each in verdicts if each.claim not in inapplicable):
         compared = f"{verdict.checked} comparisons" if verdict.checked else ""
         why = "; ".join(filter(None, (compared, verdict.why)))
-        lines.append(
-            f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}" + (f" ({why})" if why else "")
-        )
+        shown = f" ({why})" if why else ""
+        lines.append(f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}{shown}")
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
@@ -66,10 +58,13 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
         recorded = ledgers.recorded_violations(run)
         more = [f"{len(recorded) - _SHOWN} more"] if len(recorded) > _SHOWN else []
         lines += [f"note: {run.path} records {line}" for line in (*recorded[:_SHOWN], *more)]
+        if ledgers.violation_stands(run):
+            lines.append(f"broken: {run.path} has a violation that no resume undid")
         if ending := ledgers.unfinished(run):
             lines.append(f"note: {run.path} {ending}")
     lines.append(closing_line(verdicts, len(read)))
-    return tuple(map(legible_line, lines)), exit_code(verdicts)
+    code = 1 if any(map(ledgers.violation_stands, read)) else exit_code(verdicts)
+    return tuple(map(legible_line, lines)), code
 
 
 verify.command_class = FalsifyCommand  # type: ignore[attr-defined]

@@ -79,12 +79,10 @@ def _held(fields: Fields, name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _text(fields: Fields, name: str) -> str | None:
-    """None for an empty text, as for an absent field."""
     return _held(fields, name, str) or None
 
 
 def _texts(fields: Fields, name: str) -> Mapping[str, str]:
-    """An object of texts, without the empty ones."""
     held = _held(fields, name, dict)
     return {key: found for key in held if (found := _text(held, key)) is not None}
 

@@ -276,7 +276,6 @@ class Observer:
 
     @property
     def _due(self) -> bool:
-        """Whether the loop is to save after the update that it has made."""
         every = self._case.checkpoint_every
         if self._case.folder is None or not every or "restores" not in self._seen.claims:
             return False

@@ -182,6 +182,5 @@ def _state_digests(replica: Replica) -> tuple[str, str]:
 
 
 def _frozen(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters that do not train, and buffers."""
     frozen = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
     return frozen | dict(model.named_buffers())

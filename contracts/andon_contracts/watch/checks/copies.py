@@ -270,7 +270,6 @@ def _moves_to_weights(before: Tensor, now: Tensor) -> bool:
 
 @torch.no_grad()
 def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The distance of a copy from its parameters, as a share of their norm."""
     squares = sum(float((one.to(other.device).float() - other.float()).square().sum()) for one, other in pairs)
     norm = sum(float(other.float().square().sum()) for _, other in pairs)
     return math.sqrt(squares / norm) if norm else math.inf

@@ -200,7 +200,6 @@ def _depends_on_mode(module: nn.Module) -> bool:
 
 
 def _drops(module: nn.Module) -> float:
-    """The dropout probability of a module; 0 if it drops nothing."""
     if isinstance(module, _DropoutNd):
         return float(module.p)
     return float(module.dropout) if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,15 +14,20 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from andon_contracts.agree import WRAP, bits_of, real_of
 from andon_contracts.digest import digests_by_name
-from andon_contracts.laws.law import Law, Observations
-from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Evaluation, Restored
+from andon_contracts.laws.law import Law, Observations, unless_all
+from andon_contracts.laws.update import COUNTED, EVALUATED, RESTORED, Evaluation, not_restored
 from andon_contracts.observe import flat_digest, plain
 from andon_contracts.untrusted import read_json
-from andon_contracts.violation import first_line
+from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, declared
+from andon_contracts.watch.checks.reports import LoopReports, text_of
 from andon_contracts.watch.values import ids_of, is_flattened, lenient_digest, state_digest, text_digest
 
 S = TypeVar("S")
+_STREAM, _UPDATES = "random state of rank ", "updates of optimizer "
+_OTHER = "torch's random state is not the saved one, so dropout and shuffling draw other numbers"
+_LIKELY = "the loop does not save and restore it on each rank, or draws numbers before `w.loaded`"
+_RANDOM = (Law[Finding | None]("randomness-declared/restored", (), lambda found: found, suspicion=True),)
 
 
 class Outcomes(Check):
@@ -59,8 +64,8 @@ class Outcomes(Check):
         if (planned := self.context.settings.updates) is not None:
             self._judge(COUNTED, (self.context.updates, planned, True))
 
-    def _judge(self, laws: Sequence[Law[S]], seen: S) -> None:
-        self.context.verdicts.judge(laws, seen, self.context.scene(applied=True))
+    def _judge(self, laws: Sequence[Law[S]], seen: S, at: str = "") -> None:
+        self.context.verdicts.judge(laws, seen, replace(self.context.scene(applied=True), at=at))
 
     @property
     def _step(self) -> int:
@@ -114,75 +119,66 @@ class Outcomes(Check):
         self.context.recorder.evaluated(step, len(triples), {**counted, **metrics})
         self._judge(EVALUATED, evaluation)
 
-    def saved(self, path: str | Path, read: Callable[[], Mapping[str, Tensor]] | None = None) -> None:
+    def saved(self, path: str | Path) -> None:
         step, probes = self._step, self.context.probes
         digests = _live_digests(probes)
-        digests |= {_updates_key(index): probe.updates for index, probe in enumerate(probes)}
-        digests |= {name: by_rank[0] for name, by_rank in self._random(step).items()}
+        digests |= {f"{_UPDATES}{number}": probe.updates for number, probe in enumerate(probes, 1)}
+        digests |= self._random(step)
         # Rank 0 writes. After this gather, every rank can read the file.
-        problem: OSError | None = None
+        problem = ""
         if self.context.exchange.rank == 0:
-            text = json.dumps({name: f"{digest:x}" for name, digest in digests.items()}, indent=1, sort_keys=True)
+            words = {name: f"{digest:x}" for name, digest in digests.items()}
+            words |= {name: f"{digest:x} {text}" for name, (digest, text) in _hyperparameters(probes).items()}
             try:
-                _digest_file(Path(path)).write_text(text + "\n", encoding="utf-8")
+                Path(f"{path}.andon.json").write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
             except OSError as error:
-                problem = error
-        seen = self.context.exchange(step, "saved", {"refused": int(problem is not None)})
-        if problem is not None:
-            raise problem
-        if seen[0].values["refused"]:
-            raise OSError(f"rank 0 could not write the digests beside {path}")
+                problem = f"cannot write the digests of the checkpoint: {error}"
+        self._raise_on_all_ranks(problem, OSError)
         self.context.recorder.saved(step, Path(path).name, digests)
-        if read is not None:
-            parameters = self.context.subject.parameters
-            try:
-                own = {f"weights {n}": d for n, d in digests_by_name(_dense(read())).items() if n in parameters}
-            except Exception as error:
-                with suppress(ValueError):  # the other ranks raise it
-                    self._raise_on_all_ranks(first_line(error))
-                raise
-            self._raise_on_all_ranks("")
-            on_disk = self.context.exchange.gather_named(step, "on disk", own)
-            weights = {n: d for n, d in digests.items() if n.removeprefix("weights ") in parameters}
-            self._judge_restored(weights, on_disk)
 
     def loaded(self, path: str | Path) -> None:
         probes, exchange = self.context.probes, self.context.exchange
-        file, saved, problem = _digest_file(Path(path)), dict[str, int](), ""
+        file, saved, texts, problem = Path(f"{path}.andon.json"), dict[str, int](), dict[str, str](), ""
         try:
-            saved = {name: int(text, 16) for name, text in read_json(file).items()}
+            words = {name: text.partition(" ") for name, text in read_json(file).items()}
+            saved = {name: int(digest, 16) % WRAP for name, (digest, *_) in words.items()}
+            texts = {name: text for name, (*_, text) in words.items() if text}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             problem = f"cannot read the digests of the checkpoint from {file}: {error}"
         self._raise_on_all_ranks(problem)
-        first = saved.get("updates", 0)
-        for index, probe in enumerate(probes):  # one that is not in the file has the updates of the first
-            probe.updates = saved.pop(_updates_key(index), first)
-        optimizers = [probe.optimizer for probe in probes]
-        self.context.recorder.loaded(self._step, Path(path).name, exchange.world_size, optimizers)
-        live = exchange.gather_named(self._step, "restored", _live_digests(probes))
-        if f"random state of rank {exchange.world_size}" in saved:  # the run that saved had more ranks
-            saved = {name: digest for name, digest in saved.items() if not name.startswith("random state")}
-        else:
-            live |= self._random(self._step)
-        self._judge_restored(saved, live)
+        for number, probe in enumerate(probes, 1):
+            probe.updates = saved.pop(f"{_UPDATES}{number}", 0)
+        step, name = self._step, Path(path).name
+        self.context.recorder.loaded(step, name, exchange.world_size, [probe.optimizer for probe in probes])
+        random = {each: saved.pop(each) for each in [*saved] if each.startswith(_STREAM)}
+        live = exchange.gather_named(step, "restored", _live_digests(probes))
+        # A checkpoint does not restore state that the optimizer created after the save.
+        current = {each: tuple(digest % WRAP for digest in live[each]) for each in saved if each in live}
+        none = state_digest({}) % WRAP
+        for lost in [each for each, own in current.items() if {*own} == {none} and saved[each] != none]:
+            del current[lost]
+        now = {each: text for each, (_, text) in _hyperparameters(probes).items() if len({*current.get(each, ())}) == 1}
+        both = {each: (texts[each], now[each]) for each in texts.keys() & now.keys()}
+        at = f"at the load of {name}, saved after step {step}"
+        self._judge(RESTORED, not_restored(saved, current, step, both), at)
+        states = self._random(step)
+        if random.keys() == states.keys():  # another number of ranks has other random states
+            odd = [rank for rank, each in enumerate(states) if (random[each] - states[each]) % WRAP]
+            found = Finding(_OTHER, step, unless_all(odd, len(states)), likely=_LIKELY) if odd else None
+            self.context.check(LoopReports).unreported.discard("randomness-declared")
+            self._judge(_RANDOM, found, at)
 
-    def _random(self, updates: int) -> dict[str, tuple[int, ...]]:
+    def _random(self, updates: int) -> dict[str, int]:
         own = {"random state": flat_digest([torch.get_rng_state()])}
         (states,) = self.context.exchange.gather_named(updates, "random", own).values()
-        return {f"random state of rank {rank}": (state,) * len(states) for rank, state in enumerate(states)}
+        return {f"{_STREAM}{rank}": state for rank, state in enumerate(states)}
 
-    def _judge_restored(self, saved: Mapping[str, int], live: Mapping[str, tuple[int, ...]]) -> None:
-        wanted = {name: digest % WRAP for name, digest in saved.items()}
-        # A checkpoint does not restore state that the optimizer created after the save.
-        found = {name: tuple(digest % WRAP for digest in live[name]) for name in wanted if name in live}
-        self._judge(RESTORED, Restored(wanted, found, self._step))
-
-    def _raise_on_all_ranks(self, problem: str) -> None:
-        """Raise `ValueError` on every rank if any rank has a `problem` with its arguments. Collective."""
+    def _raise_on_all_ranks(self, problem: str, kind: type[Exception] = ValueError) -> None:
+        """Raise an error of `kind` on every rank if any rank has a `problem`. Collective."""
         seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
-        others = [str(o.rank) for o in seen if o.values["problem"]]
-        if others:
-            raise ValueError(problem or f"rank {', '.join(others)} got a wrong argument; its own message says which")
+        if any(o.values["problem"] for o in seen):
+            texts = enumerate(self.context.exchange.gather_texts(self._step, problem))
+            raise kind(problem or "; ".join(f"rank {rank}: {text}" for rank, text in texts if text))
 
 
 def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
@@ -197,9 +193,13 @@ def _live_digests(probes: Sequence[OptimizerProbe]) -> dict[str, int]:
         for name in (each for each in probe.names if each not in flat):
             state = probe.optimizer.state.get(probe.parameters[name], {})
             digests[f"optimizer state {name}"] = state_digest({key: _gathered(each) for key, each in state.items()})
-        for index, group in enumerate(probe.optimizer.param_groups):
-            digests |= {f"group {index} {k}": lenient_digest(v) for k, v in group.items() if not k.startswith("param")}
-    return digests
+    return digests | {name: digest for name, (digest, _) in _hyperparameters(probes).items()}
+
+
+def _hyperparameters(probes: Sequence[OptimizerProbe]) -> dict[str, tuple[int, str]]:
+    groups = enumerate(group for probe in probes for group in probe.optimizer.param_groups)
+    items = ((f"parameter group {index}, {key}", value) for index, group in groups for key, value in group.items())
+    return {name: (lenient_digest(value), text_of(value)) for name, value in items if ", param" not in name}
 
 
 def _dense(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -210,11 +210,3 @@ def _gathered(value: Any) -> Any:
     """Gather a sharded tensor, so that its digest does not depend on the sharding. Returns other values unchanged."""
     gathered = getattr(value, "full_tensor", None)
     return value if gathered is None else gathered()
-
-
-def _digest_file(path: Path) -> Path:
-    return path.with_name(path.name + ".andon.json")
-
-
-def _updates_key(index: int) -> str:
-    return f"updates of optimizer {index + 1}" if index else "updates"

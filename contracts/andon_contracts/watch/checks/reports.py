@@ -118,7 +118,7 @@ def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
     return None
 
 
-def _text_of(value: object) -> str:
+def text_of(value: object) -> str:
     """A number, a short text or a tensor of few elements as text; "" for any other value, as a random state."""
     if isinstance(value, Tensor) and value.numel() <= EXPECTED:
         return str(value.tolist())
@@ -181,7 +181,7 @@ class LoopReports(Check):
         self.unreported.discard("randomness-declared")
         state = value.get_state() if isinstance(value, torch.Generator) else value
         digest = flat_digest([state]) if isinstance(state, Tensor) else value_digest(state, f"the value of {name!r}")
-        self._expected[name] = (_MUST[must], digest, _text_of(value))
+        self._expected[name] = (_MUST[must], digest, text_of(value))
 
     def compare_data(self) -> None:
         contents, rows = self.context.settings.contents, self.context.settings.rows

@@ -137,7 +137,6 @@ class Structure(Check):
         return [list(each.values()) for each in map(_modules, self.context.subject.modules)]
 
     def _replaced_with_module(self) -> int | None:
-        """The index of the first parameter whose module is no longer part of the model."""
         now = self._submodules()
         if now == self._children:
             return None
