@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -136,8 +137,14 @@ class GradientHooks:
         and a function that receives each of its gradients. is_muted: whether the watch itself runs the model.
         """
         self.halt: HaltSignal | None = None
+        self.on_device: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Surrounds what is queued on a device when a pass ends."""
         self.gradient_arrived = False
         """Whether a gradient arrived since this was last set to False."""
+        self._reads = True
+        """Whether this window is read. In another one the hooks only note that gradients arrive."""
+        self._unread = False
+        """Whether gradients arrived in a window that is not read."""
         self.reads_at_end = False
         """True while hooks are thinned out and `.grad` is read when a pass ends."""
         self._discarded = discarded
@@ -181,7 +188,7 @@ class GradientHooks:
     def backward_called(self) -> None:
         began = time.perf_counter()
         self._calls += 1
-        if self.reads_at_end:
+        if self.reads_at_end and self._reads:
             as_before = self._calls == 1 and all(
                 parameter.grad is None and not has_other_hooks(parameter, own=int(index in self._handles))
                 for index, parameter in enumerate(self._parameters)
@@ -192,9 +199,9 @@ class GradientHooks:
 
     def backward_ended(self) -> None:
         """The pass that the loop called is over, or failed."""
-        if self._passes:
+        if self._passes or self._unread:
             return
-        if self.reads_at_end and any(parameter.grad is not None for parameter in self._parameters):
+        if self.reads_at_end and self._reads and any(parameter.grad is not None for parameter in self._parameters):
             self.backward_seen = self.gradient_arrived = True
             self._add_present()
             self._restore_all_hooks()
@@ -214,6 +221,9 @@ class GradientHooks:
                 if self.halt.pending.armed:
                     self.halt.pending.backward(parameter)
             self.backward_seen = self.gradient_arrived = True
+            if not self._reads:
+                self._unread = True
+                return
             before = parameter.grad
             if before is None and self._started[index] and not self.reads_at_end and index in self._extremes.added:
                 self.discard()  # the loop set gradients to None, and this parameter is the first to show that
@@ -248,13 +258,15 @@ class GradientHooks:
             return  # the loop discarded the window meanwhile
         began = time.perf_counter()
         if ended.reads_at_end:
-            self._read_at_end = self._add_present()
+            with self.on_device():
+                self._read_at_end = self._add_present()
             for index in self._read_at_end:  # parameters without a hook did not report that the pass reduces
                 if self.halt is None or not self.halt.pending.armed:
                     break
                 self.halt.pending.backward(self._parameters[index])
         else:
-            self._extremes.flush()
+            with self.on_device():
+                self._extremes.flush()
             if len(self._passes) == 1:
                 self._end_reader.read(ended)
         self.host_seconds += time.perf_counter() - began
@@ -267,13 +279,13 @@ class GradientHooks:
 
     def reducing(self, gradient: bool) -> None:
         """The loop reduces a tensor. gradient: it is the `.grad` of a parameter."""
-        if gradient and torch._C._current_graph_task_id() != -1:  # within a backward pass
+        if gradient and self._reads and torch._C._current_graph_task_id() != -1:  # within a backward pass
             self._restore_all_hooks()
 
     @property
     def started(self) -> bool:
         """Whether a backward pass of this window has reached a parameter."""
-        return bool(self._passes or self._extremes.added)
+        return bool(self._passes or self._extremes.added or self._unread)
 
     def _clear(self) -> None:
         self._extremes.clear()
@@ -281,6 +293,7 @@ class GradientHooks:
         self._passes.clear()
         self._leftover.clear()
         self._calls, self._read_at_end, self.backward_seen = 0, frozenset(), False
+        self._unread = False
 
     def discard(self) -> None:
         self._clear()
@@ -314,18 +327,27 @@ class GradientHooks:
         stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
         return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
 
-    def reset(self) -> None:
+    def reset(self, *, reads: bool = True) -> None:
+        """A window begins. reads: whether `read` will be called for it."""
         self._clear()
         self._started = bytearray(len(self._parameters))
+        self._reads = reads
+        if not reads:
+            if self._end_reader.first >= 0 and not self._end_reader.disabled:
+                self._thin_out()
+            return
         self._windows += 1
         if self._windows % _RECHECK == 0:
             self._end_reader.windows_left = max(self._end_reader.windows_left, 1)
         if self._end_reader.windows_left or self._end_reader.disabled:
             self._hook_all()
         else:
-            self.reads_at_end = True
-            for index in self._handles.keys() - {self._end_reader.first, self._observed[0]}:
-                self._handles.pop(index).remove()
+            self._thin_out()
+
+    def _thin_out(self) -> None:
+        self.reads_at_end = True
+        for index in self._handles.keys() - {self._end_reader.first, self._observed[0]}:
+            self._handles.pop(index).remove()
 
     def close(self) -> None:
         for handle in self._handles.values():

@@ -26,12 +26,12 @@ _TIE = 1.02
 _GOLDEN = 0.6180339887498949
 
 
-def is_due(step: int) -> bool:
-    """Whether the update after `step` updates is read: 16 at first, then every 8th, later another of each 8.
+def is_due(update: int) -> bool:
+    """Whether this update is read: the first 16, then every 8th, later another of each 8.
 
     So a window that ends each epoch is read at last, whatever the length of an epoch.
     """
-    return step < 16 or step % 8 == step // 256 % 8
+    return update <= 16 or update % 8 == update // 256 % 8
 
 
 def spread(rows: int, count: int, number: int, device: torch.device, first: Sequence[Tensor] = ()) -> Tensor:

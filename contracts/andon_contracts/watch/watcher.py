@@ -34,7 +34,6 @@ from andon_contracts.watch.intercept import Listener, listen, outside_of_transfo
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
-from andon_contracts.watch.row_weights import is_due
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
@@ -413,6 +412,7 @@ class Watch:
                 *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
                 unread,
                 context.recorder.closing_line(),
+                context.pace.closing_line(),
                 reached and f"  warning: {reached}",
             ]
         )
@@ -437,7 +437,7 @@ class _LoopCalls(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._context.backward = LossPass(loss, is_due(self._context.steps))
+            self._context.backward = LossPass(loss, self._context.token_weights_due)
 
     def backward_over(self) -> None:
         self._context.backward = None

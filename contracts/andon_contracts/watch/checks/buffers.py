@@ -84,7 +84,7 @@ class Buffers(Check):
 
     def _called(self, scope: int) -> None:
         context = self.context
-        if not torch.is_grad_enabled() or context.muted:
+        if not context.full or context.muted or not torch.is_grad_enabled():
             return
         probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
         saved, caches = context.subject.buffer_scopes[scope].buffers()
@@ -93,9 +93,10 @@ class Buffers(Check):
             return
         with context.timed(), outside_of_transforms():
             of_saved, of_caches = self._readers[scope]
+            number = (context.updates + 1) // context.pace.every
             digests = (
-                of_saved.digest(saved, context.updates + 1) if saved else 0,
-                of_caches.digest(caches, context.updates + 1) if caches else 0,
+                of_saved.digest(saved, number) if saved else 0,
+                of_caches.digest(caches, number) if caches else 0,
                 text_digest([tuple(each.shape) for each in caches]) if caches else 0,
             )
             for probe in probes:

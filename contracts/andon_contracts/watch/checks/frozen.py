@@ -66,7 +66,7 @@ class Frozen(Check):
         return {"base-frozen": LIVE if self.context.subject.frozen else none}
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        return self._base.look()
+        return self._base.look(self.context.pace.every)
 
     def before(self, probe: OptimizerProbe) -> Values:
         weights = probe.check(Weights)
@@ -135,7 +135,7 @@ class FrozenBase:
     def read_all(self) -> int:
         self._marks = version_marks(self.parameters)
         self._parts = list(parts_of(self.parameters))
-        self._readers: dict[int, tuple[slice, PartReader]] = {}  # by turn
+        self._readers: dict[tuple[int, int], tuple[slice, PartReader]] = {}  # by the first turn and their number
         self._sums = sums_of_parts(self._parts)
         self._now = chained(len(self._sums), self._sums)
         return self._now
@@ -144,17 +144,20 @@ class FrozenBase:
     def untouched(self) -> bool:
         return self._marks == version_marks(self.parameters)
 
-    def look(self) -> list[list[Tensor]]:
-        """Start reading the next part. Returns lists of tensors to copy to the CPU before `digest` is called."""
+    def look(self, turns: int = 1) -> list[list[Tensor]]:
+        """Start reading the parts of the next `turns`, a divisor of `ROUND`.
+
+        Returns lists of tensors to copy to the CPU before `digest` is called.
+        """
         self._written = not self.untouched
         if self._written:
             return []
         turn = self._looks % ROUND
-        self._looks += 1
-        if turn not in self._readers:
-            part = slice(len(self._parts) * turn // ROUND, len(self._parts) * (turn + 1) // ROUND)
-            self._readers[turn] = part, PartReader(self._parts[part])
-        self._turn = self._readers[turn]
+        self._looks += turns
+        if (turn, turns) not in self._readers:
+            part = slice(len(self._parts) * turn // ROUND, len(self._parts) * (turn + turns) // ROUND)
+            self._readers[turn, turns] = part, PartReader(self._parts[part])
+        self._turn = self._readers[turn, turns]
         return [self._turn[1].look()]
 
     def digest(self, *, whole: bool = False) -> int:

@@ -126,7 +126,7 @@ class Gradients(Check):
         context, probe = self.context, self._probe
         observed = self._scale.parameter_index, self._scale.gradient_hook
         self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
-        self.raw_hooks.halt = context.halt
+        self.raw_hooks.halt, self.raw_hooks.on_device = context.halt, context.pace.on_device
         for slot in context.subject.slots if not context.subject.compiled else ():
             index = probe.index.get(id(slot.parameter))
             if index is not None:
@@ -160,13 +160,15 @@ class Gradients(Check):
         if not self.context.muted:
             self.raw_hooks.gradient_arrived = False
             self.raw_hooks.backward_called()
-            self._shards.backward_called()
+            if self._probe.full:
+                self._shards.backward_called()
 
     def backward_over(self) -> None:
         # `_LoopCalls` is the last listener, so `context.backward` is still the pass that ends.
         if self.context.backward is not None:
             self.raw_hooks.backward_ended()
-            self._shards.backward_ended()
+            if self._probe.full:
+                self._shards.backward_ended()
             if self.raw_hooks.gradient_arrived:
                 self._scale.backward_reached_optimizer()
 
@@ -174,14 +176,14 @@ class Gradients(Check):
         # Another thread may reduce values of its own over a group of its own, at another time on each rank.
         in_pass = torch._C._current_graph_task_id() != -1
         aside = threading.get_ident() != self._thread and not in_pass
-        if not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
+        if self._probe.full and not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
             self.raw_hooks.reducing(gradient=self._reductions.add(tensor))
             if in_pass and any(getattr(each.module, "_comm_hooks", ()) for each in self.context.subject.reducers):
                 # Such a hook reduces again when its first reduction is done: in this thread, or in one of the backend.
                 self._reductions.calls.pop()
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        if self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):
+        if not self._probe.full or self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):
             return
         if norm is not None and self._loop_norm is None and not self._needs_norm:
             self._loop_norm = norm.detach() if norm.is_cuda and type(norm) in DENSE_TYPES else float(norm)
@@ -251,7 +253,7 @@ class Gradients(Check):
         return tuple(replace(o, values={**o.values, "missing": 0}) for o in said)
 
     def _module_called(self, index: int) -> None:
-        if torch.is_grad_enabled() and not self.context.muted:
+        if self._probe.full and torch.is_grad_enabled() and not self.context.muted:
             self._called.add(index)
 
     def _note_gradients(self, raw: RawSummary) -> None:
@@ -287,7 +289,7 @@ class Gradients(Check):
         return "lora_A" in name and other is not None and not bool(plain(other).any())
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self.raw_hooks.reset()
+        self.raw_hooks.reset(reads=probe.full)
         self.discarded(probe)
 
     def discarded(self, probe: OptimizerProbe) -> None:

@@ -262,6 +262,8 @@ class Applied(Check):
         return {"update-applied": Cover("degraded", "this rank's shards only") if sharded else LIVE}
 
     def before(self, probe: OptimizerProbe) -> Values:
+        if not probe.saw_previous:
+            self._small_unmoved = set()
         self.remember(sampled=self.context.settings.is_sampled(probe.updates + 1))
         return {}
 

@@ -117,7 +117,8 @@ class LoadedRows(Check):
             batch = self._take_batch(storage_ids(tensors))
             if not torch.is_grad_enabled():
                 return
-            if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
+            thinned = self.context.pace.every == 1 and self._updates >= _ALWAYS
+            if self.context.full and not (thinned and self._updates % _ALWAYS >= _IN_A_ROW):
                 flat = [each.reshape(-1) for each in tensors if each.numel()]
                 self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
             if batch is not None:
@@ -222,7 +223,8 @@ class LoadedRows(Check):
             del self._counts[number]
 
     def updated(self, probe: OptimizerProbe) -> None:
-        self.window, self._inputs, self._order_again = [], [], 0
+        self.window, self._inputs = [], []
+        self._order_again *= not probe.full
         self._updates += 1
 
     def closing_lines(self) -> list[str]:

@@ -174,7 +174,7 @@ class LogitRows(Check):
         # A checkpoint calls the model once more within the backward pass.
         if self.context.muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
-        if not reads.is_due(self.context.steps):
+        if not self.context.token_weights_due:
             return
         with self.context.timed(), torch.no_grad():
             found = _logits_of(output)

@@ -27,6 +27,8 @@ from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, V
 _REREAD = 16
 _SEVERAL = 2
 """After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
+_MANY = 16
+"""After this number the weights are read less often, even if nothing reduces."""
 _GAPS, _SLACK = 4, 16
 """A synchronisation is overdue after four times the most updates between two of them, plus sixteen."""
 _GRADIENTS = frozenset({"gradients-agree"})
@@ -78,6 +80,8 @@ class Weights(Check):
         self._at_closure: Values = {}
         """The values at the begin of a step with a closure, before the closure ran; empty in other steps."""
         self._marks: list[int] = []
+        self._touched = False
+        """Whether the weights were written between updates since they were last read."""
         self._elements_reduced = 0
         self.written = False
         """Whether the weights were written between the last update and this one."""
@@ -86,7 +90,7 @@ class Weights(Check):
         return {"replicas-agree": self.context.between_replicas()}
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        if not self.context.muted and self.context.exchange.has_all_ranks(group):
+        if self._probe.full and not self.context.muted and self.context.exchange.has_all_ranks(group):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
@@ -100,7 +104,15 @@ class Weights(Check):
             self._look_before()
         return [] if self._look is None else [self._look.device_sums, self._whole.device_sums]
 
+    def note_writes(self) -> None:
+        """Called before an update that is not read. Only frozen weights, which a merge changes, need to know."""
+        self._touched |= bool(self.context.subject.frozen) and not self.untouched
+
     def _look_before(self) -> None:
+        if not self._probe.saw_previous:  # there is no earlier digest to compare with; the weights are read afterwards
+            self.note_writes()
+            self._look = None
+            return
         due = (self._probe.updates + 1) % _REREAD == 0
         # Weights that are not synchronised are read before every update.
         reads = due or not self.untouched or self.synchrony.state is not State.TOGETHER
@@ -131,7 +143,8 @@ class Weights(Check):
         last = self._digest
         if self._look is not None:
             self._digest = self._look.digest
-        written = last not in (0, self._digest)  # before the first update there is no digest to compare with
+        # Before the first update there is no digest to compare with.
+        written, self._touched = last not in (0, self._digest) or self._touched, False
         read = int(self._look is not None)
         whole = {"whole weights": self._whole.digest}
         return {"weights": self._digest, **whole, "weights read": read, "written": int(written)}
@@ -143,7 +156,6 @@ class Weights(Check):
         self._at_closure = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
         self._whole = self._whole_observer.look(probe.whole)
-        self._marks = version_marks(probe.members)
         return [self._look.device_sums, self._look.norms, self._whole.device_sums]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
@@ -156,6 +168,10 @@ class Weights(Check):
             return {"weights": self._digest, "whole weights": whole.digest, "norm share": bits_of(share)}
 
         return values
+
+    def updated(self, probe: OptimizerProbe) -> None:
+        if probe.full or self.context.subject.frozen:
+            self._marks = version_marks(probe.members)
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._elements_reduced = 0
@@ -204,6 +220,14 @@ class Synchrony:
         self._reduced_before = self._left_out = self._states_equal = False
         self._equal_weights = self._equal_gradients = self._other_gradients = self._written_apart = 0
         self._weights_before: Sequence[int] = ()
+
+    @property
+    def settled(self) -> bool:
+        """Whether weights that are equal after some updates show that they are after each: the ranks reduce gradients
+        before each update, or the weights were equal after many that were seen.
+        """
+        steady = self.known or self._equal_weights >= _MANY
+        return self.state is State.TOGETHER and steady and not self._left_out
 
     def before(self, seen: Seen[object]) -> frozenset[str]:
         """Learn from the values before an update. Returns the clauses that do not apply to them. Call once."""
