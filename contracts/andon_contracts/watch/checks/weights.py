@@ -150,7 +150,7 @@ class Weights(Check):
         return {"weights": self._digest, **whole, "weights read": read, "written": int(written)}
 
     def deferred(self, seen: Seen[object]) -> frozenset[str]:
-        return self.synchrony.before(seen)
+        return self.synchrony.before(seen, gap=not self._probe.saw_previous)
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._at_closure = {}
@@ -229,8 +229,11 @@ class Synchrony:
         steady = self.known or self._equal_weights >= _MANY
         return self.state is State.TOGETHER and steady and not self._left_out
 
-    def before(self, seen: Seen[object]) -> frozenset[str]:
-        """Learn from the values before an update. Returns the clauses that do not apply to them. Call once."""
+    def before(self, seen: Seen[object], *, gap: bool = False) -> frozenset[str]:
+        """Learn from the values before an update. Returns the clauses that do not apply to them. Call once.
+
+        gap: the update before was not read in full, so the ranks may have parted in it without a reduction.
+        """
         reducers = {Reducer(value) for value in seen.column("reduces")}
         reduced = len(seen.observations) == 1 or Reducer.KNOWN in reducers
         equal_gradients = "gradient" not in seen.differing
@@ -243,7 +246,8 @@ class Synchrony:
         self.known = reduced or equal_gradients or learned
         self._weights_before = seen.column("weights")
         if self.state is State.TOGETHER:
-            return frozenset() if self.known else _GRADIENTS
+            parted = _STATES if gap else frozenset[str]()
+            return frozenset() if self.known else _GRADIENTS | parted
         if "weights" not in seen.differing:
             self._meet(seen.step - 1)
         elif self.state is State.APART and self.known:
