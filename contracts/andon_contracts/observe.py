@@ -10,7 +10,6 @@ Results stay on the device until a caller reads a number. `to_cpu` copies them w
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -21,7 +20,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import WORD, PieceSums, checksum, kernels, padded_words, word_sum_tensor
+from andon_contracts.digest import WORD, checksum, kernels, word_sum_tensor
 
 DENSE_TYPES = (Tensor, torch.nn.Parameter)  # their tensors hold the elements themselves, unless they are sparse
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -205,65 +204,26 @@ class Observer:
     `portable` it is equal on all devices; a GPU always computes the portable digest.
     """
 
-    def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
-        """stable: the tensors usually stay in the same memory, as weights do and gradients do not."""
+    def __init__(self, *, portable: bool = False) -> None:
         self.portable = portable
-        self._stable = stable
-        self._input_layout: list[object] | None = None
-        self._needs_plain = False  # a tensor of the input is sparse, distributed, a wrapper or complex
-        self._dense_layout: list[object] | None = None
-        # In the order of the digest: a group, or the index of a list in `_lists` and the place of the sum in it.
-        self._order: list[_Group | tuple[int, int]] = []
+        self._layout: list[object] = []
+        # In the order of the digest: the members of a group, or the index of a list in `_lists` and the place in it.
+        self._order: list[list[int] | tuple[int, int]] = []
         self._lists: list[_GpuList] = []
-        self._piece_sums = PieceSums((), _shared_buffer())
-        self._holds_copies = False  # the groups hold copies of the tensors, which must not be read again
-        self._addresses: list[int] = []
-        self._last: Sequence[Tensor] = ()
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
-        tensors = local_parts(tensors)
-        try:
-            return self._look(tensors, norm, extra)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            # A sparse tensor or a wrapper has no address for `_moved`, or devices or types changed under
-            # the same dtypes and sizes. Any other error comes up again.
-            self._input_layout = self._dense_layout = None
-            return self._look(tensors, norm, extra, replan=True)
-
-    def _look(self, tensors: Sequence[Tensor], norm: bool, extra: int, *, replan: bool = False) -> Look:
-        if replan or not self._stable or self._holds_copies or self._moved(tensors):
-            layout = _layout(tensors)
-            if layout != self._input_layout:
-                self._input_layout = layout
-                self._needs_plain = any(not is_dense(t) or t.is_complex() for t in tensors)
-            if self._needs_plain:
-                with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
-                    tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
-                layout = _layout(tensors)  # a sparse tensor may have more values than before
-            with _below_autograd():
-                if layout != self._dense_layout:
-                    self._plan(tensors)
-                    self._dense_layout = layout
-                self._holds_copies = self._needs_plain or (self._stable and not all(map(Tensor.is_contiguous, tensors)))
-                if self._holds_copies:
-                    self._addresses = []  # those of an earlier look must not match the next one
-                for group in (*self._order, *self._lists):
-                    if not isinstance(group, tuple):
-                        group.fill(tensors)
+        with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
+            read = [
+                each if is_dense(each) and not each.is_complex() else plain(each).resolve_conj().resolve_neg()
+                for each in local_parts(tensors)
+            ]
         with _below_autograd():
-            return self._read(len(tensors), norm, extra)
-
-    def _moved(self, tensors: Sequence[Tensor]) -> bool:
-        addresses = [*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
-        if tensors is not self._last or not isinstance(tensors, tuple):
-            addresses += map(id, tensors)
-        moved = addresses != self._addresses
-        # The reference keeps the ids from being used again.
-        self._addresses, self._last = addresses, tensors
-        return moved
+            layout = [*map(_dtype_of, read), *map(Tensor.numel, read), *map(_device_of, read)]
+            if layout != self._layout:
+                self._plan(read)
+                self._layout = layout
+            return self._read(read, norm, extra)
 
     def _plan(self, tensors: Sequence[Tensor]) -> None:
         lists: dict[torch.device, list[list[int]]] = {}
@@ -275,43 +235,28 @@ class Observer:
                 self._order.append((list(lists).index(device), len(groups)))
                 groups.append(members)
             else:
-                self._order.append(_Group(members, tensors, flat=self._stable))
+                self._order.append(members)
         self._lists = [_GpuList(groups, tensors) for groups in lists.values()]
-        copied = [group for group in self._order if isinstance(group, _Group) and group.copied is not None]
-        self._piece_sums = PieceSums([group.size for group in copied], _shared_buffer())
-        for piece, group in enumerate(copied):
-            group.piece = piece
 
-    def _read(self, count: int, norm: bool, extra: int) -> Look:
-        device_sums = [each.sums() for each in self._lists]
-        norms = [part for each in self._lists for part in each.norms()] if norm else []
-        single: list[int | tuple[int, int]] = []
+    def _read(self, tensors: Sequence[Tensor], norm: bool, extra: int) -> Look:
+        device_sums, norms = list[Tensor](), list[Tensor]()
+        for each in self._lists:
+            flat = each.flat(tensors)
+            device_sums.append(each.sums(flat))
+            norms += each.norms(flat) if norm else []
+        sums: list[int | tuple[int, int]] = []
         for group in self._order:
             if isinstance(group, tuple):
-                single.append(group)
+                sums.append(group)
                 continue
-            part = group.joined()
-            if not group.on_cpu:
-                single.append((len(device_sums), 0))
+            part = _cat([tensors[index].contiguous().view(-1) for index in group]).detach()
+            if part.device.type != "cpu":
+                sums.append((len(device_sums), 0))
                 device_sums.append(word_sum_tensor(part).view(1))
-            elif self.portable:
-                single.append(int(word_sum_tensor(part)))
-            elif group.copied is None:
-                single.append(checksum(part))
             else:
-                self._piece_sums.add(group.piece)
-            if norm:
-                norms.append(_norm(part))
-            if not self._stable:
-                group.flat = []
-        for each in self._lists if not self._stable else ():
-            each.flat = []
-        folded = [] if self.portable else self._piece_sums.fold()
-        return Look(count, extra, [*folded, *single], device_sums, _joined(norms))
-
-
-def _layout(tensors: Sequence[Tensor]) -> list[object]:
-    return [*map(_dtype_of, tensors), *map(Tensor.numel, tensors), *map(_device_of, tensors)]
+                sums.append(int(word_sum_tensor(part)) if self.portable else checksum(part))
+            norms += [_norm(part)] if norm else []
+        return Look(len(tensors), extra, sums, device_sums, _joined(norms))
 
 
 def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -332,51 +277,9 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
     return groups
 
 
-class _Group:
-    """Tensors that are read as one. Small CPU tensors are copied into the buffer that all groups share.
-
-    flat: flatten them before the copy, which is faster if the next look has the same tensors.
-    """
-
-    copied: Tensor | None = None
-    piece = 0
-
-    def __init__(self, members: list[int], tensors: Sequence[Tensor], *, flat: bool) -> None:
-        first = tensors[members[0]]
-        self.size = sum(tensors[index].nbytes for index in members)
-        self.on_cpu = first.device.type == "cpu"
-        self.flat: list[Tensor] = []
-        self._members = members
-        self._filler: list[Tensor] = []
-        self._targets: list[Tensor] = []
-        if self.on_cpu and len(members) > 1 and first.itemsize <= WORD:
-            self._buffer = _shared_buffer()[: padded_words(self.size)].view(first.dtype)
-            self.copied = self._buffer[: self.size // first.itemsize]
-            self._filler = [torch.zeros(self._buffer.numel() - self.copied.numel(), dtype=first.dtype, device="cpu")]
-            if not flat:
-                parts = [*(tensors[index] for index in members), *self._filler]
-                targets = torch.split(self._buffer, [*map(Tensor.numel, parts)])
-                self._targets = [target.view(part.shape) for target, part in zip(targets, parts, strict=True)]
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        members = [tensors[index] for index in self._members]
-        self.flat = [*(members if self._targets else [each.contiguous().view(-1) for each in members]), *self._filler]
-
-    def joined(self) -> Tensor:
-        """All elements, 1-dim, valid until the next group is joined."""
-        if self.copied is None:
-            return _cat(self.flat).detach()
-        if self._targets:
-            torch._foreach_copy_(self._targets, self.flat)
-        else:
-            torch.cat(self.flat, out=self._buffer)
-        return self.copied
-
-
 class _GpuList:
     # Groups of one GPU, whose sums one launch computes.
     def __init__(self, groups: list[list[int]], tensors: Sequence[Tensor]) -> None:
-        self.flat: list[list[Tensor]] = []
         self._groups = groups
         self._in_place: list[bool] = []  # each member of the group begins at a whole word of it
         rows: list[tuple[int, int, int]] = []
@@ -392,29 +295,23 @@ class _GpuList:
 
         self._sums = ListSums(tensors[groups[0][0]].device, rows)
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        self.flat = [[tensors[index].contiguous() for index in members] for members in self._groups]
+    def flat(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [[tensors[index].detach().contiguous() for index in members] for members in self._groups]
 
-    def sums(self) -> Tensor:
+    def sums(self, flat: list[list[Tensor]]) -> Tensor:
         read: list[Tensor] = []
-        for members, in_place in zip(self.flat, self._in_place, strict=True):
+        for members, in_place in zip(flat, self._in_place, strict=True):
             read += members if in_place else [torch.cat([each.view(-1) for each in members])]
         return self._sums.read(read)
 
-    def norms(self) -> list[Tensor]:
+    def norms(self, flat: list[list[Tensor]]) -> list[Tensor]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in itertools.chain.from_iterable(self.flat):
+        for tensor in itertools.chain.from_iterable(flat):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         norms: list[Tensor] = []
         for dtype, same in by_dtype.items():
             norms += torch._foreach_norm(same, 2, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
         return norms
-
-
-@functools.lru_cache(maxsize=1)
-def _shared_buffer() -> Tensor:
-    # An allocation for each copy would cost more than the copy.
-    return torch.empty(padded_words(_GROUP_BYTES), dtype=torch.int64, device="cpu")
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
@@ -605,18 +502,13 @@ def has_other_hooks(parameter: torch.nn.Parameter, *, own: int) -> bool:
 class Extremes:
     """Collects the `extremes` of the gradients of `parameters` from any number of backward passes.
 
-    One operation for each gradient writes them into tables that stay allocated. With Triton, a GPU's gradients are read
-    together at `flush`, unless another hook may change them before.
+    With Triton, a GPU's gradients are read together at `flush`, unless another hook may change them before.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self.added: set[int] = set()  # the parameters with a gradient
         self._parameters = parameters
         self._dense = [is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
-        # For each parameter, how many of its gradients are in the tables. Each pass has another table.
-        self._passes = [0] * len(parameters)
-        self._places: list[dict[int, tuple[Tensor, Tensor]]] = []
-        self._tables: list[list[tuple[list[int], Tensor]]] = []
         self._others: list[tuple[int, Tensor, Tensor]] = []
         max_bytes = max(_RAW_BYTES, sum(parameter.nbytes for parameter in parameters) // _RAW_SHARE)
         devices = filter(has_list_kernels, {parameter.device for parameter in parameters})
@@ -625,33 +517,11 @@ class Extremes:
     def add(self, index: int, gradient: Tensor) -> None:
         """Add a gradient of parameter `index` from a backward pass."""
         self.added.add(index)
-        if self._dense[index]:
-            raw = self._raw.get(gradient.device) if self._raw else None
-            # Another hook may write to the gradient. The gradient's version shows any other write.
-            hooked = has_other_hooks(self._parameters[index], own=1)
-            if raw is not None and index not in raw.changed and not hooked and raw.add(index, gradient):
-                return
-            number = self._passes[index]
-            if number == len(self._tables):
-                # For one more pass: a table [2, parameters] for each dtype and device.
-                places: dict[int, tuple[Tensor, Tensor]] = {}
-                tables: list[tuple[list[int], Tensor]] = []
-                kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-                for dtype, device in dict.fromkeys(kinds):
-                    owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
-                    table = torch.zeros(2, len(owners), dtype=dtype, device=device)
-                    places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
-                    tables.append((owners, table))
-                self._places.append(places)
-                self._tables.append(tables)
-            try:
-                torch.aminmax(gradient, out=self._places[number][index])
-            except RuntimeError:
-                # Its dtype, layout or device is not its parameter's, or it is empty, or it requires a gradient.
-                self._dense[index] = False
-            else:
-                self._passes[index] = number + 1
-                return
+        raw = self._raw.get(gradient.device) if self._raw and self._dense[index] else None
+        # Another hook may write to the gradient. The gradient's version shows any other write.
+        own = raw is not None and index not in raw.changed and not has_other_hooks(self._parameters[index], own=1)
+        if own and raw is not None and raw.add(index, gradient):
+            return
         self._others.append((index, *extremes(gradient)))
 
     def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
@@ -680,17 +550,13 @@ class Extremes:
         return [raw.keys for raw in self._raw.values()]
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter index, smallest, largest) of each gradient. Waits for each table in use and for each GPU."""
+        """(parameter index, smallest, largest) of each gradient. Waits for each device."""
         values = [each for raw in self._raw.values() for each in raw.read()]
-        for number in range(max(self._passes, default=0)):
-            for owners, table in self._tables[number]:
-                values += [each for each in zip(owners, *table.tolist(), strict=True) if self._passes[each[0]] > number]
         lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
         return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
 
     def clear(self) -> None:
         self.added.clear()
-        self._passes = [0] * len(self._passes)
         self._others.clear()
         for raw in self._raw.values():
             raw.clear()

@@ -24,7 +24,7 @@ from andon_contracts.watch.checks.clipping import UNEVEN, Clipping
 from andon_contracts.watch.checks.token_weights import TokenWeights
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
-from andon_contracts.watch.values import CachedDigest, is_flattened, text_digest
+from andon_contracts.watch.values import is_flattened, text_digest
 
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
@@ -85,7 +85,6 @@ class Gradients(Check):
         self._thread = threading.get_ident()
         self._reductions = Reductions(probe.members)
         self.observers = self._observer, self._whole_observer = Observer(), Observer()
-        self._present = CachedDigest()
         self._look: Look
         self._whole: Look
         """Of the members that every rank holds whole beside shards."""
@@ -159,14 +158,13 @@ class Gradients(Check):
     def backward(self, loss: Tensor | None) -> None:
         if not self.context.muted:
             self.raw_hooks.gradient_arrived = False
-            self.raw_hooks.backward_called()
             if self._probe.full:
                 self._shards.backward_called()
 
     def backward_over(self) -> None:
         # `_LoopCalls` is the last listener, so `context.backward` is still the pass that ends.
         if self.context.backward is not None:
-            self.raw_hooks.backward_ended()
+            self.raw_hooks.pass_ended()
             if self._probe.full:
                 self._shards.backward_ended()
             if self.raw_hooks.gradient_arrived:
@@ -177,7 +175,7 @@ class Gradients(Check):
         in_pass = torch._C._current_graph_task_id() != -1
         aside = threading.get_ident() != self._thread and not in_pass
         if self._probe.full and not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
-            self.raw_hooks.reducing(gradient=self._reductions.add(tensor))
+            self._reductions.add(tensor)
             if in_pass and any(getattr(each.module, "_comm_hooks", ()) for each in self.context.subject.reducers):
                 # Such a hook reduces again when its first reduction is done: in this thread, or in one of the backend.
                 self._reductions.calls.pop()
@@ -198,7 +196,7 @@ class Gradients(Check):
                 self._reduced, self._share = look, probe.norm_share(look.norm, gradients=True)
 
     def _look_at_gradient(self, *, norm: bool) -> Look:
-        present = self._present.digest([each.grad is not None for each in self._probe.members])
+        present = text_digest([each.grad is not None for each in self._probe.members])
         return self._observer.look(self._probe.gradients(), norm=norm, extra=present)
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:

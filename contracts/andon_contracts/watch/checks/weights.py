@@ -72,7 +72,7 @@ class Weights(Check):
         super().__init__(context)
         self._probe = probe
         self.synchrony = Synchrony()
-        self.observers = self._observer, self._whole_observer = Observer(stable=True), Observer(stable=True)
+        self.observers = self._observer, self._whole_observer = Observer(), Observer()
         self._look: Look | None = None
         self._whole = self._whole_observer.look(())
         """The latest look at the members that every rank holds whole beside shards."""
