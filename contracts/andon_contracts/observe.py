@@ -5,7 +5,7 @@ Results stay on the device until a caller reads a number. `to_cpu` copies them w
 - `word_sums` reads flat memory, in which the trainer has weights, gradient and moments.
 - An `Observer` reads a list of hundreds of tensors and computes one digest, on a GPU with Triton in one launch. On a
   CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
-- `Extremes` reads gradients when they arrive, on a GPU many in one launch.
+- `Extremes` reads gradients when they arrive.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ DENSE_TYPES = (Tensor, torch.nn.Parameter)  # their tensors hold the elements th
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP_BYTES = 1 << 19  # tensors are copied and read together up to this size, because it fits the cache of a CPU
 _SMALL_BYTES = 1 << 18  # larger tensors are read alone
-_RAW_BYTES, _RAW_SHARE = 1 << 25, 16  # raw gradients are read at this size or share of all, whichever is larger
 _LONG = 1 << 17  # on a CPU, torch's norm of more elements may be off by more than 5e-4 (`clipping.torch_norm_error`)
 _PIECE = 1 << 20  # elements that are squared at once: their fp32 squares (4 MiB) stay in a CPU's cache
 _SUMS = 64  # the partial sums per piece that Python adds exactly
@@ -393,97 +392,6 @@ def has_list_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and kernels() is not None
 
 
-def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """For each pair of tensors of one shape, dtype and device, whether they are equal. Waits for their devices."""
-    equal: dict[int, bool] = {}
-    lists: dict[torch.device, list[int]] = {}
-    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
-        if has_list_kernels(one.device) and one.is_contiguous() and other.is_contiguous():
-            lists.setdefault(one.device, []).append(index)
-        else:
-            equal[index] = torch.equal(one, other)
-    for device, indices in lists.items():
-        from andon_contracts.kernels import ListSums  # only with Triton
-
-        reader = ListSums(device, [(ones[index].nbytes, 0, place) for place, index in enumerate(indices)])
-        sums = [reader.read([each[index] for index in indices]) for each in (ones, others)]
-        to_cpu(sums)
-        equal |= zip(indices, sums[0].eq(sums[1]).tolist(), strict=True)
-    return [equal[index] for index in range(len(ones))]
-
-
-def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
-    """(smallest, largest) from the result of `list_extremes` on a CPU. Both are NaN if one is."""
-    values = (keys ^ (keys >> 31 & 0x7FFFFFFF)).view(torch.float32)
-    values.masked_fill_(values.isnan().any(1, keepdim=True), math.nan)
-    return [(low, high) for low, high in values.tolist()]
-
-
-class RawGradients:
-    """The extremes of one GPU's raw gradients. During the backward pass, one launch reads several of them.
-
-    A pending gradient is an alias, so that a parameter can still take over its memory without a copy. If torch copies
-    the gradient nevertheless, at most `max_bytes` live longer.
-    """
-
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
-        self._device, self._max_bytes = device, max_bytes
-        self._pending: list[tuple[int, Tensor, int]] = []  # (parameter, its gradient, the gradient's version)
-        self._bytes = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._owners: list[list[int]] = []  # the parameters of each launch
-        self.keys: list[Tensor] = []  # the result of each launch
-        # Parameters whose gradient changed between `add` and its read. Their later gradients must be read at once.
-        self.changed: list[int] = []
-
-    def add(self, index: int, gradient: Tensor) -> bool:
-        """Add the gradient of parameter `index`. Returns false if `accepts` refuses it."""
-        if not self.accepts(gradient):
-            return False
-        stream = torch.cuda.current_stream(self._device)
-        if self._pending and (stream != self._stream or gradient.dtype != self._pending[0][1].dtype):
-            self.flush()
-        self._stream = stream
-        self._pending.append((index, gradient.detach(), gradient._version))
-        self._bytes += gradient.nbytes
-        if self._bytes > self._max_bytes:
-            self.flush()
-        return True
-
-    def accepts(self, gradient: Tensor) -> bool:
-        dense = gradient.dtype in FLOATS and gradient.layout == torch.strided and gradient.is_contiguous()
-        return dense and not torch.cuda.is_current_stream_capturing()
-
-    def launch(self, indices: list[int], gradients: Sequence[Tensor]) -> None:
-        from andon_contracts.kernels import list_extremes  # only with Triton
-
-        self.keys.append(list_extremes(gradients))
-        self._owners.append(indices)
-
-    def flush(self) -> None:
-        if not self._pending:
-            return
-        self.changed += [index for index, gradient, version in self._pending if gradient._version != version]
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            self.launch([index for index, _, _ in self._pending], [gradient for _, gradient, _ in self._pending])
-        if self._stream is not None and current != self._stream:
-            # A backward pass may run on a second stream, and the keys are read on this one.
-            current.wait_stream(self._stream)
-            self.keys[-1].record_stream(current)
-        self._pending, self._bytes = [], 0
-
-    def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each gradient, with one wait."""
-        self.flush()
-        to_cpu(self.keys)
-        pairs = [pair for keys in self.keys for pair in extremes_of_keys(keys)]
-        return [(owner, *pair) for owner, pair in zip(itertools.chain(*self._owners), pairs, strict=True)]
-
-    def clear(self) -> None:
-        self._pending, self._bytes, self._owners, self.keys = [], 0, [], []
-
-
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
     tensor = plain(tensor)
@@ -494,69 +402,35 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return torch.aminmax(tensor)
 
 
-def has_other_hooks(parameter: torch.nn.Parameter, *, own: int) -> bool:
-    """Whether more hooks than `own` may change the gradient of `parameter`."""
-    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
-
-
 class Extremes:
-    """Collects the `extremes` of the gradients of `parameters` from any number of backward passes.
+    """Collects the `extremes` of gradients, by a number of their parameter, and waits for no device before `read`."""
 
-    With Triton, a GPU's gradients are read together at `flush`, unless another hook may change them before.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self) -> None:
         self.added: set[int] = set()  # the parameters with a gradient
-        self._parameters = parameters
-        self._dense = [is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
-        self._others: list[tuple[int, Tensor, Tensor]] = []
-        max_bytes = max(_RAW_BYTES, sum(parameter.nbytes for parameter in parameters) // _RAW_SHARE)
-        devices = filter(has_list_kernels, {parameter.device for parameter in parameters})
-        self._raw = {device: RawGradients(device, max_bytes) for device in devices}
+        self._ends: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+        self._joined: list[list[Tensor]] = []
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient of parameter `index` from a backward pass."""
         self.added.add(index)
-        raw = self._raw.get(gradient.device) if self._raw and self._dense[index] else None
-        # Another hook may write to the gradient. The gradient's version shows any other write.
-        own = raw is not None and index not in raw.changed and not has_other_hooks(self._parameters[index], own=1)
-        if own and raw is not None and raw.add(index, gradient):
-            return
-        self._others.append((index, *extremes(gradient)))
-
-    def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Add many gradients with their present values. With Triton, one launch reads those of one GPU and dtype."""
-        self.added.update(indices)
-        lists: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-        for index, gradient in zip(indices, gradients, strict=True):
-            raw = self._raw.get(gradient.device) if self._dense[index] else None
-            if raw is not None and raw.accepts(gradient):
-                owners, same = lists.setdefault((gradient.device, gradient.dtype), ([], []))
-                owners.append(index)
-                same.append(gradient)
-            else:
-                self.add(index, gradient)
-        self.flush()
-        for (device, _), (owners, same) in lists.items():
-            self._raw[device].launch(owners, same)
-
-    def flush(self) -> None:
-        for raw in self._raw.values():
-            raw.flush()
+        ends = extremes(gradient)
+        owners, tensors = self._ends.setdefault((ends[0].device, ends[0].dtype), ([], []))
+        owners.append(index)
+        tensors += ends
 
     def device_results(self) -> list[list[Tensor]]:
-        """Lists for `to_cpu`, so that `read` waits for no GPU whose gradients Triton read."""
-        self.flush()
-        return [raw.keys for raw in self._raw.values()]
+        """Lists for `to_cpu`, so that `read` waits for no device. No gradient may be added afterwards."""
+        self._joined = [[torch.stack(tensors)] for _, tensors in self._ends.values()]
+        return self._joined
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter index, smallest, largest) of each gradient. Waits for each device."""
-        values = [each for raw in self._raw.values() for each in raw.read()]
-        lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
-        return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
+        """(parameter index, smallest, largest) of each gradient. Waits for each device and dtype."""
+        found = []
+        for (owners, _), (ends,) in zip(self._ends.values(), self._joined or self.device_results(), strict=True):
+            values = ends.tolist()
+            found += list(zip(owners, values[::2], values[1::2], strict=True))
+        return found
 
     def clear(self) -> None:
         self.added.clear()
-        self._others.clear()
-        for raw in self._raw.values():
-            raw.clear()
+        self._ends.clear()
+        self._joined = []

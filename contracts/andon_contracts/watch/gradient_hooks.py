@@ -8,9 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,9 +49,8 @@ class RawSummary:
 class GradientHooks:
     """Reads the raw gradients of `parameters` since the last update of their optimizer.
 
-    A hook computes the smallest and the largest element and waits for no device. On a GPU one launch reads many
-    gradients, at the latest when the pass ends: before a wrapper replaces them by its sum. In a window that is not read
-    only one parameter has a hook, which shows that gradients arrive.
+    A hook computes the smallest and the largest element and waits for no device. In a window that is not read only one
+    parameter has a hook, which shows that gradients arrive.
     """
 
     def __init__(
@@ -67,21 +64,19 @@ class GradientHooks:
         and a function that receives each of its gradients. is_muted: whether the watch itself runs the model.
         """
         self.halt: HaltSignal | None = None
-        self.on_device: Callable[[], AbstractContextManager[None]] = nullcontext
-        """Surrounds what is queued on a device when a pass ends."""
         self.gradient_arrived = self.backward_seen = False
         """Whether a gradient arrived since this was last set to False, by the loop's pass and by its window."""
+        self.started = False
+        """Whether a backward pass of this window has reached a parameter."""
         self.host_seconds = 0.0
         """Seconds of the host in the hooks."""
         self._reads = True
         self._discarded = discarded
         self._observed, self._is_muted = observed, is_muted
         self._parameters = parameters
-        self._extremes = Extremes(parameters)
+        self._extremes = Extremes()
         self._leftover: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
         """Gradients from before the window: parameter, gradient, and its version and extremes when the window began."""
-        self._passes: set[int] = set()
-        """The passes of this window by torch's number; one may run within another."""
         self._started = bytearray(len(parameters))
         self._handles: dict[int, RemovableHandle] = {}
         self._hook_all()
@@ -118,18 +113,13 @@ class GradientHooks:
                 return
             began = time.perf_counter()
             self._note_arrival(parameter)
-            number = torch._C._current_graph_task_id()
+            self.started = True
             if not self._reads:
-                self._passes.add(number)
                 return
             before = parameter.grad
             if before is None and self._started[index] and index in self._extremes.added:
                 self.discard()  # the loop set gradients to None, and this parameter is the first to show that
-            if number not in self._passes:
-                self._passes.add(number)
-                # Torch runs these callbacks in order. A wrapper queues its own after this one, because it receives a
-                # gradient after this hook.
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, number))
+                self.started = True
             if not self._started[index]:
                 self._started[index] = True
                 if before is not None:
@@ -141,24 +131,10 @@ class GradientHooks:
 
         return see
 
-    def _end(self, number: int) -> None:
-        """Called when a pass ends, before a wrapper reduces its gradients: finish reading them."""
-        if number in self._passes:  # else the loop discarded the window meanwhile
-            began = time.perf_counter()
-            with self.on_device():
-                self._extremes.flush()
-            self.host_seconds += time.perf_counter() - began
-
-    @property
-    def started(self) -> bool:
-        """Whether a backward pass of this window has reached a parameter."""
-        return bool(self._passes)
-
     def _clear(self) -> None:
         self._extremes.clear()
-        self._passes.clear()
         self._leftover.clear()
-        self.backward_seen = False
+        self.started = self.backward_seen = False
 
     def discard(self) -> None:
         self._clear()
@@ -170,10 +146,7 @@ class GradientHooks:
         return self._extremes.device_results()
 
     def read(self) -> RawSummary:
-        """Return the raw gradients of this window.
-
-        With Triton it waits for no GPU if the lists of `waiting` were copied to the CPU before.
-        """
+        """The raw gradients of this window. Waits for no device if the lists of `waiting` were copied before."""
         seen = self._extremes.read()
         # NaN fails every comparison, so this form finds it.
         bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]

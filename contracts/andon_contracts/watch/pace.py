@@ -84,7 +84,8 @@ class Pace:
         every, steps = 1, self._steps
         if settled and full:
             light = median(passed_over) if passed_over else 0.0
-            extra = median(full) + 2 * device_s / len(full) - light
+            # Beside weights, gradient and two moments, the backward pass reads the raw gradients.
+            extra = median(full) + 1.25 * 2 * device_s / len(full) - light
             allowed = self._budget * median(steps)
             # A loop of tiny steps cannot be watched within its budget. Rarer reads would not change that.
             while every < LONGEST and extra / every > max(allowed - light, allowed / 2):

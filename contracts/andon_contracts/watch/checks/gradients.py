@@ -125,7 +125,7 @@ class Gradients(Check):
         context, probe = self.context, self._probe
         observed = self._scale.parameter_index, self._scale.gradient_hook
         self.raw_hooks = GradientHooks(probe.members, probe.gradients_vanished, observed, lambda: context.muted)
-        self.raw_hooks.halt, self.raw_hooks.on_device = context.halt, context.pace.on_device
+        self.raw_hooks.halt = context.halt
         for slot in context.subject.slots if not context.subject.compiled else ():
             index = probe.index.get(id(slot.parameter))
             if index is not None:
@@ -306,7 +306,7 @@ class ShardGradients:
     def __init__(self, probe: OptimizerProbe) -> None:
         shards = probe.context.subject.shards
         self._members = {index: p for index, p in enumerate(probe.members) if id(p) in shards}
-        self._extremes = Extremes([plain(p) for p in probe.members if self._members])  # type: ignore[misc]
+        self._extremes = Extremes()
         # FSDP1 with the original parameters: ranks have parts of different ones, which a loop may scale differently.
         alike = [p for p in self._members.values() if not is_flattened(p) or getattr(p, "_is_flat_param", False)]
         self._largest = max(alike, key=Tensor.numel, default=None)
@@ -338,7 +338,8 @@ class ShardGradients:
     def backward_ended(self) -> None:
         present = self._present()
         if present:
-            self._extremes.add_all(list(present), list(present.values()))
+            for index, gradient in present.items():
+                self._extremes.add(index, gradient)
             self._scaled = [self._elements().clone()]
 
     def waiting(self) -> list[list[Tensor]]:

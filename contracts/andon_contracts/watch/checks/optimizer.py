@@ -17,7 +17,7 @@ from torch import Tensor
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen, agreeing, difference
 from andon_contracts.laws.update import OPTIMIZERS
-from andon_contracts.observe import Extremes, Look, Observer, equal_each, plain
+from andon_contracts.observe import Look, Observer, extremes, plain, to_floats
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared, indexed, none_has
 from andon_contracts.watch.values import learning_rate_of, lenient_digest, state_tensors
@@ -236,10 +236,8 @@ class Applied(Check):
             for i, p in enumerate(self._members)
             if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
         }
-        tensors = list(map(plain, gradients.values()))
-        extremes = Extremes(tensors)  # type: ignore[arg-type]
-        extremes.add_all(range(len(tensors)), tensors)
-        sizes = [max(abs(low), abs(high)) for _, low, high in sorted(extremes.read())]
+        ends = to_floats([end.abs().float() for each in gradients.values() for end in extremes(each)])
+        sizes = list(map(max, ends[::2], ends[1::2]))
         least = _NOISE * max(sizes, default=0.0)
         self._gradients = {i: gradients[i] for i, size in zip(gradients, sizes, strict=True) if size > least}
 
@@ -255,8 +253,7 @@ class Applied(Check):
     def unmoved(self) -> list[Unmoved]:
         """The members that kept every bit since `remember`, although an update was due that float32 represents."""
         (before, self._weights), (gradients, self._gradients) = (self._weights, []), (self._gradients, {})
-        equal = equal_each([before[i] for i in gradients], [plain(self._members[i]) for i in gradients])
-        unchanged = [i for i, same in zip(gradients, equal, strict=True) if same]
+        unchanged = [i for i in gradients if torch.equal(before[i], plain(self._members[i]))]
         found = [each for i in unchanged if (each := self._overdue(i, gradients[i])) is not None]
         small = {each.member for each in found if self._members[each.member].numel() <= _FEW}
         twice, self._small_unmoved = small & self._small_unmoved, small

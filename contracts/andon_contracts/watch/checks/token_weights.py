@@ -32,7 +32,7 @@ import andon_contracts.watch.row_weights as reads
 from andon_contracts.act import user_line
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
-from andon_contracts.observe import DENSE_TYPES, has_other_hooks
+from andon_contracts.observe import DENSE_TYPES
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import name_ratio
@@ -539,7 +539,8 @@ class TokenWeights(Check):
         dots = elements.dots(gradient.to_local() if self._sharded else gradient, whole=False)
         scale = getattr(probe.optimizer, "grad_scale", None)
         # A hook of the loop may change the gradient after it was read.
-        self._known = dots is not None and not has_other_hooks(parameter, own=1)
+        hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
+        self._known = dots is not None and not hooked
         if self._known and dots is not None:  # a fused optimizer divides by the loss scale in its step
             self._dots_sent = [self._raw, dots / (elements.copies if scale is None else scale)]
 
