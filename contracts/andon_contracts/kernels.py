@@ -189,18 +189,6 @@ def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUND
     tl.atomic_add(out + tl.load(row + 3), found.to(tl.int64, bitcast=True))
 
 
-def _first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
-    # From the words or elements of each tensor (not 0), its first program; then the number of programs.
-    per_program = _BLOCK * _rounds(total_bytes)
-    return list(accumulate((-(-count // per_program) for count in counts), initial=0))
-
-
-def _sizes(rows: Tensor, total_bytes: int) -> tuple[int, int, int, int]:
-    count = rows.shape[0]
-    # The halvings that find one row of `count`, rounded up to fours, so that few kernels are compiled.
-    return count, -(-count.bit_length() // 4) * 4, _BLOCK, _rounds(total_bytes)
-
-
 def _on_device(values: Tensor, device: torch.device) -> Tensor:  # without a wait
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
@@ -214,10 +202,11 @@ class ListSums:
     def __init__(self, device: torch.device, rows: Sequence[tuple[int, int, int]]) -> None:
         self._device = device
         self._count = 1 + max((place for _, _, place in rows), default=-1)
-        self._bytes = sum(size for size, _, _ in rows)
+        self._rounds = _rounds(sum(size for size, _, _ in rows))
         self._nonempty = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._nonempty]
-        *first, self._programs = _first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
+        per_program = _WORD * _BLOCK * self._rounds
+        *first, self._programs = accumulate((-(-size // per_program) for size, _, _ in filled), initial=0)
         table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
         self._rows = torch.tensor(table, device="cpu").view(-1, 5)
         self._addresses: list[int] = []
@@ -234,5 +223,8 @@ class ListSums:
             # A copy, because the rows may change before the device has read them.
             self._table, self._addresses = _on_device(self._rows.clone(), self._device), addresses
         with torch.cuda.device_of(out):
-            _list_sums[(self._programs,)](self._table, out, *_sizes(self._table, self._bytes), num_warps=_WARPS)
+            # The halvings that find one row of `count`, rounded up to fours, so that few kernels are compiled.
+            count = len(self._table)
+            sizes = count, -(-count.bit_length() // 4) * 4, _BLOCK, self._rounds
+            _list_sums[(self._programs,)](self._table, out, *sizes, num_warps=_WARPS)
         return out

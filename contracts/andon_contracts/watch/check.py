@@ -23,7 +23,6 @@ from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.pace import Pace
-from andon_contracts.watch.row_weights import is_due
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest
 
@@ -155,11 +154,6 @@ class Context:
         """Whether every rank must train on different rows. Ranks with different parts of the model may share rows."""
         shared = self.replicas.cut and self.settings.replicate is not None
         return self.world > 1 and self.subject.every_rank_has_rows and not shared
-
-    @property
-    def token_weights_due(self) -> bool:
-        """Whether the weights of tokens are read in this window."""
-        return self.full and (self.pace.every >= 8 or is_due(self.steps + 1))
 
     @property
     def updates(self) -> int:

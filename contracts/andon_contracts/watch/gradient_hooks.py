@@ -195,22 +195,17 @@ class Reductions:
 
     def clear(self) -> None:
         self.calls: list[tuple[object, ...]] = []
-        self._next, self.strided = 0, 0
+        self.strided = 0
 
     def add(self, tensor: Tensor) -> None:
         """The loop is about to reduce `tensor`."""
-        # Most loops reduce the gradients in order.
-        if self._next < len(self._members) and same_memory(tensor, self._members[self._next].grad):
-            index = self._next
-        else:
-            candidates = self._same_form.get((tensor.numel(), tensor.dtype), ())
-            index = next((index for index in candidates if same_memory(tensor, self._members[index].grad)), -1)
+        candidates = self._same_form.get((tensor.numel(), tensor.dtype), ())
+        index = next((index for index in candidates if same_memory(tensor, self._members[index].grad)), -1)
         strided = tensor.layout == torch.strided and not tensor.is_contiguous()
         # A backend sums raw memory, which is correct for a permutation that all ranks share, and wrong for holes.
         order = tensor.stride() if strided else ()
         self.calls.append((index, tuple(tensor.shape), order, str(tensor.dtype)))
         if index >= 0:
-            self._next = index + 1
             by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True) if strided else []
             if strided and not tensor.permute(by_stride).is_contiguous():
                 self.strided = index + 1

@@ -200,7 +200,7 @@ class Updates:
             probe.updated()
         if full and not self._late:
             self.judge_made()
-        hooks_s = sum(each.check(Gradients).host_seconds for each in context.probes)
+        hooks_s = sum(each.check(Gradients).raw_hooks.host_seconds for each in context.probes)
         context.pace.updated(context.busy_s + hooks_s, full=full)
 
     def _look_after(self, probe: OptimizerProbe) -> None:

@@ -101,7 +101,7 @@ class Watch:
         self._demand_open()
         self._context.check(LoopReports).batch(ids, content)  # if it raises, no new micro-batch begins
         for probe in self._context.probes:
-            probe.check(Gradients).new_batch()
+            probe.check(Gradients).raw_hooks.backward_seen = False
 
     def loss(self, loss: float | Tensor, count: int) -> None:
         """Report `loss`, the sum of the losses of `count` rows of this rank. Call it for each micro-batch."""
@@ -389,7 +389,7 @@ class Watch:
 
     def _say_closing(self, unread: str) -> None:
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
-        spent = context.added_s + sum(probe.check(Gradients).host_seconds for probe in context.probes)
+        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
@@ -437,7 +437,7 @@ class _LoopCalls(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._context.backward = LossPass(loss, self._context.token_weights_due)
+            self._context.backward = LossPass(loss, self._context.full)
 
     def backward_over(self) -> None:
         self._context.backward = None

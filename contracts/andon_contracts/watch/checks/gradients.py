@@ -138,14 +138,6 @@ class Gradients(Check):
         for handle in chain.from_iterable(self._call_hooks.values()):
             handle.remove()
 
-    def new_batch(self) -> None:
-        """The loop told of a batch whose backward pass has not begun."""
-        self.raw_hooks.backward_seen = False
-
-    @property
-    def host_seconds(self) -> float:
-        return self.raw_hooks.host_seconds
-
     def _zeroed(self) -> None:
         rows = self.context.rows
         if self.raw_hooks.backward_seen:

@@ -172,9 +172,8 @@ class LogitRows(Check):
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         # A checkpoint calls the model once more within the backward pass.
-        if self.context.muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return
-        if not self.context.token_weights_due:
+        muted = self.context.muted or not self.context.full
+        if muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         with self.context.timed(), torch.no_grad():
             found = _logits_of(output)
@@ -586,8 +585,6 @@ class TokenWeights(Check):
         }
 
     def _reason(self, weights: Sequence[PassWeights], heads: set[int]) -> int:
-        if not all(each.due for each in self._window):
-            return reads.NOT_DUE
         if not self._window or not all(each.read for each in self._window):
             return reads.NOT_REACHED if self._rows.calls else reads.NO_LOGITS
         # Passes on different lines belong to different losses, as in a GAN, and their weights do not add up.
@@ -598,8 +595,6 @@ class TokenWeights(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         now, before = update_weights(said, shards=self._sharded), self._previous
-        if now == reads.NOT_DUE:
-            return
         self._summary.add(now, said)
         if isinstance(now, int):
             return

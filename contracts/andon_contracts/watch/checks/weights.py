@@ -5,7 +5,7 @@ must agree after it, because an optimizer may reduce inside its `step`. If nothi
 may average them later, as local SGD does: a suspicion until they agree again, and at the close a violation.
 
 The watch reads weights after each update. It reads them again before the next one if a version counter or an address
-changed, before every 16th update, and as long as the ranks' weights are not synchronised.
+changed, and as long as the ranks' weights are not synchronised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from andon_contracts.observe import Look, Observer, local_parts
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
-_REREAD = 16
 _SEVERAL = 2
 """After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
 _MANY = 16
@@ -113,9 +112,8 @@ class Weights(Check):
             self.note_writes()
             self._look = None
             return
-        due = (self._probe.updates + 1) % _REREAD == 0
         # Weights that are not synchronised are read before every update.
-        reads = due or not self.untouched or self.synchrony.state is not State.TOGETHER
+        reads = not self.untouched or self.synchrony.state is not State.TOGETHER
         self._look = self._observer.look(self._probe.members) if reads else None
         if reads:
             self._whole = self._whole_observer.look(self._probe.whole)
