@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -32,9 +31,6 @@ _SUMS = 64  # the partial sums per piece that Python adds exactly
 _LEAST = 1e-20  # a smaller sum of fp32 squares may have lost squares that are too small for fp32
 _WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
-# Skips autograd's dispatch, which for many small tensors takes as long as reading them.
-_Guard = Callable[[], AbstractContextManager[None]]
-_below_autograd: _Guard = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 
 
 def to_cpu(*lists: list[Tensor]) -> None:
@@ -120,15 +116,6 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`tensors`, with this rank's part in place of each distributed one. The same object if none is."""
-    distributed = {kind for kind in set(map(type, tensors)) if hasattr(kind, "to_local")}
-    if not distributed:
-        return tensors
-    with torch.no_grad():  # autograd would give a new tensor each time
-        return tuple(t.to_local() if type(t) in distributed else t for t in tensors)  # type: ignore[attr-defined]
-
-
 def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -212,12 +199,11 @@ class Observer:
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
-        with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
+        with torch.no_grad():
             read = [
                 each if is_dense(each) and not each.is_complex() else plain(each).resolve_conj().resolve_neg()
-                for each in local_parts(tensors)
+                for each in tensors
             ]
-        with _below_autograd():
             layout = [*map(_dtype_of, read), *map(Tensor.numel, read), *map(_device_of, read)]
             if layout != self._layout:
                 self._plan(read)
@@ -248,7 +234,7 @@ class Observer:
             if isinstance(group, tuple):
                 sums.append(group)
                 continue
-            part = _cat([tensors[index].contiguous().view(-1) for index in group]).detach()
+            part = _cat([tensors[index].reshape(-1) for index in group])
             if part.device.type != "cpu":
                 sums.append((len(device_sums), 0))
                 device_sums.append(word_sum_tensor(part).view(1))

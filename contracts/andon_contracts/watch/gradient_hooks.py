@@ -5,6 +5,7 @@ It does not see repairs by a hook on an autograd node, because torch does not li
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -16,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.liveness.halt import HaltSignal
 from andon_contracts.observe import Extremes, extremes, to_floats
-
-_INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -75,6 +74,7 @@ class GradientHooks:
         self._observed, self._is_muted = observed, is_muted
         self._parameters = parameters
         self._extremes = Extremes()
+        self.waiting = self._extremes.device_results
         self._leftover: list[tuple[int, Tensor, int, Tensor, Tensor]] = []
         """Gradients from before the window: parameter, gradient, and its version and extremes when the window began."""
         self._started = bytearray(len(parameters))
@@ -141,15 +141,11 @@ class GradientHooks:
         self._started = bytearray(b"\x01" * len(self._parameters))
         self._discarded()
 
-    def waiting(self) -> list[list[Tensor]]:
-        """Lists of results on devices. Copy them to the CPU before `read`, so that it does not wait for a GPU."""
-        return self._extremes.device_results()
-
     def read(self) -> RawSummary:
         """The raw gradients of this window. Waits for no device if the lists of `waiting` were copied before."""
         seen = self._extremes.read()
         # NaN fails every comparison, so this form finds it.
-        bad = [owner for owner, low, high in seen if not (low > -_INFINITE and high < _INFINITE)]
+        bad = [owner for owner, low, high in seen if not (low > -math.inf and high < math.inf)]
         # A backward pass adds in place, or stores a sum with a graph. `autograd.grad` does neither.
         added = [
             (index, low, high)

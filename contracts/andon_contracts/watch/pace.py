@@ -100,6 +100,6 @@ class Pace:
     def closing_line(self) -> str:
         if not self.passed_over:
             return ""
-        of = f"{self.full} of {self.full + self.passed_over} updates"
-        what = "weights, gradients, optimizer states, buffers and settings"
-        return f"  budget: {what} were read in {of}, at last in 1 of {self.every}; budget=None reads them in all"
+        of = f"{self.full} of {self.full + self.passed_over} updates, at last in 1 of {self.every}"
+        what = f"weights, gradients, optimizer states, buffers and settings were read in {of}"
+        return f"  budget: {what}; budget=None reads them in all"

@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.legible import counted
-from andon_contracts.observe import Look, Observer, local_parts
+from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
@@ -37,9 +38,10 @@ _WEIGHTS = frozenset({"replicas-agree"})
 
 def version_marks(tensors: Sequence[Tensor]) -> list[int]:
     """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
-    parts = local_parts(tensors)
-    written = tensors if parts is tensors else [*tensors, *parts]  # a write through either is counted there only
-    return [*map(attrgetter("_version"), written), *map(Tensor.data_ptr, parts)]
+    with torch.no_grad():  # autograd would give a new local tensor each time
+        parts = [t.to_local() if hasattr(type(t), "to_local") else t for t in tensors]  # type: ignore[attr-defined]
+    # A write through the distributed tensor or its part is counted there only.
+    return [*map(attrgetter("_version"), (*tensors, *parts)), *map(Tensor.data_ptr, parts)]
 
 
 def _not_parted(seen: Seen[object]) -> Finding | None:
