@@ -261,12 +261,12 @@ def row_digests(values: Tensor, lengths: Tensor) -> Tensor:
 
 ROW, STRIDE = 129, 131
 _FOLD_WORDS = 1 << 19  # 4 MiB
-MAX_SUMS = _FOLD_WORDS // ROW + 3 * STRIDE  # of one fold
+_MAX_SUMS = _FOLD_WORDS // ROW + 3 * STRIDE  # of one fold
 
 
 @functools.cache
 def _fold_weights() -> Tensor:
-    return mix64(torch.arange(1, 2 * MAX_SUMS + 1, dtype=torch.int64, device="cpu"))
+    return mix64(torch.arange(1, 2 * _MAX_SUMS + 1, dtype=torch.int64, device="cpu"))
 
 
 def _fold(words: Tensor) -> int:
@@ -297,41 +297,3 @@ def checksum(flat: Tensor) -> int:
         last[:rest] = raw[-rest:]
         total = mix_integer(total + _fold(last.view(torch.int64)))
     return total
-
-
-class PieceSums:
-    """Checksums pieces of memory that a caller copies into one buffer in turn, while each piece is still in a cache.
-
-    Zeros fill a piece up to whole rows and lines. All sums are folded once. sizes: bytes of the pieces. buffer: int64
-    [`padded_words` of the largest piece] on a CPU.
-    """
-
-    def __init__(self, sizes: Sequence[int], buffer: Tensor) -> None:
-        self._pieces: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        batches: list[tuple[Tensor, int]] = []
-        for size in sizes:
-            rows, lines = (-(-size // (length * WORD)) for length in (ROW, STRIDE))
-            count = rows + STRIDE
-            if not batches or batches[-1][1] + count > MAX_SUMS:
-                batches.append((torch.zeros(MAX_SUMS, dtype=torch.int64, device="cpu"), 0))
-            sums, first = batches[-1]
-            row_sums, line_sums = torch.split(sums[first : first + count], [rows, STRIDE])
-            by_row, by_line = buffer[: rows * ROW].view(rows, ROW), buffer[: lines * STRIDE].view(lines, STRIDE)
-            self._pieces.append((by_row, row_sums, by_line, line_sums))
-            batches[-1] = sums, first + count
-        self._batches = [(sums[:count].view(torch.int32), _fold_weights()[: 2 * count]) for sums, count in batches]
-
-    def add(self, piece: int) -> None:
-        """Sum the buffer, which must begin with the bytes of `piece` and the zeros after them."""
-        by_row, row_sums, by_line, line_sums = self._pieces[piece]
-        torch.sum(by_row, 1, out=row_sums)
-        torch.sum(by_line, 0, out=line_sums)
-
-    def fold(self) -> list[int]:
-        """One checksum in [0, 2^64) for each run of pieces with at most `MAX_SUMS` sums, after `add` of all pieces."""
-        return [mix_integer(int(torch.dot(halves.to(torch.int64), weights))) for halves, weights in self._batches]
-
-
-def padded_words(size: int) -> int:
-    """The words that a piece of `size` bytes takes, with the zeros after it."""
-    return max(-(-size // (length * WORD)) * length for length in (ROW, STRIDE))

@@ -1,4 +1,4 @@
-"""Triton kernels of the digests and extremes, imported through `andon_contracts.digest.kernels`.
+"""Triton kernels of the digests, imported through `andon_contracts.digest.kernels`.
 
 Each program mixes a run of 64-bit words with their positions and adds one partial sum atomically. Sums modulo 2^64
 commute, so the result depends neither on the grid nor on the order. Triton launches on the current GPU, so a guard
@@ -20,7 +20,6 @@ _BLOCK = 1024
 _ROUNDS_LARGE, _ROUNDS_SMALL, _SMALL_WORDS = 32, 4, 1 << 24
 _WARPS = 4
 _COLUMNS, _ROWS = 256, 64
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -190,56 +189,6 @@ def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUND
     tl.atomic_add(out + tl.load(row + 3), found.to(tl.int64, bitcast=True))
 
 
-@triton.jit
-def _key(value):  # type: ignore[no-untyped-def]
-    # Keys have the order of their floats, and a NaN is beyond the infinity of its sign.
-    bits = value.to(tl.float32).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _list_extremes(  # type: ignore[no-untyped-def]
-    rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, TYPE: tl.constexpr
-):
-    program = tl.program_id(0).to(tl.int64)
-    row = _row_of(rows, count, program, STEPS)
-    address = tl.load(row)
-    size = tl.load(row + 1)
-    keys = out + 2 * tl.load(row + 3)
-    chunk = program - tl.load(row + 4)
-    first = chunk * ROUNDS * BLOCK
-    low = tl.full([BLOCK], 0x7FFFFFFF, dtype=tl.int32)
-    high = tl.full([BLOCK], -0x80000000, dtype=tl.int32)
-    if (address % 16 == 0) & (first + ROUNDS * BLOCK <= size):
-        values = tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
-        for turn in range(ROUNDS):
-            key = _key(tl.load(values + first + turn * BLOCK + tl.arange(0, BLOCK)))
-            low = tl.minimum(low, key)
-            high = tl.maximum(high, key)
-    else:
-        values = address.to(tl.pointer_type(TYPE))
-        for turn in range(ROUNDS):
-            place = first + turn * BLOCK + tl.arange(0, BLOCK)
-            inside = place < size
-            key = _key(tl.load(values + place, mask=inside, other=0.0))
-            low = tl.minimum(low, tl.where(inside, key, 0x7FFFFFFF))
-            high = tl.maximum(high, tl.where(inside, key, -0x80000000))
-    tl.atomic_min(keys, tl.min(low, axis=0))
-    tl.atomic_max(keys + 1, tl.max(high, axis=0))
-
-
-def _first_programs(counts: Sequence[int], total_bytes: int) -> list[int]:
-    # From the words or elements of each tensor (not 0), its first program; then the number of programs.
-    per_program = _BLOCK * _rounds(total_bytes)
-    return list(accumulate((-(-count // per_program) for count in counts), initial=0))
-
-
-def _sizes(rows: Tensor, total_bytes: int) -> tuple[int, int, int, int]:
-    count = rows.shape[0]
-    # The halvings that find one row of `count`, rounded up to fours, so that few kernels are compiled.
-    return count, -(-count.bit_length() // 4) * 4, _BLOCK, _rounds(total_bytes)
-
-
 def _on_device(values: Tensor, device: torch.device) -> Tensor:  # without a wait
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
@@ -253,10 +202,11 @@ class ListSums:
     def __init__(self, device: torch.device, rows: Sequence[tuple[int, int, int]]) -> None:
         self._device = device
         self._count = 1 + max((place for _, _, place in rows), default=-1)
-        self._bytes = sum(size for size, _, _ in rows)
+        self._rounds = _rounds(sum(size for size, _, _ in rows))
         self._nonempty = [index for index, (size, _, _) in enumerate(rows) if size]
         filled = [rows[index] for index in self._nonempty]
-        *first, self._programs = _first_programs([-(-size // _WORD) for size, _, _ in filled], self._bytes)
+        per_program = _WORD * _BLOCK * self._rounds
+        *first, self._programs = accumulate((-(-size // per_program) for size, _, _ in filled), initial=0)
         table = [(0, *row, begin) for row, begin in zip(filled, first, strict=True)]
         self._rows = torch.tensor(table, device="cpu").view(-1, 5)
         self._addresses: list[int] = []
@@ -273,21 +223,8 @@ class ListSums:
             # A copy, because the rows may change before the device has read them.
             self._table, self._addresses = _on_device(self._rows.clone(), self._device), addresses
         with torch.cuda.device_of(out):
-            _list_sums[(self._programs,)](self._table, out, *_sizes(self._table, self._bytes), num_warps=_WARPS)
+            # The halvings that find one row of `count`, rounded up to fours, so that few kernels are compiled.
+            count = len(self._table)
+            sizes = count, -(-count.bit_length() // 4) * 4, _BLOCK, self._rounds
+            _list_sums[(self._programs,)](self._table, out, *sizes, num_warps=_WARPS)
         return out
-
-
-def list_extremes(tensors: Sequence[Tensor]) -> Tensor:
-    """int32 [n, 2]: keys for `extremes_of_keys`. The tensors are contiguous, not empty, of one dtype of `_TYPES`."""
-    device, dtype = tensors[0].device, tensors[0].dtype
-    counts = [tensor.numel() for tensor in tensors]
-    size = sum(counts) * dtype.itemsize
-    *begins, programs = _first_programs(counts, size)
-    known = torch.tensor([[tensor.data_ptr() for tensor in tensors], counts, begins], device="cpu")
-    index = torch.arange(len(tensors), device="cpu")
-    rows = _on_device(torch.stack([known[0], known[1], index * 0, index, known[2]], 1), device)
-    # The keys of the smallest and the largest of no elements.
-    out = _on_device(torch.tensor([(0x7FFFFFFF, -0x80000000)] * len(tensors), dtype=torch.int32, device="cpu"), device)
-    with torch.cuda.device_of(out):
-        _list_extremes[(programs,)](rows, out, *_sizes(rows, size), _TYPES[dtype], num_warps=_WARPS)
-    return out

@@ -5,38 +5,32 @@ Results stay on the device until a caller reads a number. `to_cpu` copies them w
 - `word_sums` reads flat memory, in which the trainer has weights, gradient and moments.
 - An `Observer` reads a list of hundreds of tensors and computes one digest, on a GPU with Triton in one launch. On a
   CPU it is the checksum, or the word sums if it must equal the digest of another device (`portable`).
-- `Extremes` reads gradients when they arrive, on a GPU many in one launch.
+- `Extremes` reads gradients when they arrive.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 
-from andon_contracts.digest import WORD, PieceSums, checksum, kernels, padded_words, word_sum_tensor
+from andon_contracts.digest import WORD, checksum, kernels, word_sum_tensor
 
 DENSE_TYPES = (Tensor, torch.nn.Parameter)  # their tensors hold the elements themselves, unless they are sparse
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP_BYTES = 1 << 19  # tensors are copied and read together up to this size, because it fits the cache of a CPU
 _SMALL_BYTES = 1 << 18  # larger tensors are read alone
-_RAW_BYTES, _RAW_SHARE = 1 << 25, 16  # raw gradients are read at this size or share of all, whichever is larger
 _LONG = 1 << 17  # on a CPU, torch's norm of more elements may be off by more than 5e-4 (`clipping.torch_norm_error`)
 _PIECE = 1 << 20  # elements that are squared at once: their fp32 squares (4 MiB) stay in a CPU's cache
 _SUMS = 64  # the partial sums per piece that Python adds exactly
 _LEAST = 1e-20  # a smaller sum of fp32 squares may have lost squares that are too small for fp32
 _WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
-# Skips autograd's dispatch, which for many small tensors takes as long as reading them.
-_Guard = Callable[[], AbstractContextManager[None]]
-_below_autograd: _Guard = getattr(torch._C, "_AutoDispatchBelowAutograd", torch.no_grad)
 
 
 def to_cpu(*lists: list[Tensor]) -> None:
@@ -122,15 +116,6 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
 
 
-def local_parts(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """`tensors`, with this rank's part in place of each distributed one. The same object if none is."""
-    distributed = {kind for kind in set(map(type, tensors)) if hasattr(kind, "to_local")}
-    if not distributed:
-        return tensors
-    with torch.no_grad():  # autograd would give a new tensor each time
-        return tuple(t.to_local() if type(t) in distributed else t for t in tensors)  # type: ignore[attr-defined]
-
-
 def _cat(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -205,65 +190,25 @@ class Observer:
     `portable` it is equal on all devices; a GPU always computes the portable digest.
     """
 
-    def __init__(self, *, portable: bool = False, stable: bool = False) -> None:
-        """stable: the tensors usually stay in the same memory, as weights do and gradients do not."""
+    def __init__(self, *, portable: bool = False) -> None:
         self.portable = portable
-        self._stable = stable
-        self._input_layout: list[object] | None = None
-        self._needs_plain = False  # a tensor of the input is sparse, distributed, a wrapper or complex
-        self._dense_layout: list[object] | None = None
-        # In the order of the digest: a group, or the index of a list in `_lists` and the place of the sum in it.
-        self._order: list[_Group | tuple[int, int]] = []
+        self._layout: list[object] = []
+        # In the order of the digest: the members of a group, or the index of a list in `_lists` and the place in it.
+        self._order: list[list[int] | tuple[int, int]] = []
         self._lists: list[_GpuList] = []
-        self._piece_sums = PieceSums((), _shared_buffer())
-        self._holds_copies = False  # the groups hold copies of the tensors, which must not be read again
-        self._addresses: list[int] = []
-        self._last: Sequence[Tensor] = ()
 
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
-        tensors = local_parts(tensors)
-        try:
-            return self._look(tensors, norm, extra)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            # A sparse tensor or a wrapper has no address for `_moved`, or devices or types changed under
-            # the same dtypes and sizes. Any other error comes up again.
-            self._input_layout = self._dense_layout = None
-            return self._look(tensors, norm, extra, replan=True)
-
-    def _look(self, tensors: Sequence[Tensor], norm: bool, extra: int, *, replan: bool = False) -> Look:
-        if replan or not self._stable or self._holds_copies or self._moved(tensors):
-            layout = _layout(tensors)
-            if layout != self._input_layout:
-                self._input_layout = layout
-                self._needs_plain = any(not is_dense(t) or t.is_complex() for t in tensors)
-            if self._needs_plain:
-                with torch.no_grad():  # sparse and distributed tensors need autograd's dispatch
-                    tensors = [plain(tensor).resolve_conj().resolve_neg() for tensor in tensors]
-                layout = _layout(tensors)  # a sparse tensor may have more values than before
-            with _below_autograd():
-                if layout != self._dense_layout:
-                    self._plan(tensors)
-                    self._dense_layout = layout
-                self._holds_copies = self._needs_plain or (self._stable and not all(map(Tensor.is_contiguous, tensors)))
-                if self._holds_copies:
-                    self._addresses = []  # those of an earlier look must not match the next one
-                for group in (*self._order, *self._lists):
-                    if not isinstance(group, tuple):
-                        group.fill(tensors)
-        with _below_autograd():
-            return self._read(len(tensors), norm, extra)
-
-    def _moved(self, tensors: Sequence[Tensor]) -> bool:
-        addresses = [*map(Tensor.data_ptr, tensors), *map(Tensor.numel, tensors)]
-        if tensors is not self._last or not isinstance(tensors, tuple):
-            addresses += map(id, tensors)
-        moved = addresses != self._addresses
-        # The reference keeps the ids from being used again.
-        self._addresses, self._last = addresses, tensors
-        return moved
+        with torch.no_grad():
+            read = [
+                each if is_dense(each) and not each.is_complex() else plain(each).resolve_conj().resolve_neg()
+                for each in tensors
+            ]
+            layout = [*map(_dtype_of, read), *map(Tensor.numel, read), *map(_device_of, read)]
+            if layout != self._layout:
+                self._plan(read)
+                self._layout = layout
+            return self._read(read, norm, extra)
 
     def _plan(self, tensors: Sequence[Tensor]) -> None:
         lists: dict[torch.device, list[list[int]]] = {}
@@ -275,43 +220,28 @@ class Observer:
                 self._order.append((list(lists).index(device), len(groups)))
                 groups.append(members)
             else:
-                self._order.append(_Group(members, tensors, flat=self._stable))
+                self._order.append(members)
         self._lists = [_GpuList(groups, tensors) for groups in lists.values()]
-        copied = [group for group in self._order if isinstance(group, _Group) and group.copied is not None]
-        self._piece_sums = PieceSums([group.size for group in copied], _shared_buffer())
-        for piece, group in enumerate(copied):
-            group.piece = piece
 
-    def _read(self, count: int, norm: bool, extra: int) -> Look:
-        device_sums = [each.sums() for each in self._lists]
-        norms = [part for each in self._lists for part in each.norms()] if norm else []
-        single: list[int | tuple[int, int]] = []
+    def _read(self, tensors: Sequence[Tensor], norm: bool, extra: int) -> Look:
+        device_sums, norms = list[Tensor](), list[Tensor]()
+        for each in self._lists:
+            flat = each.flat(tensors)
+            device_sums.append(each.sums(flat))
+            norms += each.norms(flat) if norm else []
+        sums: list[int | tuple[int, int]] = []
         for group in self._order:
             if isinstance(group, tuple):
-                single.append(group)
+                sums.append(group)
                 continue
-            part = group.joined()
-            if not group.on_cpu:
-                single.append((len(device_sums), 0))
+            part = _cat([tensors[index].reshape(-1) for index in group])
+            if part.device.type != "cpu":
+                sums.append((len(device_sums), 0))
                 device_sums.append(word_sum_tensor(part).view(1))
-            elif self.portable:
-                single.append(int(word_sum_tensor(part)))
-            elif group.copied is None:
-                single.append(checksum(part))
             else:
-                self._piece_sums.add(group.piece)
-            if norm:
-                norms.append(_norm(part))
-            if not self._stable:
-                group.flat = []
-        for each in self._lists if not self._stable else ():
-            each.flat = []
-        folded = [] if self.portable else self._piece_sums.fold()
-        return Look(count, extra, [*folded, *single], device_sums, _joined(norms))
-
-
-def _layout(tensors: Sequence[Tensor]) -> list[object]:
-    return [*map(_dtype_of, tensors), *map(Tensor.numel, tensors), *map(_device_of, tensors)]
+                sums.append(int(word_sum_tensor(part)) if self.portable else checksum(part))
+            norms += [_norm(part)] if norm else []
+        return Look(len(tensors), extra, sums, device_sums, _joined(norms))
 
 
 def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -332,51 +262,9 @@ def _grouped(tensors: Sequence[Tensor]) -> list[list[int]]:
     return groups
 
 
-class _Group:
-    """Tensors that are read as one. Small CPU tensors are copied into the buffer that all groups share.
-
-    flat: flatten them before the copy, which is faster if the next look has the same tensors.
-    """
-
-    copied: Tensor | None = None
-    piece = 0
-
-    def __init__(self, members: list[int], tensors: Sequence[Tensor], *, flat: bool) -> None:
-        first = tensors[members[0]]
-        self.size = sum(tensors[index].nbytes for index in members)
-        self.on_cpu = first.device.type == "cpu"
-        self.flat: list[Tensor] = []
-        self._members = members
-        self._filler: list[Tensor] = []
-        self._targets: list[Tensor] = []
-        if self.on_cpu and len(members) > 1 and first.itemsize <= WORD:
-            self._buffer = _shared_buffer()[: padded_words(self.size)].view(first.dtype)
-            self.copied = self._buffer[: self.size // first.itemsize]
-            self._filler = [torch.zeros(self._buffer.numel() - self.copied.numel(), dtype=first.dtype, device="cpu")]
-            if not flat:
-                parts = [*(tensors[index] for index in members), *self._filler]
-                targets = torch.split(self._buffer, [*map(Tensor.numel, parts)])
-                self._targets = [target.view(part.shape) for target, part in zip(targets, parts, strict=True)]
-
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        members = [tensors[index] for index in self._members]
-        self.flat = [*(members if self._targets else [each.contiguous().view(-1) for each in members]), *self._filler]
-
-    def joined(self) -> Tensor:
-        """All elements, 1-dim, valid until the next group is joined."""
-        if self.copied is None:
-            return _cat(self.flat).detach()
-        if self._targets:
-            torch._foreach_copy_(self._targets, self.flat)
-        else:
-            torch.cat(self.flat, out=self._buffer)
-        return self.copied
-
-
 class _GpuList:
     # Groups of one GPU, whose sums one launch computes.
     def __init__(self, groups: list[list[int]], tensors: Sequence[Tensor]) -> None:
-        self.flat: list[list[Tensor]] = []
         self._groups = groups
         self._in_place: list[bool] = []  # each member of the group begins at a whole word of it
         rows: list[tuple[int, int, int]] = []
@@ -392,29 +280,23 @@ class _GpuList:
 
         self._sums = ListSums(tensors[groups[0][0]].device, rows)
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        self.flat = [[tensors[index].contiguous() for index in members] for members in self._groups]
+    def flat(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [[tensors[index].detach().contiguous() for index in members] for members in self._groups]
 
-    def sums(self) -> Tensor:
+    def sums(self, flat: list[list[Tensor]]) -> Tensor:
         read: list[Tensor] = []
-        for members, in_place in zip(self.flat, self._in_place, strict=True):
+        for members, in_place in zip(flat, self._in_place, strict=True):
             read += members if in_place else [torch.cat([each.view(-1) for each in members])]
         return self._sums.read(read)
 
-    def norms(self) -> list[Tensor]:
+    def norms(self, flat: list[list[Tensor]]) -> list[Tensor]:
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for tensor in itertools.chain.from_iterable(self.flat):
+        for tensor in itertools.chain.from_iterable(flat):
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
         norms: list[Tensor] = []
         for dtype, same in by_dtype.items():
             norms += torch._foreach_norm(same, 2, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
         return norms
-
-
-@functools.lru_cache(maxsize=1)
-def _shared_buffer() -> Tensor:
-    # An allocation for each copy would cost more than the copy.
-    return torch.empty(padded_words(_GROUP_BYTES), dtype=torch.int64, device="cpu")
 
 
 def chained(digest: int, following: Iterable[int]) -> int:
@@ -496,97 +378,6 @@ def has_list_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and kernels() is not None
 
 
-def equal_each(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[bool]:
-    """For each pair of tensors of one shape, dtype and device, whether they are equal. Waits for their devices."""
-    equal: dict[int, bool] = {}
-    lists: dict[torch.device, list[int]] = {}
-    for index, (one, other) in enumerate(zip(ones, others, strict=True)):
-        if has_list_kernels(one.device) and one.is_contiguous() and other.is_contiguous():
-            lists.setdefault(one.device, []).append(index)
-        else:
-            equal[index] = torch.equal(one, other)
-    for device, indices in lists.items():
-        from andon_contracts.kernels import ListSums  # only with Triton
-
-        reader = ListSums(device, [(ones[index].nbytes, 0, place) for place, index in enumerate(indices)])
-        sums = [reader.read([each[index] for index in indices]) for each in (ones, others)]
-        to_cpu(sums)
-        equal |= zip(indices, sums[0].eq(sums[1]).tolist(), strict=True)
-    return [equal[index] for index in range(len(ones))]
-
-
-def extremes_of_keys(keys: Tensor) -> list[tuple[float, float]]:
-    """(smallest, largest) from the result of `list_extremes` on a CPU. Both are NaN if one is."""
-    values = (keys ^ (keys >> 31 & 0x7FFFFFFF)).view(torch.float32)
-    values.masked_fill_(values.isnan().any(1, keepdim=True), math.nan)
-    return [(low, high) for low, high in values.tolist()]
-
-
-class RawGradients:
-    """The extremes of one GPU's raw gradients. During the backward pass, one launch reads several of them.
-
-    A pending gradient is an alias, so that a parameter can still take over its memory without a copy. If torch copies
-    the gradient nevertheless, at most `max_bytes` live longer.
-    """
-
-    def __init__(self, device: torch.device, max_bytes: int) -> None:
-        self._device, self._max_bytes = device, max_bytes
-        self._pending: list[tuple[int, Tensor, int]] = []  # (parameter, its gradient, the gradient's version)
-        self._bytes = 0
-        self._stream: torch.cuda.Stream | None = None
-        self._owners: list[list[int]] = []  # the parameters of each launch
-        self.keys: list[Tensor] = []  # the result of each launch
-        # Parameters whose gradient changed between `add` and its read. Their later gradients must be read at once.
-        self.changed: list[int] = []
-
-    def add(self, index: int, gradient: Tensor) -> bool:
-        """Add the gradient of parameter `index`. Returns false if `accepts` refuses it."""
-        if not self.accepts(gradient):
-            return False
-        stream = torch.cuda.current_stream(self._device)
-        if self._pending and (stream != self._stream or gradient.dtype != self._pending[0][1].dtype):
-            self.flush()
-        self._stream = stream
-        self._pending.append((index, gradient.detach(), gradient._version))
-        self._bytes += gradient.nbytes
-        if self._bytes > self._max_bytes:
-            self.flush()
-        return True
-
-    def accepts(self, gradient: Tensor) -> bool:
-        dense = gradient.dtype in FLOATS and gradient.layout == torch.strided and gradient.is_contiguous()
-        return dense and not torch.cuda.is_current_stream_capturing()
-
-    def launch(self, indices: list[int], gradients: Sequence[Tensor]) -> None:
-        from andon_contracts.kernels import list_extremes  # only with Triton
-
-        self.keys.append(list_extremes(gradients))
-        self._owners.append(indices)
-
-    def flush(self) -> None:
-        if not self._pending:
-            return
-        self.changed += [index for index, gradient, version in self._pending if gradient._version != version]
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
-            self.launch([index for index, _, _ in self._pending], [gradient for _, gradient, _ in self._pending])
-        if self._stream is not None and current != self._stream:
-            # A backward pass may run on a second stream, and the keys are read on this one.
-            current.wait_stream(self._stream)
-            self.keys[-1].record_stream(current)
-        self._pending, self._bytes = [], 0
-
-    def read(self) -> list[tuple[int, float, float]]:
-        """(parameter, smallest, largest) of each gradient, with one wait."""
-        self.flush()
-        to_cpu(self.keys)
-        pairs = [pair for keys in self.keys for pair in extremes_of_keys(keys)]
-        return [(owner, *pair) for owner, pair in zip(itertools.chain(*self._owners), pairs, strict=True)]
-
-    def clear(self) -> None:
-        self._pending, self._bytes, self._owners, self.keys = [], 0, [], []
-
-
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
     tensor = plain(tensor)
@@ -597,100 +388,35 @@ def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return torch.aminmax(tensor)
 
 
-def has_other_hooks(parameter: torch.nn.Parameter, *, own: int) -> bool:
-    """Whether more hooks than `own` may change the gradient of `parameter`."""
-    return len(parameter._backward_hooks or ()) > own or bool(parameter._post_accumulate_grad_hooks)
-
-
 class Extremes:
-    """Collects the `extremes` of the gradients of `parameters` from any number of backward passes.
+    """Collects the `extremes` of gradients, by a number of their parameter, and waits for no device before `read`."""
 
-    One operation for each gradient writes them into tables that stay allocated. With Triton, a GPU's gradients are read
-    together at `flush`, unless another hook may change them before.
-    """
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self) -> None:
         self.added: set[int] = set()  # the parameters with a gradient
-        self._parameters = parameters
-        self._dense = [is_dense(p) and p.is_floating_point() and p.numel() > 0 for p in parameters]
-        # For each parameter, how many of its gradients are in the tables. Each pass has another table.
-        self._passes = [0] * len(parameters)
-        self._places: list[dict[int, tuple[Tensor, Tensor]]] = []
-        self._tables: list[list[tuple[list[int], Tensor]]] = []
-        self._others: list[tuple[int, Tensor, Tensor]] = []
-        max_bytes = max(_RAW_BYTES, sum(parameter.nbytes for parameter in parameters) // _RAW_SHARE)
-        devices = filter(has_list_kernels, {parameter.device for parameter in parameters})
-        self._raw = {device: RawGradients(device, max_bytes) for device in devices}
+        self._ends: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
+        self._joined: list[list[Tensor]] = []
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add a gradient of parameter `index` from a backward pass."""
         self.added.add(index)
-        if self._dense[index]:
-            raw = self._raw.get(gradient.device) if self._raw else None
-            # Another hook may write to the gradient. The gradient's version shows any other write.
-            hooked = has_other_hooks(self._parameters[index], own=1)
-            if raw is not None and index not in raw.changed and not hooked and raw.add(index, gradient):
-                return
-            number = self._passes[index]
-            if number == len(self._tables):
-                # For one more pass: a table [2, parameters] for each dtype and device.
-                places: dict[int, tuple[Tensor, Tensor]] = {}
-                tables: list[tuple[list[int], Tensor]] = []
-                kinds = [(parameter.dtype, parameter.device) for parameter in self._parameters]
-                for dtype, device in dict.fromkeys(kinds):
-                    owners = [index for index, kind in enumerate(kinds) if kind == (dtype, device)]
-                    table = torch.zeros(2, len(owners), dtype=dtype, device=device)
-                    places |= zip(owners, zip(table[0].unbind(), table[1].unbind(), strict=True), strict=True)
-                    tables.append((owners, table))
-                self._places.append(places)
-                self._tables.append(tables)
-            try:
-                torch.aminmax(gradient, out=self._places[number][index])
-            except RuntimeError:
-                # Its dtype, layout or device is not its parameter's, or it is empty, or it requires a gradient.
-                self._dense[index] = False
-            else:
-                self._passes[index] = number + 1
-                return
-        self._others.append((index, *extremes(gradient)))
-
-    def add_all(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Add many gradients with their present values. With Triton, one launch reads those of one GPU and dtype."""
-        self.added.update(indices)
-        lists: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[Tensor]]] = {}
-        for index, gradient in zip(indices, gradients, strict=True):
-            raw = self._raw.get(gradient.device) if self._dense[index] else None
-            if raw is not None and raw.accepts(gradient):
-                owners, same = lists.setdefault((gradient.device, gradient.dtype), ([], []))
-                owners.append(index)
-                same.append(gradient)
-            else:
-                self.add(index, gradient)
-        self.flush()
-        for (device, _), (owners, same) in lists.items():
-            self._raw[device].launch(owners, same)
-
-    def flush(self) -> None:
-        for raw in self._raw.values():
-            raw.flush()
+        ends = extremes(gradient)
+        owners, tensors = self._ends.setdefault((ends[0].device, ends[0].dtype), ([], []))
+        owners.append(index)
+        tensors += ends
 
     def device_results(self) -> list[list[Tensor]]:
-        """Lists for `to_cpu`, so that `read` waits for no GPU whose gradients Triton read."""
-        self.flush()
-        return [raw.keys for raw in self._raw.values()]
+        """Lists for `to_cpu`, so that `read` waits for no device. No gradient may be added afterwards."""
+        self._joined = [[torch.stack(tensors)] for _, tensors in self._ends.values()]
+        return self._joined
 
     def read(self) -> list[tuple[int, float, float]]:
-        """(parameter index, smallest, largest) of each gradient. Waits for each table in use and for each GPU."""
-        values = [each for raw in self._raw.values() for each in raw.read()]
-        for number in range(max(self._passes, default=0)):
-            for owners, table in self._tables[number]:
-                values += [each for each in zip(owners, *table.tolist(), strict=True) if self._passes[each[0]] > number]
-        lows, highs = to_floats([low for _, low, _ in self._others]), to_floats([high for _, _, high in self._others])
-        return [*values, *zip([index for index, _, _ in self._others], lows, highs, strict=True)]
+        """(parameter index, smallest, largest) of each gradient. Waits for each device and dtype."""
+        found = []
+        for (owners, _), (ends,) in zip(self._ends.values(), self._joined or self.device_results(), strict=True):
+            values = ends.tolist()
+            found += list(zip(owners, values[::2], values[1::2], strict=True))
+        return found
 
     def clear(self) -> None:
         self.added.clear()
-        self._passes = [0] * len(self._passes)
-        self._others.clear()
-        for raw in self._raw.values():
-            raw.clear()
+        self._ends.clear()
+        self._joined = []

@@ -95,7 +95,8 @@ class PendingCollectives:
         self.armed = False  # a forward pass of DDP has announced a backward pass that reduces
         self.waiting: Waiting | None = None  # the gather that this rank is in; one object as long as it lasts
         self._ranks = RankSet(ranks)
-        self._parameters: frozenset[int] = frozenset()
+        self.parameters: frozenset[int] = frozenset()
+        """By id, the parameters whose gradients a wrapper reduces."""
         self._gathers, self._backwards = 0, 0
         self._reductions: Counter[str] = Counter()
         self._inside: tuple[str, int] | None = None
@@ -105,7 +106,7 @@ class PendingCollectives:
         """The modules in `model` whose backward passes reduce over all ranks. Their forward passes call `forward`."""
         modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         modules = [each for each in modules if self._ranks.all_in(each.process_group)]
-        self._parameters = frozenset(id(p) for each in modules for p in each.parameters())
+        self.parameters = frozenset(id(p) for each in modules for p in each.parameters())
         return modules
 
     def forward(self, module: DistributedDataParallel) -> None:
@@ -114,7 +115,7 @@ class PendingCollectives:
             self.armed = True
 
     def backward(self, parameter: nn.Parameter) -> None:
-        if id(parameter) in self._parameters:
+        if id(parameter) in self.parameters:
             self.armed = False
             self._backwards += 1
 

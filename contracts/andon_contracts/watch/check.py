@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ from andon_contracts.watch.intercept import Listener
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder
 from andon_contracts.watch.model_probe import ModelProbe
+from andon_contracts.watch.pace import Pace
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.values import layout_digest
 
@@ -120,8 +121,13 @@ class Context:
     """Every check once: those of the whole loop first."""
     verdicts: Verdicts = field(init=False)
     recorder: Recorder = field(init=False)
+    pace: Pace = field(init=False)
+    full: bool = True
+    """Whether the present window of an optimizer ends with an update that is read in full."""
     added_s: float = 0.0
     """Seconds of the host that the watch added to the loop."""
+    busy_s: float = 0.0
+    """The same without waiting for other ranks and devices."""
     steps: int = 0
     """The updates of all optimizers since the watch began."""
     last_equal: int | None = None
@@ -134,6 +140,10 @@ class Context:
     """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
     longest: int = 0
     """The number of elements of the largest trained CPU tensor on any rank. It bounds the error of torch's norms."""
+
+    def __post_init__(self) -> None:
+        budget = None if self.settings.recording else self.settings.budget
+        self.pace = Pace(budget, self.subject.gpu())
 
     @property
     def world(self) -> int:
@@ -152,12 +162,22 @@ class Context:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Add the seconds of the block to `added_s`. Blocks are not nested."""
-        began = time.perf_counter()
+        """Add the seconds of the block to `added_s` and `busy_s`. Blocks are not nested."""
+        began, busy = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
             self.added_s += time.perf_counter() - began
+            self.busy_s += time.thread_time() - busy
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within `timed`: the block waits for a device, which may keep the processor busy."""
+        busy = time.thread_time()
+        try:
+            yield
+        finally:
+            self.busy_s -= time.thread_time() - busy
 
     def check(self, kind: type[C]) -> C:
         """The check of class `kind` that belongs to the whole loop."""
@@ -168,7 +188,10 @@ class Context:
 
     def scene_of(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
         """The facts around a finding that its message shows. before: the values of all ranks before the update."""
-        said = agreement(before, moments=probe.states_equal) if before and in_lockstep(before) else ""
+        # The weights may have been read last some updates ago.
+        gap = probe.full and not probe.saw_previous
+        known = before if not gap else tuple(replace(o, step=probe.last_full + 1) for o in before)
+        said = agreement(known, moments=probe.states_equal) if before and in_lockstep(before) else ""
         rates_differ = bool(said) and "rate" in Seen(before, None).differing
         return Scene(self.world, applied, self.last_equal, said, rates_differ, tensors=len(probe.names))
 
@@ -214,6 +237,12 @@ class OptimizerProbe:
         """The number of updates that a loss scaler skipped. Their rows count as used in the plan."""
         self.states_equal = False
         """Whether all ranks had the same optimizer state after the last update."""
+        self.made = 0
+        """The number of updates since the watch began."""
+        self.full = self.saw_previous = True
+        """Whether the next update is read in full, and whether the one before it was."""
+        self.last_full = self.updates
+        """The number of the last update that was read in full."""
 
     def check(self, kind: type[C]) -> C:
         return next(each for each in self.checks if isinstance(each, kind))
@@ -231,10 +260,13 @@ class OptimizerProbe:
         return subject.norm_share(self.members, self.context.world, gradients=gradients) if subject.sharded else norm
 
     def reduced(self) -> None:
-        for check in self.checks:
-            check.reduced(self)
+        if self.full:
+            for check in self.checks:
+                check.reduced(self)
 
     def updated(self) -> None:
+        self.saw_previous = self.full
+        self.last_full = self.updates if self.full else self.last_full
         self.context.rows.new_window()
         for check in self.checks:
             check.updated(self)
@@ -249,6 +281,10 @@ class OptimizerProbe:
         self._new_window()
 
     def _new_window(self) -> None:
+        context, settings = self.context, self.context.settings
+        audited = settings.reference is not None and (self.updates - settings.start) % settings.every == 0
+        self.full = audited or context.pace.reads(self.made + 1)
+        context.full = any(probe.full for probe in context.probes)
         for check in self.checks:
             check.new_window(self)
 
@@ -264,6 +300,8 @@ class OptimizerProbe:
 
 class Check(Listener):
     """One concern of a watched loop: what it observes, the integers it sends to all ranks, and its laws.
+
+    It takes part in the updates that are read in full (`Pace`). Hooks see every window; `Context.full` says which kind.
 
     A check belongs to one optimizer or to the whole loop. `probe` is the optimizer that makes the update. The order:
 

@@ -69,6 +69,7 @@ def watch(
     timeout: datetime.timedelta | float = Settings.timeout,
     patience: datetime.timedelta | float = Settings.patience,
     verbose: bool = False,
+    budget: float | None = Settings.budget,
     **unknown: Never,
 ) -> Watch:
     """Check every update of a training loop. Collective: call it on every rank, after wrapping the model.
@@ -91,6 +92,8 @@ def watch(
     timeout: how long a rank waits for the others, in seconds or as a `timedelta`. patience: the same, how long the
     process of a rank may be stopped, or a rank on another machine may send no heartbeat, before all ranks halt.
     verbose: list every clause at the opening.
+    budget: the largest share of a step that the watch may take after 64 updates. If it needs more, it reads weights,
+    gradients and optimizer states in one of up to 64 updates; the closing lines say in how many. None: in each.
 
     Raises `ValueError` on every rank if any rank has a wrong argument. A fault of the model or of the ranks that exists
     at the start is a finding, and `action` applies to it.
@@ -100,7 +103,7 @@ def watch(
         folder=folder, ledger=ledger, trainable=trainable, tied=tuple(tied), clip=clip, groups=dict(groups or {}),
         schedule=schedule, scaler=scaler, reference=reference, every=every, plan=plan, rows=rows, contents=contents,
         start=start, updates=updates, replicate=replicate, hard_stop=hard_stop, timeout=timeout, patience=patience,
-        verbose=verbose, unknown=unknown,
+        verbose=verbose, budget=budget, unknown=unknown,
     )  # fmt: skip
     return open_watch(model, list(optimizer) if isinstance(optimizer, Sequence) else [optimizer], settings)
 

@@ -26,14 +26,6 @@ _TIE = 1.02
 _GOLDEN = 0.6180339887498949
 
 
-def is_due(step: int) -> bool:
-    """Whether the update after `step` updates is read: 16 at first, then every 8th, later another of each 8.
-
-    So a window that ends each epoch is read at last, whatever the length of an epoch.
-    """
-    return step < 16 or step % 8 == step // 256 % 8
-
-
 def spread(rows: int, count: int, number: int, device: torch.device, first: Sequence[Tensor] = ()) -> Tensor:
     """int64 [min(rows, count)]: distinct positions in an order that spreads every prefix of them over all rows.
 
@@ -83,7 +75,7 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([weight, residual, label.to(exact), -log_p.gather(1, label), error], 1)
 
 
-NO_LOGITS, NOT_REACHED, NOT_SAMPLED, OTHER_LOSS, SIGNS, SEVERAL, REDUCTION, NOT_DUE = range(1, 9)
+NO_LOGITS, NOT_REACHED, NOT_SAMPLED, OTHER_LOSS, SIGNS, SEVERAL, REDUCTION = range(1, 8)
 REASONS = (
     "",
     "the model returned no logits",
@@ -93,7 +85,6 @@ REASONS = (
     "tokens have weights of both signs, as in policy gradients",
     "the backward passes are of several losses, or they differ between ranks",
     "the reduction of the gradients is unknown",
-    "not every update is read",
 )
 """Why the weights of an update are unknown, by the number of the reason; 0: they are known."""
 LABELS, PASSES, ROWS = range(1, 4)

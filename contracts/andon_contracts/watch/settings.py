@@ -61,6 +61,7 @@ class Settings:
     timeout: datetime.timedelta | float = datetime.timedelta(minutes=30)
     patience: datetime.timedelta | float = datetime.timedelta(seconds=30)
     verbose: bool = False
+    budget: float | None = 0.01
     recording: bool = False
     """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
     by_command: bool = False
@@ -85,7 +86,7 @@ class Settings:
             "tied": list(self.tied),
             "clip": self.clip,
             "groups": sorted((name, sorted(values)) for name, values in self.groups.items()),
-            **{name: getattr(self, name) for name in ("every", "rows", "start", "updates")},
+            **{name: getattr(self, name) for name in ("every", "rows", "start", "updates", "budget")},
         }
 
     def problems(self, subject: ModelProbe) -> list[str]:
@@ -105,6 +106,8 @@ class Settings:
             problems.append(f"updates must be at least start ({self.start}), not {self.updates}")
         if self.clip is not None and not (isinstance(self.clip, SupportsFloat) and float(self.clip) > 0):
             problems.append(f"clip must be a number above 0, not {self.clip!r}")
+        if not (self.budget is None or (isinstance(self.budget, float | int) and 0 < self.budget <= 1)):
+            problems.append(f"budget must be a share of a step, such as 0.01, or None, not {self.budget!r}")
         if self.scaler is not None and not callable(getattr(self.scaler, "get_scale", None)):
             problems.append(f"scaler must have get_scale(), as torch.amp.GradScaler has; {self.scaler!r} has not")
         for name in ("schedule", "reference", "plan", "contents", "log"):

@@ -83,7 +83,10 @@ class Updates:
         self._met: set[OptimizerProbe] = set()
         """Those that made an update."""
         self._said: Observations = ()
+        """The values of all ranks before the last update that was read in full."""
         self._aligned: Observations = ()
+        self._reporting = False
+        """Whether the loop reported rows, or ranks were at different points: then every update is read in full."""
         self._late = False
         """Whether an update is judged just before the next one, because every rank trains on a GPU."""
         self._unjudged: tuple[OptimizerProbe, Callable[[], Values], list[int]] | None = None
@@ -126,12 +129,19 @@ class Updates:
             self._met.add(probe)
             context.check(ResumedRun).meet(probe)  # it may set the count of updates
         step = probe.updates + 1
+        if not probe.full:
+            self._pass_over(probe, step)
+            return
         with context.timed():
-            arrive = start_to_cpu(*(tensors for check in checks for tensors in check.look(probe)))
-            early = [check.meanwhile(probe) for check in checks]
-            arrive()
+            with context.pace.on_device():
+                looks = [tensors for check in checks for tensors in check.look(probe)]
+            arrive = start_to_cpu(*looks)
+            early = [self._interval(probe), *(check.meanwhile(probe) for check in checks)]
+            with context.waiting():
+                arrive()
             values = merged([*early, *(check.before(probe) for check in checks)])
             self._said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
+            self._adopt(self._said)
             aligned = context.replicas.align(self._said)
             for check in checks:
                 aligned = check.align(aligned)
@@ -150,23 +160,62 @@ class Updates:
                 for check in checks:
                     check.judge(probe, self._said, aligned)
 
+    def _pass_over(self, probe: OptimizerProbe, step: int) -> None:
+        """Before an update that is not read in full: exchange and judge only what the loop reported. Collective."""
+        context, reports = self._context, self._context.check(LoopReports)
+        with context.timed():
+            probe.check(Weights).note_writes()
+            values = self._interval(probe) | reports.meanwhile(probe)
+            said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
+            self._adopt(said)
+            seen: Seen[object] = Seen(said, None, context.subject.names)
+            context.verdicts.judge((LOCKSTEP, *reports.before_laws), seen, context.scene())
+            if in_lockstep(said):
+                reports.judge(probe, said, self._aligned)
+
+    def _interval(self, probe: OptimizerProbe) -> Values:
+        """The interval of full updates that this rank needs; 0 in most updates."""
+        pace, first = self._context.pace, probe is self._context.probes[0]
+        return {"interval": pace.wanted(probe.made + 1, settled=self._settled) if first else 0}
+
+    @property
+    def _settled(self) -> bool:
+        # A loop that reports its rows wants each of them judged with its update.
+        return not self._reporting and all(p.check(Weights).synchrony.settled for p in self._context.probes)
+
+    def _adopt(self, said: Observations) -> None:
+        """Adopt the interval that the ranks need. All updates are read in full if ranks are not at the same point."""
+        self._reporting = not in_lockstep(said) or any(o.values["rows"] for o in said) or self._reporting
+        self._context.pace.agree([o.values["interval"] for o in said] if self._settled else [1])
+
     def after(self, probe: OptimizerProbe) -> None:
         """Start reading the state after an update. Judges it now (collective); with GPUs on all ranks, later."""
-        context = self._context
+        context, full = self._context, probe.full
         with context.timed():
             probe.updates += 1
+            probe.made += 1
             context.steps += 1
-            arrive = start_to_cpu(*(tensors for check in probe.checks for tensors in check.look_after(probe)))
-            parts = [check.after(probe) for check in probe.checks]
-
-            def values() -> Values:
-                arrive()
-                return merged([part() for part in parts])
-
-            self._unjudged = probe, values, context.rows.ids
+            if full:
+                self._look_after(probe)
             probe.updated()
-        if not self._late:
+        if full and not self._late:
             self.judge_made()
+        hooks_s = sum(each.check(Gradients).raw_hooks.host_seconds for each in context.probes)
+        context.pace.updated(context.busy_s + hooks_s, full=full)
+
+    def _look_after(self, probe: OptimizerProbe) -> None:
+        context = self._context
+        with context.pace.on_device():
+            looks = [tensors for check in probe.checks for tensors in check.look_after(probe)]
+        arrive = start_to_cpu(*looks)
+        parts = [check.after(probe) for check in probe.checks]
+
+        def values() -> Values:
+            with context.waiting():
+                arrive()
+            return merged([part() for part in parts])
+
+        self._unjudged = probe, values, context.rows.ids
 
     def judge_made(self) -> None:
         """Judge the last update if that was not done yet. Collective."""
@@ -187,6 +236,7 @@ class Updates:
                     _report(context, judgement, probe, scene, tensors)
                 finally:
                     rows.ids, rows.is_past = later, False
+            context.pace.agree([0] if self._settled else [1])
             self._note_equal(probe.updates, judgement.seen)
             probe.states_equal = "optimizer" not in judgement.seen.differing
 

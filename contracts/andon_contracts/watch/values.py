@@ -33,8 +33,6 @@ _BY_REPR = (
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 """Types whose `repr` shows the whole value, and is the same in every process."""
-_OWN_LEVELS = 3
-"""Levels of a nest that the caller builds for each call, so no other code can change them."""
 
 
 def text_digest(*parts: object) -> int:
@@ -108,33 +106,6 @@ def lenient_digest(value: object) -> int:
         return text_digest(_form(value, []))
     except RecursionError:  # it may contain itself
         return text_digest(_type_of(value))
-
-
-class CachedDigest:
-    """Caches the `text_digest` of a plain value that seldom changes, and never in place.
-
-    nested: caches the `lenient_digest` of a nest; computes it at each call if a part of the nest can change in place.
-    """
-
-    def __init__(self, *, nested: bool = False) -> None:
-        self._nested = nested
-        self._value: object = self
-        self._digest = 0
-
-    def digest(self, value: object) -> int:
-        if self._nested and not _is_fixed(value):
-            return lenient_digest(value)
-        if value != self._value:
-            self._value, self._digest = value, lenient_digest(value) if self._nested else text_digest(value)
-        return self._digest
-
-
-def _is_fixed(value: object, depth: int = 0) -> bool:
-    if type(value) in _PLAIN:
-        return True
-    if type(value) is tuple or (depth < _OWN_LEVELS and type(value) is list):
-        return all(_is_fixed(item, depth + 1) for item in value)
-    return depth < _OWN_LEVELS and type(value) is dict and all(_is_fixed(item, depth + 1) for item in value.values())
 
 
 def learning_rate_of(group: Mapping[str, Any], absent: float) -> float:

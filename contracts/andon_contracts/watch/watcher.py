@@ -34,7 +34,6 @@ from andon_contracts.watch.intercept import Listener, listen, outside_of_transfo
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
-from andon_contracts.watch.row_weights import is_due
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
@@ -103,7 +102,7 @@ class Watch:
         self._demand_open()
         self._context.check(LoopReports).batch(ids, content)  # if it raises, no new micro-batch begins
         for probe in self._context.probes:
-            probe.check(Gradients).new_batch()
+            probe.check(Gradients).raw_hooks.backward_seen = False
 
     def loss(self, loss: float | Tensor, count: int) -> None:
         """Report `loss`, the sum of the losses of `count` rows of this rank. Call it for each micro-batch."""
@@ -390,7 +389,7 @@ class Watch:
     def _say_closing(self, unread: str) -> None:
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
         waits = ", with its waits for other ranks" * (context.world > 1)
-        spent = context.added_s + sum(probe.check(Gradients).host_seconds for probe in context.probes)
+        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
@@ -413,6 +412,7 @@ class Watch:
                 *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
                 unread,
                 context.recorder.closing_line(),
+                context.pace.closing_line(),
                 reached and f"  warning: {reached}",
             ]
         )
@@ -437,7 +437,7 @@ class _LoopCalls(Listener):
 
     def backward(self, loss: Tensor | None) -> None:
         if not self._context.muted:
-            self._context.backward = LossPass(loss, is_due(self._context.steps))
+            self._context.backward = LossPass(loss, self._context.full)
 
     def backward_over(self) -> None:
         self._context.backward = None

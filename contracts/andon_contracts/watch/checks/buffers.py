@@ -1,32 +1,20 @@
-"""The buffers with which a forward pass starts: the same on every rank that shares them.
-
-Small buffers are read at the first forward pass of each update. Large ones are read if a version counter of torch
-changed, and otherwise in parts: `ROUND` updates cover all.
-"""
+"""The buffers with which the first forward pass of an update starts: the same on every rank that shares them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import chain
 
 import torch
-from torch import Tensor
 
 from andon_contracts.laws.law import Law, Seen, difference
 from andon_contracts.observe import Observer, chained
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
-from andon_contracts.watch.checks.frozen import ROUND, parts_of
 from andon_contracts.watch.checks.gradients import Gradients
-from andon_contracts.watch.checks.weights import version_marks
 from andon_contracts.watch.intercept import outside_of_transforms
 from andon_contracts.watch.model_probe import ForwardHook, ModuleGroup
 from andon_contracts.watch.values import text_digest
-
-SMALL_BYTES = 1 << 18
-"""A buffer of at most this size is read at every update, until these buffers add up to `_SMALL_IN_ALL`."""
-_SMALL_IN_ALL = 1 << 20
 
 
 def _differ(seen: Seen[object], name: str) -> bool:
@@ -54,9 +42,9 @@ class Buffers(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._readers = [(BufferReader(), BufferReader()) for _ in range(len(context.subject.buffer_scopes))]
+        self._readers = [(Observer(), Observer()) for _ in range(len(context.subject.buffer_scopes))]
         """By scope: of the buffers that a checkpoint has, and of the others."""
-        self.observers = [each for pair in self._readers for reader in pair for each in reader.observers]
+        self.observers = [each for pair in self._readers for each in pair]
         self._digests: dict[OptimizerProbe, list[tuple[int, int, int]]] = {}
         """By optimizer and scope: the values at the first forward pass of its window."""
 
@@ -84,7 +72,7 @@ class Buffers(Check):
 
     def _called(self, scope: int) -> None:
         context = self.context
-        if not torch.is_grad_enabled() or context.muted:
+        if not context.full or context.muted or not torch.is_grad_enabled():
             return
         probes = [probe for probe in context.probes if not probe.check(Gradients).raw_hooks.started]
         saved, caches = context.subject.buffer_scopes[scope].buffers()
@@ -94,8 +82,8 @@ class Buffers(Check):
         with context.timed(), outside_of_transforms():
             of_saved, of_caches = self._readers[scope]
             digests = (
-                of_saved.digest(saved, context.updates + 1) if saved else 0,
-                of_caches.digest(caches, context.updates + 1) if caches else 0,
+                of_saved.look(saved).digest if saved else 0,
+                of_caches.look(caches).digest if caches else 0,
                 text_digest([tuple(each.shape) for each in caches]) if caches else 0,
             )
             for probe in probes:
@@ -108,39 +96,3 @@ class Buffers(Check):
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._digests.pop(probe, None)
-
-
-class BufferReader:
-    """Digests the buffers of one scope.
-
-    Only the sizes of buffers and the number of the update decide which part of them is read. So ranks that skip an
-    update still compare the same part afterwards.
-    """
-
-    def __init__(self) -> None:
-        self.observers = self._small, self._large, self._part = Observer(stable=True), Observer(), Observer()
-        self._marks: list[int] | None = None
-        self._last_large = 0
-
-    def digest(self, buffers: Sequence[Tensor], update: int) -> int:
-        """A digest in [0, 2^64) of small buffers, of large ones as last read, and of the part read at `update`."""
-        small: list[Tensor] = []
-        large: list[Tensor] = []
-        room = _SMALL_IN_ALL
-        for buffer in buffers:
-            size = buffer.numel() * buffer.element_size()
-            fits = size <= min(SMALL_BYTES, room)
-            (small if fits else large).append(buffer)
-            room -= size if fits else 0
-        found = [self._small.look(small).digest]
-        if large:
-            marks = [self._large.portable, *map(id, large), *version_marks(large)]
-            if marks != self._marks:
-                self._marks, self._last_large = marks, self._large.look(large).digest
-            parts, turn = list(parts_of(large)), update % ROUND
-            if len(parts) < ROUND:
-                due = parts[update % len(parts)]
-            else:
-                due = [*chain(*parts[len(parts) * turn // ROUND : len(parts) * (turn + 1) // ROUND])]
-            found += [self._last_large, self._part.look(due).digest]
-        return chained(len(found), found)

@@ -138,6 +138,8 @@ class ClipPlace(Check):
         self._forwards += torch.is_grad_enabled()
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
+        if not self.context.full:
+            return
         members = [each for each in parameters if any(id(each) in probe.held for probe in self.context.probes)]
         if self.context.rows.discarded != self._discards:
             self.new_window()
@@ -218,7 +220,8 @@ class Clipping(Check):
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         held = self._probe.held
-        if norm is None or self._limit is None or self.context.muted or held.isdisjoint(map(id, parameters)):
+        unused = norm is None or self._limit is None or not self._probe.full
+        if norm is None or unused or self.context.muted or held.isdisjoint(map(id, parameters)):
             return
         gradients = [plain(p.grad) for p in parameters if p.grad is not None]
         members = frozenset(self._probe.index[id(p)] for p in parameters if p.grad is not None and id(p) in held)

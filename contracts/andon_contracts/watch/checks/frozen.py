@@ -1,33 +1,29 @@
 """The frozen weights: unchanged, on every rank.
 
-All are read at the start. Before each update one part of them is read again, so that `ROUND` updates cover all. All are
+All are read at the start. Before each update some of them are read again, so that `ROUND` updates cover all. All are
 read at once if a version counter of torch changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, chain, islice
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.laws.update import FROZEN, frozen_tensor
-from andon_contracts.observe import chained, dense_parts, flat_digest, has_list_kernels, to_cpu
+from andon_contracts.observe import Look, Observer, chained
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.structure import Structure, untrained_copies
 from andon_contracts.watch.checks.weights import State, Weights, version_marks
 
-if TYPE_CHECKING:
-    from andon_contracts.kernels import ListSums
-
 ROUND = 64
-"""The number of updates in which every frozen weight and every large buffer is read once."""
-_PART_BYTES = 1 << 20
+"""The number of updates in which every frozen weight is read once."""
 
 
 def _changed_on_all(seen: Seen[object]) -> bool:
@@ -66,7 +62,7 @@ class Frozen(Check):
         return {"base-frozen": LIVE if self.context.subject.frozen else none}
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
-        return self._base.look()
+        return self._base.look(self.context.pace.every)
 
     def before(self, probe: OptimizerProbe) -> Values:
         weights = probe.check(Weights)
@@ -128,34 +124,40 @@ class FrozenBase:
     def accept(self) -> None:
         """Read all parameters. Later reads are compared with their present values."""
         self.first = self.read_all()
-        self._first_sums = list(self._sums)
-        sums = iter(sums_of_parts([[tensor] for part in self._parts if len(part) > 1 for tensor in part]))
-        self._first_tensor_sums = [list(islice(sums, len(part))) if len(part) > 1 else [] for part in self._parts]
+        self._first_digests = list(self._digests)
 
     def read_all(self) -> int:
         self._marks = version_marks(self.parameters)
-        self._parts = list(parts_of(self.parameters))
-        self._readers: dict[int, tuple[slice, PartReader]] = {}  # by turn
-        self._sums = sums_of_parts(self._parts)
-        self._now = chained(len(self._sums), self._sums)
+        # A parameter is read in the turn in which its first byte lies, if all bytes are spread over the turns.
+        begins = list(accumulate((each.nbytes for each in self.parameters), initial=0))
+        self._turns = [begin * ROUND // max(begins[-1], 1) for begin in begins[:-1]]
+        self._observers = [Observer() for _ in self.parameters]
+        self._reading = dict(enumerate(map(self._read, range(len(self.parameters)))))
+        self._digests = [look.digest for look in self._reading.values()]
+        self._now = chained(len(self._digests), self._digests)
         return self._now
+
+    def _read(self, index: int) -> Look:
+        return self._observers[index].look([self.parameters[index]])
 
     @property
     def untouched(self) -> bool:
         return self._marks == version_marks(self.parameters)
 
-    def look(self) -> list[list[Tensor]]:
-        """Start reading the next part. Returns lists of tensors to copy to the CPU before `digest` is called."""
+    def look(self, turns: int = 1) -> list[list[Tensor]]:
+        """Start reading the parameters of the next `turns`, a divisor of `ROUND`.
+
+        Returns lists of tensors to copy to the CPU before `digest` is called.
+        """
+        self._reading = {}
         self._written = not self.untouched
         if self._written:
             return []
         turn = self._looks % ROUND
-        self._looks += 1
-        if turn not in self._readers:
-            part = slice(len(self._parts) * turn // ROUND, len(self._parts) * (turn + 1) // ROUND)
-            self._readers[turn] = part, PartReader(self._parts[part])
-        self._turn = self._readers[turn]
-        return [self._turn[1].look()]
+        self._looks += turns
+        due = range(bisect_left(self._turns, turn), bisect_left(self._turns, turn + turns))
+        self._reading = {index: self._read(index) for index in due}
+        return [look.device_sums for look in self._reading.values()]
 
     def digest(self, *, whole: bool = False) -> int:
         """The digest of all parameters as last read. Call it once after each `look`. whole: read all of them now."""
@@ -163,13 +165,13 @@ class FrozenBase:
             return self.read_all()
         if self._written:
             return self.first if self._trained_now() else self.read_all()
-        part, reader = self._turn
-        sums = reader.sums()
-        if sums != self._sums[part]:
-            self._sums[part] = sums
+        changed = {index: look.digest for index, look in self._reading.items() if look.digest != self._digests[index]}
+        if changed:
             if self._trained_now():
                 return self.first
-            self._now = chained(len(self._sums), self._sums)
+            for index, digest in changed.items():
+                self._digests[index] = digest
+            self._now = chained(len(self._digests), self._digests)
         return self._now
 
     def _trained_now(self) -> bool:
@@ -183,73 +185,5 @@ class FrozenBase:
 
     def changed(self) -> torch.nn.Parameter | None:
         """The first parameter that differs from its accepted value; None if none differs. Reads all parameters."""
-        parts = zip(parts_of(self.parameters), self._first_sums, self._first_tensor_sums, strict=True)
-        for part, first, of_tensors in parts:
-            if sums_of_parts([part]) != [first]:
-                odd = (each for each, was in zip(part, of_tensors, strict=False) if sums_of_parts([[each]]) != [was])
-                address = next(odd, part[0]).data_ptr()
-                spans = ((p, each.data_ptr(), each.nbytes) for p in self.parameters for each in dense_parts(p))
-                return next((p for p, begin, size in spans if begin <= address < begin + size), None)
-        return None
-
-
-class PartReader:
-    """Digests the same parts repeatedly, each a list of tensors. A GPU with Triton reads its parts in one launch."""
-
-    def __init__(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        self._parts = parts
-        by_device: dict[torch.device, list[int]] = {}
-        for index, part in enumerate(parts):
-            device = part[0].device
-            if has_list_kernels(device) and all(each.device == device and each.is_contiguous() for each in part):
-                by_device.setdefault(device, []).append(index)
-        self._on_gpu: list[tuple[list[int], list[Tensor], ListSums]] = []
-        for device, indices in by_device.items():
-            rows: list[tuple[int, int, int]] = []
-            for row, part in enumerate(parts[index] for index in indices):
-                # Each tensor is summed as if it were filled up to whole words.
-                first_words = accumulate((-(-each.nbytes // 8) for each in part), initial=0)
-                rows += [(each.nbytes, word, row) for each, word in zip(part, first_words, strict=False)]
-            tensors = [each for index in indices for each in parts[index]]
-            from andon_contracts.kernels import ListSums  # needs Triton
-
-            self._on_gpu.append((indices, tensors, ListSums(device, rows)))
-        gpu = {index for indices in by_device.values() for index in indices}
-        self._others = [index for index in range(len(parts)) if index not in gpu]
-
-    def look(self) -> list[Tensor]:
-        """Start reading. Waits for a GPU only if no kernel can read a part. Returns the tensors that `sums` needs."""
-        self._sums = {index: flat_digest(self._parts[index]) for index in self._others}
-        self._waiting = [sums.read(tensors) for _, tensors, sums in self._on_gpu]
-        return self._waiting
-
-    def sums(self) -> list[int]:
-        """A digest in [0, 2^64) for each part, in order."""
-        to_cpu(self._waiting)
-        for (indices, _, _), sums in zip(self._on_gpu, self._waiting, strict=True):
-            self._sums |= {index: value % (1 << 64) for index, value in zip(indices, sums.tolist(), strict=True)}
-        return [self._sums[index] for index in range(len(self._parts))]
-
-
-def sums_of_parts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
-    reader = PartReader(parts)
-    reader.look()
-    return reader.sums()
-
-
-def parts_of(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yields lists of views of the `tensors`, in order, of about `_PART_BYTES` each. Large tensors are sliced."""
-    part: list[Tensor] = []
-    size = 0
-    for tensor in chain.from_iterable(map(dense_parts, tensors)):
-        # Only a contiguous tensor has slices that stay views of it.
-        dense = tensor.is_contiguous()
-        slices = torch.split(tensor.view(-1), max(1, _PART_BYTES // tensor.element_size())) if dense else (tensor,)
-        for piece in slices:
-            if part and size + piece.nbytes > _PART_BYTES:
-                yield part
-                part, size = [], 0
-            part.append(piece)
-            size += piece.nbytes
-    if part:
-        yield part
+        now = (self._read(index).digest for index in range(len(self.parameters)))
+        return next((p for p, a, b in zip(self.parameters, now, self._first_digests, strict=True) if a != b), None)

@@ -24,7 +24,7 @@ from andon_contracts.watch.checks.clipping import UNEVEN, Clipping
 from andon_contracts.watch.checks.token_weights import TokenWeights
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
-from andon_contracts.watch.values import CachedDigest, is_flattened, text_digest
+from andon_contracts.watch.values import is_flattened, text_digest
 
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
@@ -85,7 +85,6 @@ class Gradients(Check):
         self._thread = threading.get_ident()
         self._reductions = Reductions(probe.members)
         self.observers = self._observer, self._whole_observer = Observer(), Observer()
-        self._present = CachedDigest()
         self._look: Look
         self._whole: Look
         """Of the members that every rank holds whole beside shards."""
@@ -139,14 +138,6 @@ class Gradients(Check):
         for handle in chain.from_iterable(self._call_hooks.values()):
             handle.remove()
 
-    def new_batch(self) -> None:
-        """The loop told of a batch whose backward pass has not begun."""
-        self.raw_hooks.backward_seen = False
-
-    @property
-    def host_seconds(self) -> float:
-        return self.raw_hooks.host_seconds
-
     def _zeroed(self) -> None:
         rows = self.context.rows
         if self.raw_hooks.backward_seen:
@@ -159,14 +150,15 @@ class Gradients(Check):
     def backward(self, loss: Tensor | None) -> None:
         if not self.context.muted:
             self.raw_hooks.gradient_arrived = False
-            self.raw_hooks.backward_called()
-            self._shards.backward_called()
+            if self._probe.full:
+                self._shards.backward_called()
 
     def backward_over(self) -> None:
         # `_LoopCalls` is the last listener, so `context.backward` is still the pass that ends.
         if self.context.backward is not None:
-            self.raw_hooks.backward_ended()
-            self._shards.backward_ended()
+            self.raw_hooks.pass_ended()
+            if self._probe.full:
+                self._shards.backward_ended()
             if self.raw_hooks.gradient_arrived:
                 self._scale.backward_reached_optimizer()
 
@@ -174,14 +166,14 @@ class Gradients(Check):
         # Another thread may reduce values of its own over a group of its own, at another time on each rank.
         in_pass = torch._C._current_graph_task_id() != -1
         aside = threading.get_ident() != self._thread and not in_pass
-        if not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
-            self.raw_hooks.reducing(gradient=self._reductions.add(tensor))
+        if self._probe.full and not (aside or self.context.muted) and self.context.exchange.has_all_ranks(group):
+            self._reductions.add(tensor)
             if in_pass and any(getattr(each.module, "_comm_hooks", ()) for each in self.context.subject.reducers):
                 # Such a hook reduces again when its first reduction is done: in this thread, or in one of the backend.
                 self._reductions.calls.pop()
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
-        if self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):
+        if not self._probe.full or self.context.muted or self._probe.held.isdisjoint(map(id, parameters)):
             return
         if norm is not None and self._loop_norm is None and not self._needs_norm:
             self._loop_norm = norm.detach() if norm.is_cuda and type(norm) in DENSE_TYPES else float(norm)
@@ -196,7 +188,7 @@ class Gradients(Check):
                 self._reduced, self._share = look, probe.norm_share(look.norm, gradients=True)
 
     def _look_at_gradient(self, *, norm: bool) -> Look:
-        present = self._present.digest([each.grad is not None for each in self._probe.members])
+        present = text_digest([each.grad is not None for each in self._probe.members])
         return self._observer.look(self._probe.gradients(), norm=norm, extra=present)
 
     def look(self, probe: OptimizerProbe) -> list[list[Tensor]]:
@@ -251,7 +243,7 @@ class Gradients(Check):
         return tuple(replace(o, values={**o.values, "missing": 0}) for o in said)
 
     def _module_called(self, index: int) -> None:
-        if torch.is_grad_enabled() and not self.context.muted:
+        if self._probe.full and torch.is_grad_enabled() and not self.context.muted:
             self._called.add(index)
 
     def _note_gradients(self, raw: RawSummary) -> None:
@@ -287,7 +279,7 @@ class Gradients(Check):
         return "lora_A" in name and other is not None and not bool(plain(other).any())
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self.raw_hooks.reset()
+        self.raw_hooks.reset(reads=probe.full)
         self.discarded(probe)
 
     def discarded(self, probe: OptimizerProbe) -> None:
@@ -306,7 +298,7 @@ class ShardGradients:
     def __init__(self, probe: OptimizerProbe) -> None:
         shards = probe.context.subject.shards
         self._members = {index: p for index, p in enumerate(probe.members) if id(p) in shards}
-        self._extremes = Extremes([plain(p) for p in probe.members if self._members])  # type: ignore[misc]
+        self._extremes = Extremes()
         # FSDP1 with the original parameters: ranks have parts of different ones, which a loop may scale differently.
         alike = [p for p in self._members.values() if not is_flattened(p) or getattr(p, "_is_flat_param", False)]
         self._largest = max(alike, key=Tensor.numel, default=None)
@@ -338,7 +330,8 @@ class ShardGradients:
     def backward_ended(self) -> None:
         present = self._present()
         if present:
-            self._extremes.add_all(list(present), list(present.values()))
+            for index, gradient in present.items():
+                self._extremes.add(index, gradient)
             self._scaled = [self._elements().clone()]
 
     def waiting(self) -> list[list[Tensor]]:

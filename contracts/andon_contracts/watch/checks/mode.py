@@ -19,7 +19,7 @@ from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, parameter_name
 from andon_contracts.watch.model_probe import random_state
-from andon_contracts.watch.values import CachedDigest
+from andon_contracts.watch.values import text_digest
 
 _DRAWING = 4
 """Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
@@ -84,7 +84,6 @@ class Mode(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self._modes = CachedDigest()
         self._training: set[bool] = set()
         self._evaluating = 0
         self._trained = False
@@ -131,7 +130,7 @@ class Mode(Check):
             part = self._part_left(probe, modes)
         evaluating = _STILL_EVALUATING if self._trained else _NEVER_TRAINING
         return {
-            "modes": self._modes.digest(modes),
+            "modes": text_digest(modes),
             "modules": self.context.subject.module_names_digest,
             "evaluating": evaluating if self._evaluating > 1 else _TRAINING,
             "part left": part,

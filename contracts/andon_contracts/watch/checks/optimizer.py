@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +17,10 @@ from torch import Tensor
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Seen, agreeing, difference
 from andon_contracts.laws.update import OPTIMIZERS
-from andon_contracts.observe import Extremes, Look, Observer, equal_each, plain
+from andon_contracts.observe import Look, Observer, extremes, plain, to_floats
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared, indexed, none_has
-from andon_contracts.watch.values import CachedDigest, learning_rate_of, lenient_digest, state_tensors
+from andon_contracts.watch.values import learning_rate_of, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
 _FEW = 8
@@ -88,7 +86,6 @@ class Optimizer(Check):
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
-        self._nest = CachedDigest(nested=True)
         self._states = [OptimizerState(probe.optimizer, members) for members in (probe.members, probe.whole)]
         self.observers = [state.observer for state in self._states]
         self._looks: list[Look]
@@ -125,7 +122,7 @@ class Optimizer(Check):
         if settings.schedule is not None and _equals(groups[0].get("lr", 0.0), planned):
             planned = rate
         return {
-            "hyperparameters": self._nest.digest(hyperparameters),
+            "hyperparameters": lenient_digest(hyperparameters),
             "rate": bits_of(rate),
             "planned": bits_of(planned),
             "ungrouped": probe.place(next(wrong, -1) + 1),
@@ -167,61 +164,21 @@ def _equals(actual: object, value: Any) -> bool:
 
 
 class OptimizerState:
-    """Digests the state of `optimizer` for `members`, in an order that is the same on all ranks.
-
-    `_sizes`, `_names` and `_values` are the layout of the last look. If some value is not a tensor, `_sizes` is None
-    and each look reads the layout. `_values` holds the tensors, so that no new tensor gets the identity of an old one.
-    """
+    """Digests the state of `optimizer` for `members`, in an order that is the same on all ranks."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, members: Sequence[torch.nn.Parameter]) -> None:
-        self.observer = Observer(stable=True)
-        self._optimizer = optimizer
-        self._members = members
-        self._rest = CachedDigest(nested=True)
-        self._sorted: dict[tuple[Hashable, ...], tuple[Hashable, ...]] = {}
-        self._tensors: tuple[Tensor, ...] = ()
-        self._digest_of_rest = 0
-        self._sizes: list[int] | None = None
-        self._names: list[Hashable] = []
-        self._values: list[object] = []
+        self.observer = Observer()
+        self._optimizer, self._members = optimizer, members
 
     def look(self) -> Look:
         """Start reading the tensors, names and other values of the state. Waits for no device."""
-        states = list(map(self._optimizer.state.get, self._members))
-        same_layout = (
-            self._sizes is not None
-            and set(map(type, states)) == {dict}
-            and list(map(len, states)) == self._sizes  # type: ignore[arg-type]
-            and list(chain.from_iterable(states)) == self._names  # type: ignore[arg-type]
-            and all(map(is_, chain.from_iterable(map(dict.values, states)), self._values))  # type: ignore[arg-type]
-        )
-        if not same_layout:
-            self._read_layout(states)
-        return self.observer.look(self._tensors, extra=self._digest_of_rest)
-
-    def _read_layout(self, states: Sequence[object]) -> None:
-        tensors: list[Tensor] = []
-        rest: list[object] = []
-        for state in states:
-            if not isinstance(state, dict):
-                state_tensors(state, tensors, rest)
-                continue
-            names = tuple(state)
-            if names not in self._sorted:
-                # Ranks may have added names in different orders, and names may be of several types.
-                self._sorted[names] = tuple(sorted(names, key=repr))
-            rest.append(self._sorted[names])
-            for name in self._sorted[names]:
-                state_tensors(state[name], tensors, rest)
+        tensors, rest = list[Tensor](), list[object]()
+        for member in self._members:
+            state_tensors(self._optimizer.state.get(member), tensors, rest)
         # Tensors of whole 8-byte words come first. After a step count of 4 bytes, a GPU would have to copy all moments
         # to align them.
-        tensors.sort(key=lambda each: each.numel() * each.element_size() % 8 != 0)
-        self._tensors, self._digest_of_rest = tuple(tensors), self._rest.digest(rest)
-        tables = [each for each in states if type(each) is dict]
-        self._names = list(chain.from_iterable(tables))
-        self._values = [value for table in tables for value in table.values()]
-        all_tensors = len(tables) == len(states) and all(isinstance(value, Tensor) for value in self._values)
-        self._sizes = list(map(len, tables)) if all_tensors else None
+        tensors.sort(key=lambda each: each.nbytes % 8 != 0)
+        return self.observer.look(tensors, extra=lenient_digest(rest))
 
 
 class Unmoved(NamedTuple):
@@ -262,6 +219,8 @@ class Applied(Check):
         return {"update-applied": Cover("degraded", "this rank's shards only") if sharded else LIVE}
 
     def before(self, probe: OptimizerProbe) -> Values:
+        if not probe.saw_previous:
+            self._small_unmoved = set()
         self.remember(sampled=self.context.settings.is_sampled(probe.updates + 1))
         return {}
 
@@ -277,10 +236,8 @@ class Applied(Check):
             for i, p in enumerate(self._members)
             if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
         }
-        tensors = list(map(plain, gradients.values()))
-        extremes = Extremes(tensors)  # type: ignore[arg-type]
-        extremes.add_all(range(len(tensors)), tensors)
-        sizes = [max(abs(low), abs(high)) for _, low, high in sorted(extremes.read())]
+        ends = to_floats([end.abs().float() for each in gradients.values() for end in extremes(each)])
+        sizes = list(map(max, ends[::2], ends[1::2]))
         least = _NOISE * max(sizes, default=0.0)
         self._gradients = {i: gradients[i] for i, size in zip(gradients, sizes, strict=True) if size > least}
 
@@ -296,8 +253,7 @@ class Applied(Check):
     def unmoved(self) -> list[Unmoved]:
         """The members that kept every bit since `remember`, although an update was due that float32 represents."""
         (before, self._weights), (gradients, self._gradients) = (self._weights, []), (self._gradients, {})
-        equal = equal_each([before[i] for i in gradients], [plain(self._members[i]) for i in gradients])
-        unchanged = [i for i, same in zip(gradients, equal, strict=True) if same]
+        unchanged = [i for i in gradients if torch.equal(before[i], plain(self._members[i]))]
         found = [each for i in unchanged if (each := self._overdue(i, gradients[i])) is not None]
         small = {each.member for each in found if self._members[each.member].numel() <= _FEW}
         twice, self._small_unmoved = small & self._small_unmoved, small

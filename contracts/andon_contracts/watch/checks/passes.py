@@ -65,11 +65,11 @@ class Passes(Check):
             self._window += bool(shards) or self._probe.check(Gradients).raw_hooks.gradient_arrived
 
     def limiting(self, parameters: Sequence[Tensor]) -> None:
-        clipped = {id(each) for each in parameters if each.grad is not None}
+        clipped, held = [id(each) for each in parameters if each.grad is not None], self._probe.held
         if self._calls:
-            self._clipped |= not self._probe.held.isdisjoint(clipped)
+            self._clipped = self._clipped or any(each in held for each in clipped)
         else:
-            self._clipped_after |= bool(clipped) and clipped <= self._probe.held
+            self._clipped_after |= bool(clipped) and held.issuperset(clipped)
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"passes": self._calls, "clipped late": int(self._wasted)}
@@ -78,6 +78,7 @@ class Passes(Check):
         seen, before = Seen[object](said, None), self._applied
         self._applied = seen.column("gradient")
         is_new = seen.any("passes") or seen.any("raw") or not all(real_of(norm) > 0 for norm in seen.column("norm"))
+        is_new |= not probe.saw_previous
         for law, found in ((_AGAIN, not is_new and before == self._applied), (_LATE, seen.any("clipped late"))):
             if found:
                 self._cases[law.id] += 1

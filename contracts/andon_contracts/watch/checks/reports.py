@@ -99,7 +99,9 @@ def _as_expected(seen: Seen[Sequence[Mapping[str, str]]]) -> Finding | None:
     for index in range(EXPECTED):
         musts, values = seen.column(f"stream {index} must"), seen.column(f"stream {index}")
         told = [rank for rank, must in enumerate(musts) if must]
-        must = majority([musts[rank] for rank in told] or [0])
+        if not told:
+            continue
+        must = majority([musts[rank] for rank in told])
         equal = [rank for rank in told if [values[each] for each in told].count(values[rank]) > 1]
         if must == _MUST["agree"] and len(set(values)) > 1:
             what, ranks = "the values differ between ranks, but must agree", minority(values)
@@ -217,7 +219,8 @@ class LoopReports(Check):
             own_texts = json.dumps({name: text for name, (*_, text) in self._expected.items()})
             texts = context.exchange.gather_texts(step, own_texts)
             judged.seen = replace(judged.seen, want=[json.loads(text) for text in texts])
-        context.verdicts.report_all(judged, context.scene_of(probe, aligned, applied=False))
+        if judged.first is not None:
+            context.verdicts.report_all(judged, context.scene_of(probe, aligned, applied=False))
         self.of_update = UpdateRows()
         if any(o.values["reports"] for o in said) and any(o.values["loss rows"] for o in said):
             self.unreported.discard("loss-reported")

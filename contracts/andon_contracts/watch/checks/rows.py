@@ -27,10 +27,6 @@ _AHEAD = 64
 """The most batches that may be yielded before they are used."""
 _SAMPLED = 1024
 """About this many elements stand for a tensor that a forward pass receives."""
-_ALWAYS, _IN_A_ROW = 16, 4
-"""Inputs of forward passes are read in the first 16 updates, and then in 4 of each 16: a loop that does not distribute
-rows never does.
-"""
 _LEAST = 6
 """Passes with fewer rows than this may have the same order by chance."""
 _MOST = 1 << 16
@@ -88,7 +84,7 @@ class LoadedRows(Check):
         self._inputs: list[Tensor] = []
         self._observer = Observer()
         self._look: Look | None = None
-        self._updates = self._same = self._same_input = 0
+        self._same = self._same_input = 0
         self._order_again = 0
         """The number of a pass that has the order of the pass before."""
         self._counts: defaultdict[int, _PassCount] = defaultdict(_PassCount)
@@ -117,7 +113,7 @@ class LoadedRows(Check):
             batch = self._take_batch(storage_ids(tensors))
             if not torch.is_grad_enabled():
                 return
-            if self._updates < _ALWAYS or self._updates % _ALWAYS < _IN_A_ROW:
+            if self.context.full:
                 flat = [each.reshape(-1) for each in tensors if each.numel()]
                 self._inputs += [each[:: max(each.numel() // _SAMPLED, 1)].clone() for each in flat]
             if batch is not None:
@@ -222,8 +218,8 @@ class LoadedRows(Check):
             del self._counts[number]
 
     def updated(self, probe: OptimizerProbe) -> None:
-        self.window, self._inputs, self._order_again = [], [], 0
-        self._updates += 1
+        self.window, self._inputs = [], []
+        self._order_again *= not probe.full
 
     def closing_lines(self) -> list[str]:
         self._note_ended_passes()

@@ -32,7 +32,7 @@ import andon_contracts.watch.row_weights as reads
 from andon_contracts.act import user_line
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
-from andon_contracts.observe import DENSE_TYPES, has_other_hooks
+from andon_contracts.observe import DENSE_TYPES
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import name_ratio
@@ -172,9 +172,8 @@ class LogitRows(Check):
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         # A checkpoint calls the model once more within the backward pass.
-        if self.context.muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return
-        if not reads.is_due(self.context.steps):
+        muted = self.context.muted or not self.context.full
+        if muted or not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return
         with self.context.timed(), torch.no_grad():
             found = _logits_of(output)
@@ -539,7 +538,8 @@ class TokenWeights(Check):
         dots = elements.dots(gradient.to_local() if self._sharded else gradient, whole=False)
         scale = getattr(probe.optimizer, "grad_scale", None)
         # A hook of the loop may change the gradient after it was read.
-        self._known = dots is not None and not has_other_hooks(parameter, own=1)
+        hooked = len(parameter._backward_hooks or ()) > 1 or bool(parameter._post_accumulate_grad_hooks)
+        self._known = dots is not None and not hooked
         if self._known and dots is not None:  # a fused optimizer divides by the loss scale in its step
             self._dots_sent = [self._raw, dots / (elements.copies if scale is None else scale)]
 
@@ -585,8 +585,6 @@ class TokenWeights(Check):
         }
 
     def _reason(self, weights: Sequence[PassWeights], heads: set[int]) -> int:
-        if not all(each.due for each in self._window):
-            return reads.NOT_DUE
         if not self._window or not all(each.read for each in self._window):
             return reads.NOT_REACHED if self._rows.calls else reads.NO_LOGITS
         # Passes on different lines belong to different losses, as in a GAN, and their weights do not add up.
@@ -597,8 +595,6 @@ class TokenWeights(Check):
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         now, before = update_weights(said, shards=self._sharded), self._previous
-        if now == reads.NOT_DUE:
-            return
         self._summary.add(now, said)
         if isinstance(now, int):
             return

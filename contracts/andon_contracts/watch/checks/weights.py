@@ -5,7 +5,7 @@ must agree after it, because an optimizer may reduce inside its `step`. If nothi
 may average them later, as local SGD does: a suspicion until they agree again, and at the close a violation.
 
 The watch reads weights after each update. It reads them again before the next one if a version counter or an address
-changed, before every 16th update, and as long as the ranks' weights are not synchronised.
+changed, and as long as the ranks' weights are not synchronised.
 """
 
 from __future__ import annotations
@@ -14,19 +14,21 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from operator import attrgetter
 
+import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.laws.update import REPLICAS
 from andon_contracts.legible import counted
-from andon_contracts.observe import Look, Observer, local_parts
+from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
 
-_REREAD = 16
 _SEVERAL = 2
 """After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
+_MANY = 16
+"""After this number the weights are read less often, even if nothing reduces."""
 _GAPS, _SLACK = 4, 16
 """A synchronisation is overdue after four times the most updates between two of them, plus sixteen."""
 _GRADIENTS = frozenset({"gradients-agree"})
@@ -36,9 +38,10 @@ _WEIGHTS = frozenset({"replicas-agree"})
 
 def version_marks(tensors: Sequence[Tensor]) -> list[int]:
     """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
-    parts = local_parts(tensors)
-    written = tensors if parts is tensors else [*tensors, *parts]  # a write through either is counted there only
-    return [*map(attrgetter("_version"), written), *map(Tensor.data_ptr, parts)]
+    with torch.no_grad():  # autograd would give a new local tensor each time
+        parts = [t.to_local() if hasattr(type(t), "to_local") else t for t in tensors]  # type: ignore[attr-defined]
+    # A write through the distributed tensor or its part is counted there only.
+    return [*map(attrgetter("_version"), (*tensors, *parts)), *map(Tensor.data_ptr, parts)]
 
 
 def _not_parted(seen: Seen[object]) -> Finding | None:
@@ -70,7 +73,7 @@ class Weights(Check):
         super().__init__(context)
         self._probe = probe
         self.synchrony = Synchrony()
-        self.observers = self._observer, self._whole_observer = Observer(stable=True), Observer(stable=True)
+        self.observers = self._observer, self._whole_observer = Observer(), Observer()
         self._look: Look | None = None
         self._whole = self._whole_observer.look(())
         """The latest look at the members that every rank holds whole beside shards."""
@@ -78,6 +81,8 @@ class Weights(Check):
         self._at_closure: Values = {}
         """The values at the begin of a step with a closure, before the closure ran; empty in other steps."""
         self._marks: list[int] = []
+        self._touched = False
+        """Whether the weights were written between updates since they were last read."""
         self._elements_reduced = 0
         self.written = False
         """Whether the weights were written between the last update and this one."""
@@ -86,7 +91,7 @@ class Weights(Check):
         return {"replicas-agree": self.context.between_replicas()}
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
-        if not self.context.muted and self.context.exchange.has_all_ranks(group):
+        if self._probe.full and not self.context.muted and self.context.exchange.has_all_ranks(group):
             self._elements_reduced += tensor.numel()
 
     def begin_step(self) -> None:
@@ -100,10 +105,17 @@ class Weights(Check):
             self._look_before()
         return [] if self._look is None else [self._look.device_sums, self._whole.device_sums]
 
+    def note_writes(self) -> None:
+        """Called before an update that is not read. Only frozen weights, which a merge changes, need to know."""
+        self._touched |= bool(self.context.subject.frozen) and not self.untouched
+
     def _look_before(self) -> None:
-        due = (self._probe.updates + 1) % _REREAD == 0
+        if not self._probe.saw_previous:  # there is no earlier digest to compare with; the weights are read afterwards
+            self.note_writes()
+            self._look = None
+            return
         # Weights that are not synchronised are read before every update.
-        reads = due or not self.untouched or self.synchrony.state is not State.TOGETHER
+        reads = not self.untouched or self.synchrony.state is not State.TOGETHER
         self._look = self._observer.look(self._probe.members) if reads else None
         if reads:
             self._whole = self._whole_observer.look(self._probe.whole)
@@ -131,19 +143,19 @@ class Weights(Check):
         last = self._digest
         if self._look is not None:
             self._digest = self._look.digest
-        written = last not in (0, self._digest)  # before the first update there is no digest to compare with
+        # Before the first update there is no digest to compare with.
+        written, self._touched = last not in (0, self._digest) or self._touched, False
         read = int(self._look is not None)
         whole = {"whole weights": self._whole.digest}
         return {"weights": self._digest, **whole, "weights read": read, "written": int(written)}
 
     def deferred(self, seen: Seen[object]) -> frozenset[str]:
-        return self.synchrony.before(seen)
+        return self.synchrony.before(seen, gap=not self._probe.saw_previous)
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._at_closure = {}
         self._look = self._observer.look(probe.members, norm=self.context.settings.recording)
         self._whole = self._whole_observer.look(probe.whole)
-        self._marks = version_marks(probe.members)
         return [self._look.device_sums, self._look.norms, self._whole.device_sums]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
@@ -156,6 +168,10 @@ class Weights(Check):
             return {"weights": self._digest, "whole weights": whole.digest, "norm share": bits_of(share)}
 
         return values
+
+    def updated(self, probe: OptimizerProbe) -> None:
+        if probe.full or self.context.subject.frozen:
+            self._marks = version_marks(probe.members)
 
     def new_window(self, probe: OptimizerProbe) -> None:
         self._elements_reduced = 0
@@ -205,8 +221,19 @@ class Synchrony:
         self._equal_weights = self._equal_gradients = self._other_gradients = self._written_apart = 0
         self._weights_before: Sequence[int] = ()
 
-    def before(self, seen: Seen[object]) -> frozenset[str]:
-        """Learn from the values before an update. Returns the clauses that do not apply to them. Call once."""
+    @property
+    def settled(self) -> bool:
+        """Whether weights that are equal after some updates show that they are after each: the ranks reduce gradients
+        before each update, or the weights were equal after many that were seen.
+        """
+        steady = self.known or self._equal_weights >= _MANY
+        return self.state is State.TOGETHER and steady and not self._left_out
+
+    def before(self, seen: Seen[object], *, gap: bool = False) -> frozenset[str]:
+        """Learn from the values before an update. Returns the clauses that do not apply to them. Call once.
+
+        gap: the update before was not read in full, so the ranks may have parted in it without a reduction.
+        """
         reducers = {Reducer(value) for value in seen.column("reduces")}
         reduced = len(seen.observations) == 1 or Reducer.KNOWN in reducers
         equal_gradients = "gradient" not in seen.differing
@@ -219,7 +246,8 @@ class Synchrony:
         self.known = reduced or equal_gradients or learned
         self._weights_before = seen.column("weights")
         if self.state is State.TOGETHER:
-            return frozenset() if self.known else _GRADIENTS
+            parted = _STATES if gap else frozenset[str]()
+            return frozenset() if self.known else _GRADIENTS | parted
         if "weights" not in seen.differing:
             self._meet(seen.step - 1)
         elif self.state is State.APART and self.known:
