@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ _CoreLoader.yaml_implicit_resolvers = {
 _CoreDumper.yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | _CoreLoader.yaml_implicit_resolvers
 
 
-def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[KeyPath, int]]:
+def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, dict[KeyPath, int]]:
     """Parse the one document in `text` to dicts, lists and scalars; also return the line (from 1) of each key path.
 
     Tags, duplicate keys and bad scalars are added to `problems` at `where`:LINE, without their values. Raises
@@ -216,6 +217,14 @@ FOREIGN_NAMES: Mapping[str, str] = {name: meant for meant, names in _BY_ANSWER.i
 """By setting of the HF Trainer, TRL or Axolotl: Andon's key, or a sentence if none corresponds."""
 
 
+class SettingsError(InputError):
+    """The problems of settings. usable: the other settings, to look for more problems; None if they fit no run.
+    keys: the wrong ones, each as (section, key)."""
+
+    usable: Config | None = None
+    keys: frozenset[KeyPath] = frozenset()
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
     """Load the configuration at `path` (None: all defaults), then apply `overrides`, then `flags`.
 
@@ -223,10 +232,14 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     ignored. An empty section or file keeps its defaults.
 
     Raises `InputError` with every problem, each at file:line and key, `--set KEY`, or the flag: unreadable or malformed
-    YAML, duplicate keys, unknown keys (with the nearest known one), wrong types, values out of bounds.
+    YAML, duplicate keys; and a `SettingsError` for unknown keys (with the nearest known one), wrong types, values out
+    of bounds.
     """
     problems = ProblemList()
-    values, lines = ({}, {}) if path is None else _read(Path(path), problems)
+    values, lines = dict[str, Any](), dict[KeyPath, int]()
+    with problems.collecting():
+        values, lines = ({}, {}) if path is None else _read(Path(path), problems)
+    unread = bool(problems) and not values
     # An empty section, as `optimizer:`, keeps its defaults.
     tree = {key: value for key, value in values.items() if value is not None or key not in Config.model_fields}
     origins: dict[KeyPath, str] = {}
@@ -256,14 +269,29 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     for key, value in (flags or {}).items():
         if value is not None:
             set_value(key, value, FLAGS.get(key, f"--set {key}"))
+    if unread:  # other settings may be wrong only because the file's are missing
+        problems.raise_if_any()
+    wrong = set[KeyPath]()
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         for key_path, what in _faults(error):
             problems.add(_where(key_path, path, lines, origins), what)
+            wrong.add(key_path[:2])
+    try:
         problems.raise_if_any()
-        raise
-    problems.raise_if_any()
+    except InputError as error:
+        refused = SettingsError(error.problems)
+        refused.keys = frozenset(wrong)
+        for key_path in wrong:
+            inner = tree.get(key_path[0])
+            if len(key_path) > 1 and isinstance(inner, dict):
+                inner.pop(key_path[1], None)
+            else:
+                tree.pop(key_path[0], None)
+        with suppress(ValidationError):
+            refused.usable = Config.model_validate(tree)
+        raise refused from error
     return config
 
 
@@ -281,7 +309,7 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet"):
         raise InputError.at(path, f"is a data file, and a configuration is YAML; did you mean --data {path}?")
     require_file(path, empty=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from andon.config.source import loading
 from andon.console.messages import InputError, Problem, ProblemList, is_panic, shown
-from andon.data.hub import require_on_hub
+from andon.data.hub import require_found
 from andon.data.rows import text_fault
 from andon_contracts.legible import legible_line
 
@@ -343,10 +343,8 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
 
     Without a padding token, the end, unknown or begin token pads. Raises `InputError` if all are missing.
     """
-    if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
-        raise InputError.at("model.base", f"folder {path_or_hub_id!r} does not exist")
-    if not local_only:
-        require_on_hub(path_or_hub_id, revision)
+    if not local_only or path_or_hub_id.startswith((".", "/", "~")):
+        require_found(path_or_hub_id, revision)
     from transformers import AutoTokenizer
 
     with loading(path_or_hub_id, "model.base", "tokenizer"):

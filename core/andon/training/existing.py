@@ -6,17 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from andon.config.load import differences, identity, load_config
+from andon.config.load import SettingsError, differences, identity, load_config
 from andon.config.schema import CLASSIFICATION, Config
-from andon.config.source import is_there
-from andon.console.messages import InputError, Problem, command_line, say
-from andon.data.hub import at_hand
+from andon.config.source import is_there, require_file
+from andon.console.messages import InputError, Problem, ProblemList, command_line, say
+from andon.data.hub import at_hand, require_found
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_provenance
 from andon.training.choices import inherited, with_values
-from andon.training.rows import read_rows
+from andon.training.rows import data_files, read_rows
 from andon_contracts.record import Retraction, Start, Step
+
+_MOST_PROBLEMS = 60
 
 
 def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
@@ -31,6 +33,48 @@ def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
         also = "; andon predict can use the newest checkpoint: add --checkpoint last" if how.startswith("res") else ""
         raise InputError.at(path, f"is not finished ({progress_text(folder)}); {how}{also}")
     return folder
+
+
+def settings_for(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
+    """The configuration of a run to start or to check: `load_config`, with a base and with data files that exist.
+
+    If something is missing or wrong, the rows are read too: the `InputError` then lists every problem at once. A resume
+    needs neither base nor files if its run is finished, and looks for them later.
+    """
+    problems = ProblemList(limit=_MOST_PROBLEMS)
+    wrong: Collection[Sequence[str]] = ()
+    config: Config | None
+    try:
+        config = load_config(path, overrides, flags)
+    except SettingsError as error:
+        config, wrong = error.usable, error.keys
+        with problems.collecting():
+            raise
+    if config is None or (config.run.resume == "auto" and not problems):
+        problems.raise_if_any()
+        assert config is not None
+        return config
+    with problems.collecting():
+        if config.model.base is not None:
+            require_found(config.model.base, config.model.revision)
+    there = {str(file): False for file in data_files(config)}
+    for file in there:
+        with problems.collecting():
+            require_file(Path(file))
+            there[file] = True
+    # Other rows would be read if a setting of the data is wrong, and the task is unknown without the training files.
+    if (
+        problems
+        and not any(key[0] in ("task", "data") for key in wrong)
+        and all(there[f.path] for f in config.data.files)
+    ):
+        rest = (
+            config if config.data.eval is None or there[config.data.eval] else with_values(config, {"data.eval": None})
+        )
+        with problems.collecting():
+            read_rows(rest)
+    problems.raise_if_any()
+    return config
 
 
 def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:

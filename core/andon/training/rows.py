@@ -16,7 +16,7 @@ from typing import Any
 
 import andon.data
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
-from andon.console.messages import InputError, Problem
+from andon.console.messages import InputError, Problem, ProblemList
 from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
 from andon.data.formats import first_record
@@ -277,6 +277,13 @@ def selection_of(data: Data, *, train: bool) -> RowSelection:
     return RowSelection(data.bad_rows == "skip", data.limit if train else None)
 
 
+def selection_for(data: Data, bad_rows: str | None) -> RowSelection:
+    """The row selection for a file of another command. bad_rows: its --bad-rows; None: as in the run."""
+    if bad_rows not in (None, "refuse", "skip"):
+        raise InputError.at("--bad-rows", f"{bad_rows!r} is not one of refuse, skip")
+    return RowSelection((bad_rows or data.bad_rows) == "skip", None, "--bad-rows skip")
+
+
 def data_files(config: Config) -> list[Path]:
     return [Path(path) for path in (*(file.path for file in config.data.files), config.data.eval) if path is not None]
 
@@ -322,8 +329,14 @@ def read_rows(
         return _cached_rows(folder, task, data, paths, labels, selection, read_once)
 
     if data.files:
-        train = rows_of([Path(file.path) for file in data.files], None)
-        evaluation = rows_of([Path(data.eval)], train.labels) if data.eval is not None else None
+        problems, labels, evaluation = ProblemList(), tuple[str, ...](), None
+        with problems.collecting():
+            train = rows_of([Path(file.path) for file in data.files], None)
+            labels = train.labels
+        if data.eval is not None:
+            with problems.collecting():
+                evaluation = rows_of([Path(data.eval)], labels)
+        problems.raise_if_any()
     elif task in _EMBEDDED:
         train, evaluation = _EMBEDDED[task](config.seed)
     else:
