@@ -182,8 +182,7 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
     columns = ("data.text_column=sentence", "data.label_column=colour", "data.validation_fraction=0")
     runs = Runs(data)
     config = load_config(None, runs.overrides(*columns, f"data.eval={held}"))
-    seen = "3 of 13 evaluation rows have a text that is also trained on"
-    assert f"texts: {seen}; 2 training rows repeat the text of an earlier one" in list(describe(config))
+    assert "texts: also trained on: 3 of 13 scored rows; repeated in training: 2" in list(describe(config))
     said = []
     for name, file in (("held", held), ("apart", apart)):
         more = (*columns, f"data.eval={file}", "training.max_steps=1", "run.backend=inline")
@@ -191,6 +190,7 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
         ended = cli("train", *sets, "--run-dir", tmp_path / name)
         assert ended.code == 0, ended.said
         said.append([line for line in ended.said if "warning" in line])
+    seen = "the texts of 3 of 13 scored rows are also trained on"
     assert [line for line in said[0] if seen in line] == [f"andon: warning: {seen}, so the scores may be too high"]
     assert not any("too high" in line for line in said[1])
 

@@ -84,7 +84,6 @@ class _Command(TyperCommand):
 
 
 def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> Callable[..., None]:
-    """Register the command; the first sentence of its docstring is its line in the list of commands."""
     first = (function.__doc__ or "").strip().partition(". ")[0].rstrip(".")
     app.command(name or function.__name__, cls=_Command, short_help=f"{first}.", **settings)(function)
     return function
@@ -146,7 +145,6 @@ def _config_arguments(
 
 
 def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the parameters of `_config_arguments` to `command`, which receives a `ConfigArguments` first."""
     file, *shared = inspect.signature(_config_arguments, eval_str=True).parameters.values()
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
@@ -200,12 +198,8 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
 
 
 def in_a_child(command: str) -> None:
-    """Fork. The child returns and runs the command; the parent waits and exits with the child's code.
-
-    If a signal kills the child, the parent logs the signal and any sign of an out-of-memory kill, and exits with 71.
-    Ctrl-C and the parent's death kill the child. If torch is loaded, the process must not fork and runs the command
-    itself.
-    """
+    """Fork. The child returns and runs the command; the parent waits and exits with its code, or logs the signal that
+    killed it and exits with 71. If torch is loaded, the process must not fork and runs the command itself."""
     if "torch" in sys.modules:
         return
     sys.stdout.flush()

@@ -20,7 +20,7 @@ from andon.data.rows import text_fault
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.training.existing import config_of
-from andon.training.rows import selection_for
+from andon.training.rows import selection_of
 from andon_contracts.legible import legible
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def check_output(output: Path | None, data: Path | None) -> None:
 
 def texts_of(folder: RunFolder, data: Path | None, text_column: str | None, bad_rows: str | None) -> Texts:
     config = config_of(folder)
-    selection = selection_for(config.data, bad_rows)
+    selection = selection_of(config.data, train=False, bad_rows=bad_rows or config.data.bad_rows)
     column, words = text_column or config.data.text_column, config.task == TOKEN_CLASSIFICATION
     if data is not None and data.suffix.lower() == ".txt":
         what = "unknown kind of file '.txt'; if it has one text per line, use:"

@@ -22,7 +22,7 @@ Parsed = TypeVar("Parsed")
 @dataclass(frozen=True)
 class RowSelection:
     """Which rows of files to read. skip_bad: skip unusable rows instead of raising. limit: stop after this many usable
-    rows; None: no limit. option: what a user adds to the command to skip unusable rows."""
+    rows; None: no limit. option: of the command, to skip unusable rows."""
 
     skip_bad: bool = False
     limit: int | None = None

@@ -246,10 +246,8 @@ def read_texts(
 ) -> Texts:
     """The texts of a file in `text_column` (default `input` or `text`), and the second texts of pairs.
 
-    words: also accept lists of words, joined by spaces, and the default column `tokens`.
-
-    Validates the whole file in bounded memory before returning; other columns are not checked. Raises `InputError` with
-    every fault, each as file:line.
+    words: also accept lists of words, joined by spaces, and the default column `tokens`. Validates the whole file in
+    bounded memory. Raises `InputError` with every fault, each as file:line.
     """
     wanted = {"text": _candidates(text_column, (TOKENS, *TEXT_COLUMNS) if words else TEXT_COLUMNS)}
     wanted |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}

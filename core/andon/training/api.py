@@ -312,11 +312,8 @@ def _row_files() -> Iterator[RowFiles]:
 
 @contextmanager
 def _preserved(*, threads: int | None = 1) -> Iterator[None]:
-    """Context manager: run with a fresh rank's torch settings and restore the caller's on exit.
-
-    They are the number of threads (None: the caller's), deterministic kernels, tensors' default type and device,
-    gradients, autocast, the random states of torch, numpy and Python, and environment variables.
-    """
+    """Context manager: run with a fresh rank's torch settings, random states and environment, and restore the caller's
+    on exit. threads: their number (None: the caller's)."""
     import torch
 
     deterministic: Any = torch.utils.deterministic

@@ -35,42 +35,34 @@ def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
     return folder
 
 
-def settings_for(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
-    """The configuration of a run to start or to check: `load_config`, with a base and with data files that exist.
+def settings_for(path: Path | None, overrides: Sequence[str], flags: Mapping[str, object]) -> Config:
+    """The configuration of a run to start or to check, as from `load_config`; its base and its data files exist.
 
-    If something is missing or wrong, the rows are read too: the `InputError` then lists every problem at once. A resume
-    needs neither base nor files if its run is finished, and looks for them later.
+    If something is wrong, the rows are read too, so that the `InputError` lists every problem at once. A resume looks
+    for base and files later, since a finished run needs neither.
     """
-    problems = ProblemList(limit=_MOST_PROBLEMS)
-    wrong: Collection[Sequence[str]] = ()
-    config: Config | None
+    problems, wrong = ProblemList(limit=_MOST_PROBLEMS), frozenset[str]()
     try:
         config = load_config(path, overrides, flags)
     except SettingsError as error:
-        config, wrong = error.usable, error.keys
+        if error.usable is None:
+            raise
+        config, wrong = error.usable, error.sections
         with problems.collecting():
             raise
-    if config is None or (config.run.resume == "auto" and not problems):
-        problems.raise_if_any()
-        assert config is not None
+    if config.run.resume == "auto" and not problems:
         return config
     with problems.collecting():
         if config.model.base is not None:
             require_found(config.model.base, config.model.revision)
-    there = {str(file): False for file in data_files(config)}
-    for file in there:
+    for file in (files := data_files(config)):
         with problems.collecting():
-            require_file(Path(file))
-            there[file] = True
-    # Other rows would be read if a setting of the data is wrong, and the task is unknown without the training files.
-    if (
-        problems
-        and not any(key[0] in ("task", "data") for key in wrong)
-        and all(there[f.path] for f in config.data.files)
-    ):
-        rest = (
-            config if config.data.eval is None or there[config.data.eval] else with_values(config, {"data.eval": None})
-        )
+            require_file(file)
+    # Settings of the data say which rows to read, and the training files say of which task.
+    *train, last = [file.is_file() for file in files] or [False]
+    evaluated = config.data.eval is not None
+    if problems and not wrong & {"task", "data"} and all(train if evaluated else [*train, last]):
+        rest = with_values(config, {"data.eval": None}) if evaluated and not last else config
         with problems.collecting():
             read_rows(rest)
     problems.raise_if_any()
@@ -160,7 +152,6 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
 
 
 def _same_source(was: str | None, now: str | None) -> bool:
-    """Whether both name the same file, folder or hub model, existing or not. was: a run's own, an absolute path."""
     return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
 
 

@@ -44,7 +44,7 @@ from andon.training.material import (
     usable_ids,
     warnings_of,
 )
-from andon.training.rows import Rows, read_files, read_rows, selection_for, skip_notes
+from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
 from andon.training.trainer import evaluate
 from andon_contracts.digest import hex64
 
@@ -232,7 +232,9 @@ def read_labelled(
     columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    rows = read_files(task, columns, [data], labels, selection_for(config.data, bad_rows))
+    rows = read_files(
+        task, columns, [data], labels, selection_of(config.data, train=False, bad_rows=bad_rows or config.data.bad_rows)
+    )
     for note in skip_notes(rows.origins.skipped if rows.origins is not None else (), 20):
         say(note)
     return rows
