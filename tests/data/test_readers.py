@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from andon.console.messages import InputError
-from andon.data.origins import ALL_ROWS, RowSelection
+from andon.data.origins import RowSelection
 from andon.data.readers import read
 from andon.data.rows import DataSet, LabelSets, Targets
 
@@ -250,9 +250,6 @@ BAD_TABLES = {
     'a.csv text,label\na,0\n"b,1\nc,0\nd,1\n': "a.csv:3: malformed: unexpected end of data",
     'a.tsv text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n': "a.tsv:3: a quote opens here and "
     "closes on line 5, and the lines between look like rows",
-    "a.csv id,text,label\n7,a,0\n,b,1\n,c,1\n7,d,0\n": (
-        f"a.csv:5: id '7' is there already, at a.csv:2; the values of the column 'id' must differ{ALL_ROWS.hint}"
-    ),
 }
 
 
