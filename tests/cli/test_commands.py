@@ -159,7 +159,7 @@ def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
     assert (ended.code, ended.said) == (0, [])
     said = "\n".join(ended.out)
     rows = "2003 rows to train on, 222 to validate, 500 to evaluate on; 5 classes"
-    assert [part for part in (rows, "(gloo: cpu, cpu, cpu)", "89%") if part not in said] == []
+    assert [part for part in (rows, "(gloo: cpu, cpu, cpu)", "wait 11%") if part not in said] == []
     assert tree(tmp_path) == {"new", "new/config.yaml"}
     many = cli("check", config, "--set", "run.workers=20", folder=tmp_path).out
     assert any(line.startswith("workers: 20 (gloo: cpu, ") and ", cpu and 12 more)" in line for line in many)
