@@ -256,7 +256,7 @@ def decode_line(line: bytes, count: int, head: str) -> Record:
     if seq != count:
         raise ValueError(f"the line has sequence number {seq}, expected {count}")
     if prev != head:
-        raise ValueError(f"`prev` is {prev}, but the line before has digest {head}")
+        raise ValueError(f"line {count} or {count + 1} was changed: `prev` is {prev}, expected {head}")
     return record
 
 

@@ -123,7 +123,6 @@ def _explain_shards(samples: Sequence[T], num_workers: int, result: Sequence[Seq
 
 @clause("samples-once", _explain_shards)
 def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> bool:
-    """One shard per worker; concatenated they are the samples, each object once and in order."""
     joined = [sample for shard in result for sample in shard]
     same = len(joined) == len(samples) and all(map(operator.is_, joined, samples))
     return len(result) == num_workers and same

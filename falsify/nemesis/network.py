@@ -179,7 +179,7 @@ def _ended(*says: str, within_s: float = _WITHIN_S, at_once: bool = True) -> Pro
 
 
 def _goes_on(*says: str) -> Promise:
-    return Promise((0,), (*says, "held-out after step"), heal_says=("is finished",))
+    return Promise((0,), (*says, "evaluation after step"), heal_says=("is finished",))
 
 
 _TWO, _THREE = Hosts(2), Hosts(3)

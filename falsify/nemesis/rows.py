@@ -125,9 +125,9 @@ NEMESES = (
     _taken("huge text", "a text of 1 MB", _field(text="word " * 200_000), "1 text cut"),
     _taken("repeated texts", "40 rows, each of them twice", lambda lines: [*lines[:40], *lines[:40]]),
     _taken(
-        *("trained on what it is scored on", "the held-out rows among the others"),
+        *("trained on what it is scored on", "the evaluation rows among the others"),
         lambda lines: [*lines, *row_lines("held.jsonl", 12)],
-        "evaluation rows have a text that is also trained on, so the scores may be too high",
+        "scored rows are also trained on, so the scores may be too high",
     ),
     replace(
         _taken("fewer rows than workers", "3 rows, one of them to validate, on 3 workers", lambda rows: rows[:3]),

@@ -180,7 +180,7 @@ FAULTS = (
           after_updates(_base_touched, first=1), SGD),
     Fault("NaN reported as the loss", "loss-finite", "step 2: the loss is not finite",
           with_result(lambda result: replace(result, loss=float("nan")) if result.step == 2 else result), SGD),
-    Fault("line of the ledger lost", "chain-intact", "line 3: it does not follow the line before it", _line_lost, SGD),
+    Fault("line of the ledger lost", "chain-intact", "line 3: it or the line before it was changed", _line_lost, SGD),
     Fault("moments lost in a resume", "resume-equal",
           "step 3 of resumed: the weights done again", around_each("restore", _moments_lost), MOMENTUM, "resume"),
     Fault("schedule started over in a resume", "resume-equal",

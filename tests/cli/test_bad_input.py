@@ -56,14 +56,13 @@ def test_data_with_many_faults(tmp_path: Path) -> None:
     data.write_bytes(
         b'{"text": "a", "label": "x"}\n{"text": "", "label": "x"}\nnot json\n{"text": "b"}\n{"text": "c", "label": 3}\n'
     )
-    ended = cli("train", "--data", data, "--run-dir", tmp_path / "run")
-    refused(
-        ended,
-        f"{data}:2: text is empty",
-        f"{data}:3: malformed JSON",
-        f"{data}:4: has no column 'label'",
-        f"{data}:1: label 'x'",
-    )
+    rows = [
+        f"{data}{each}" for each in (":2: text is empty", ":3: malformed", ":4: has no column 'label'", ":1: label 'x'")
+    ]
+    refused(cli("train", "--data", data, "--run-dir", tmp_path / "run"), *rows)
+    other = ("--eval-data", tmp_path / "other.csv", "--model", "./none", "--set", "seed=x")
+    others = ("--set seed: must be an integer", "folder './none' does not exist", "other.csv: no such file")
+    refused(cli("train", "--data", data, *other, "--run-dir", tmp_path / "run"), *others, *rows)
     assert tree(tmp_path) == {"train.jsonl"}
 
 

@@ -250,7 +250,6 @@ BAD_TABLES = {
     'a.csv text,label\na,0\n"b,1\nc,0\nd,1\n': "a.csv:3: malformed: unexpected end of data",
     'a.tsv text\tlabel\n"a\tb"\tx\n"I went\ty\nand\tx\ncame ."\ty\nend\tx\n': "a.tsv:3: a quote opens here and "
     "closes on line 5, and the lines between look like rows",
-    "a.csv id,text,label\n7,a,0\n,b,1\n,c,1\n7,d,0\n": "a.csv:5: id '7' is there already, at a.csv:2",
 }
 
 

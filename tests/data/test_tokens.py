@@ -286,10 +286,10 @@ def test_a_tokenizer_whose_own_code_is_not_run_says_so(tmp_path: Path) -> None:
 # Names that are no folder.
 
 _PROGRAM = """
-from andon.data.hub import require_on_hub
+from andon.data.hub import require_found
 for _ in range(2):
     try:
-        require_on_hub("nodir")
+        require_found("nodir")
     except ValueError as error:
         print(error, flush=True)
     input()

@@ -116,7 +116,7 @@ def test_the_embedded_run_keeps_its_last_weights_and_only_a_base_saves_by_time(
     [
         (SFT, 300, True, (304, "bfloat16", True, False, "off")),
         (SFT, 4000, False, (1024, "float32", True, False, "off")),
-        ("classification", 37, False, (40, "float32", False, True, "off")),
+        ("classification", 37, False, (128, "float32", False, True, "off")),
         ("classification", 900, True, (512, "bfloat16", False, True, "off")),
     ],
 )

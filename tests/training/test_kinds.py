@@ -172,9 +172,9 @@ def test_classes_are_listed_and_doubtful_ones_are_named(tmp_path: Path, capsys: 
             "warning: 'POS', 'pos' are classes of their own, and differ only in case, white space or Unicode form; "
             "if they mean the same, spell them in one way"
         ),
-        "warning: no training row has the class 'urgent'; all its rows are held back for validation",
+        "warning: no training row has the class 'urgent'; all its rows are validation rows",
         f"note: 1 text with line breaks (first: {data}:{validation[0] + 2}); is a quote left open there?",
-        "note: 1 of 2 evaluation rows cut to 64 tokens",
+        "note: 1 of 2 scored rows cut to 64 tokens",
     ]
     assert [line for line in told if line not in lines] == []
     given = [*config, "run.backend=inline", "training.max_steps=1"]

@@ -109,12 +109,12 @@ def test_scores_of_rows_that_chose_the_checkpoint_are_not_called_held_out(
     runs: Runs, whole: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert (summary(whole)["evaluated_on"], summary(whole)["labels"]) == ("last validation", ["blue", "green", "red"])
-    for name, more, other in (("none", (), "held-out"), ("some", (f"data.eval={runs.data}",), "last validation")):
+    for name, more, other in (("none", (), "evaluation"), ("some", (f"data.eval={runs.data}",), "last validation")):
         capfd.readouterr()
         assert runs.train(tmp_path / name, *more, "training.max_steps=1") == 0
         said, called = capfd.readouterr().err, summary(tmp_path / name)["evaluated_on"]
         assert f"{called} accuracy" in said
-        assert ("held-out after step 1: " in said) is (called == "held-out")  # others are validation's again
+        assert ("evaluation after step 1: " in said) is (called == "evaluation")  # others are validation's again
         assert f"andon: next: andon predict {tmp_path / name} --data FILE\n" in said
         assert "step 1/1, epoch 1/1, loss " in said
         assert other not in said

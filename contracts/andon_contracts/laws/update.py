@@ -108,7 +108,7 @@ def _leaves_finite(seen: Leaves) -> Finding | None:
     first = odd[0]
     name = f"{'gradient' if math.isfinite(first.loss_sum) else 'loss'} of micro-batch {first.index}"
     ids = next(leaf.ids for leaf in seen.plan if leaf.index == first.index)
-    what = f"the {name} is not finite (loss {first.loss_sum}); its rows are {list(ids)}"
+    what = f"the {name} is not finite (loss {first.loss_sum}); its row ids are {list(ids)}"
     return Finding(what, seen.step, _ranks_of(odd), name)
 
 

@@ -124,7 +124,6 @@ class GroupBackend:
             return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
-        """`gather` over sockets. Raises `RuntimeError` if another rank sends a message of another length."""
         size = sent.numel() * sent.itemsize
         message = size.to_bytes(_LENGTH_BYTES, "little") + ctypes.string_at(sent.data_ptr(), size)
         message = message.ljust(_LENGTH_BYTES + _SHORT_BYTES, b"\0")

@@ -86,7 +86,6 @@ def _explain_placement(run: Run, result: Placement) -> Finding:
 
 @clause("cpu-fallback", _explain_placement)
 def _fallback_is_allowed_and_told(run: Run, result: Placement) -> bool:
-    """Without a GPU, nccl becomes gloo on the CPU if allowed, and mixed uses CPUs only. Both need a note."""
     chosen, devices, note = result
     on_cpu = all(device.type == "cpu" for device in devices)
     if chosen != run.backend or run.backend == "nccl":

@@ -40,10 +40,7 @@ def main() -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit with `code` even if a standard stream is broken.
-
-    If torch is loaded, this skips the interpreter's shutdown, which would take a second.
-    """
+    """Exit with `code` even if a standard stream is broken; with torch loaded, without its slow shutdown."""
     broken = False
     for stream in (sys.stdout, sys.stderr):
         try:

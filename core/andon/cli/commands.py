@@ -84,7 +84,6 @@ class _Command(TyperCommand):
 
 
 def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> Callable[..., None]:
-    """Register the command; the first sentence of its docstring is its line in the list of commands."""
     first = (function.__doc__ or "").strip().partition(". ")[0].rstrip(".")
     app.command(name or function.__name__, cls=_Command, short_help=f"{first}.", **settings)(function)
     return function
@@ -146,7 +145,6 @@ def _config_arguments(
 
 
 def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the parameters of `_config_arguments` to `command`, which receives a `ConfigArguments` first."""
     file, *shared = inspect.signature(_config_arguments, eval_str=True).parameters.values()
     _, *own = inspect.signature(command, eval_str=True).parameters.values()
 
@@ -200,12 +198,8 @@ def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the f
 
 
 def in_a_child(command: str) -> None:
-    """Fork. The child returns and runs the command; the parent waits and exits with the child's code.
-
-    If a signal kills the child, the parent logs the signal and any sign of an out-of-memory kill, and exits with 71.
-    Ctrl-C and the parent's death kill the child. If torch is loaded, the process must not fork and runs the command
-    itself.
-    """
+    """Fork. The child returns and runs the command; the parent waits and exits with its code, or logs the signal that
+    killed it and exits with 71. If torch is loaded, the process must not fork and runs the command itself."""
     if "torch" in sys.modules:
         return
     sys.stdout.flush()
@@ -234,10 +228,10 @@ def check(
     show_row: Annotated[int | None, Option(help="Show this training row token by token; the first is 0.")] = None,
 ) -> None:
     """Check settings, data and model without training. Reports rows, steps and workers, or every mistake."""
-    from andon.config.load import load_config
     from andon.integrations.trackers import require
+    from andon.training.existing import settings_for
 
-    loaded = load_config(arguments.file, arguments.overrides, {"run.workers": workers, **arguments.flags})
+    loaded = settings_for(arguments.file, arguments.overrides, {"run.workers": workers, **arguments.flags})
     in_a_child("check")
     from andon.training.preview import describe
 
@@ -291,12 +285,12 @@ def plan(
     as_json: Annotated[bool, Option("--json", help="Print one JSON object; sizes are in bytes.")] = False,
 ) -> None:
     """Estimate the memory that a run needs on each device. Exit code 0 if it fits, else 2."""
-    from andon.config.load import load_config
     from andon.training.choices import placed
+    from andon.training.existing import settings_for
 
     if gpu_memory is not None and not 0 < gpu_memory < 2**20:
         raise InputError.at("--gpu-memory", f"must be a number of GiB above 0, is {gpu_memory}")
-    loaded = load_config(arguments.file, arguments.overrides, arguments.flags)
+    loaded = settings_for(arguments.file, arguments.overrides, arguments.flags)
     parts = [part.strip() for part in workers.split(",")] if workers is not None else []
     if not all(re.fullmatch("[0-9]{1,4}", part) and 1 <= int(part) <= _MOST_WORKERS for part in parts):
         raise InputError.at("--workers", f"must be numbers from 1 to {_MOST_WORKERS}, as in 1,2,4, is {workers!r}")
@@ -323,6 +317,9 @@ Base = Annotated[
 Checkpoint = Annotated[
     str | None, Option(metavar="best|last|STEP", help="Use this checkpoint; by default the result of the run.")
 ]
+BadRows = Annotated[
+    str | None, Option(metavar="refuse|skip", help="skip: leave out and list unusable rows; by default as in the run.")
+]
 Device = Annotated[str, Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
 SameAsData = Annotated[Path | None, Option("--data", help="The same as DATA.")]
 Output = Annotated[Path | None, Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")]
@@ -334,6 +331,7 @@ def evaluate(
     data: SameAsData = None,
     text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
     label_column: Annotated[str | None, Option(help="Column of the labels; as in the run by default.")] = None,
+    bad_rows: BadRows = None,
     model: Base = None,
     checkpoint: Checkpoint = None,
     device: Device = "auto",
@@ -350,7 +348,7 @@ def evaluate(
     require_file(path)
     from andon.training.inference import load_run, read_labelled, scored
 
-    rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
+    rows = read_labelled(folder, path, text_column=text_column, label_column=label_column, bad_rows=bad_rows)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     put(*json.dumps(scored(trained, rows), indent=2).splitlines())
 
@@ -364,6 +362,7 @@ def predict(
     file: Annotated[Path | None, Argument(metavar="DATA", help="Texts: JSONL, CSV, TSV or Parquet.")] = None,
     data: SameAsData = None,
     text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
+    bad_rows: BadRows = None,
     all_scores: Annotated[bool, Option("--all-scores", help="Also print the probability of every label.")] = False,
     output: Output = None,
     model: Base = None,
@@ -376,13 +375,14 @@ def predict(
     """
     from andon.cli.results import check_output, one_file, put_rows, records, texts_of
     from andon.training.existing import require_run, require_task
-    from andon.training.rows import TEXT_TASKS
+    from andon.training.rows import TEXT_TASKS, skip_notes
 
     folder = require_run(run, checkpoint)
     require_task(folder, TEXT_TASKS, "generate")
     path = one_file(file, data)
     check_output(output, path)
-    texts = texts_of(folder, path, text_column)
+    texts = texts_of(folder, path, text_column, bad_rows)
+    say(*skip_notes(texts.skipped, 20))
     from andon.training.inference import load_run
     from andon.training.inference import predict as predicted
     from andon.training.material import cut_texts_note
@@ -434,7 +434,7 @@ def generate(
     if data is None and prompt_column is not None:
         raise InputError.at("--prompt-column", f"{prompt_column} names a column of a file; add --data")
     prompts: Sequence[Any]
-    prompts = prompt or (read_lines(sys.stdin.buffer) if data is None else read_prompts(data, prompt_column))
+    prompts = prompt or (read_lines(sys.stdin.buffer)[0] if data is None else read_prompts(data, prompt_column))
     from andon.training.inference import answer, load_run
 
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)

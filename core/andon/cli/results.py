@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from andon.config.schema import TOKEN_CLASSIFICATION
 from andon.config.source import is_there
-from andon.console.messages import InputError, ProblemList, command_line, put, say
+from andon.console.messages import InputError, Problem, ProblemList, command_line, put, say
 from andon.data.formats import encoded, is_table, require_kind
+from andon.data.origins import ALL_ROWS, RowSelection
 from andon.data.readers import TEXT_COLUMNS, TextRow, Texts, read_texts
 from andon.data.rows import text_fault
 from andon.run.atomic import write_whole
 from andon.run.folder import RunFolder
 from andon.training.existing import config_of
+from andon.training.rows import selection_of
 from andon_contracts.legible import legible
 
 if TYPE_CHECKING:
@@ -64,25 +66,27 @@ def check_output(output: Path | None, data: Path | None) -> None:
         raise InputError.at("--output", f"{output} is the file that is read; name another")
 
 
-def texts_of(folder: RunFolder, data: Path | None, text_column: str | None) -> Texts:
+def texts_of(folder: RunFolder, data: Path | None, text_column: str | None, bad_rows: str | None) -> Texts:
     config = config_of(folder)
+    selection = selection_of(config.data, train=False, bad_rows=bad_rows or config.data.bad_rows)
     column, words = text_column or config.data.text_column, config.task == TOKEN_CLASSIFICATION
     if data is not None and data.suffix.lower() == ".txt":
         what = "unknown kind of file '.txt'; if it has one text per line, use:"
         raise InputError.at(data, f"{what} {command_line('andon', 'predict', folder.path)} < {data}")
     if data is not None:
-        return read_texts(data, text_column=column, text_pair_column=config.data.text_pair_column, words=words)
+        pair = config.data.text_pair_column
+        return read_texts(data, text_column=column, text_pair_column=pair, words=words, selection=selection)
     if text_column is not None:
         what = f"is for files, and standard input has one text per line; for a file: {_typed(folder, text_column)}"
         raise InputError.at("--text-column", what)
-    texts = read_lines(sys.stdin.buffer)
+    texts, skipped = read_lines(sys.stdin.buffer, selection)
     first = texts[0]
     fields = [field.strip(" \"'") for field in re.split(r"[,;\t]", first)]
     names = any(name in fields for name in ((column,) if column else TEXT_COLUMNS))
     if (len(fields) > 1 and names) or first.lstrip().startswith('{"'):
         header = "the first line of standard input reads like the header of a table, but each line is one text"
         say(f"warning: {header}; for a table use: {_typed(folder, column)}")
-    return Texts((), lambda: map(TextRow, texts))
+    return Texts((), lambda: map(TextRow, texts), skipped)
 
 
 def _typed(folder: RunFolder, column: str | None) -> str:
@@ -118,25 +122,26 @@ def _free(name: str, used: Collection[str]) -> str:
     return _free(f"input_{name}", used) if name in used else name
 
 
-def read_lines(lines: Iterable[bytes]) -> list[str]:
-    """Decode `lines` of standard input: one text a line, without line ends.
+def read_lines(lines: Iterable[bytes], selection: RowSelection = ALL_ROWS) -> tuple[list[str], Sequence[Problem]]:
+    """Decode `lines` of standard input: one text a line, without line ends; and the faults of skipped lines.
 
     Raises `InputError` with every fault at stdin:LINE (not UTF-8, empty, a NUL character), or if there are no lines.
     """
-    problems = ProblemList()
+    problems = ProblemList(skips=selection.skip_bad)
     texts: list[str] = []
     for number, line in enumerate(lines, start=1):
         where = f"stdin:{number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            problems.add(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
+            problems.add_row(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
             continue
         fault = text_fault(text)
-        if fault is not None:
-            problems.add(where, f"the text {fault}")
-        texts.append(text)
+        if fault is None:
+            texts.append(text)
+        else:
+            problems.add_row(where, f"the text {fault}")
     if not texts and not problems:
         problems.add("stdin", "holds no texts; write one per line")
     problems.raise_if_any()
-    return texts
+    return texts, problems.skipped

@@ -20,7 +20,7 @@ from andon.launch.portable import portable_environment
 from andon.launch.rank import report_to, run_rank
 from andon.run.folder import RunFolder, State
 from andon.training.choices import placed, portable_demo
-from andon.training.existing import as_begun, how_to_resume
+from andon.training.existing import as_begun, how_to_resume, settings_for
 from andon.training.rows import task_notice, with_task
 from andon.training.start import ENTRY, foreign, payload_of, report_result, start, train_rank
 
@@ -39,7 +39,7 @@ def run_training(
         config_path = own  # resume by the run's own configuration
     if is_rank():
         _run_as_rank(config_path, overrides, flags, started)
-    config = load_config(config_path, overrides, flags)
+    config = settings_for(config_path, overrides, flags)
     ended = start(config, started, entry=entry)
     if ended.exit in (Exit.RANK_LOST, Exit.RANK_SILENT) and ended.folder.begun() and " with: andon " not in ended.why:
         say(f"{ended.why}; {how_to_resume(ended.folder)}")

@@ -10,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,7 @@ _CoreLoader.yaml_implicit_resolvers = {
 _CoreDumper.yaml_implicit_resolvers = yaml.SafeDumper.yaml_implicit_resolvers | _CoreLoader.yaml_implicit_resolvers
 
 
-def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, Mapping[KeyPath, int]]:
+def parse(text: str, where: str, problems: ProblemList) -> tuple[Any, dict[KeyPath, int]]:
     """Parse the one document in `text` to dicts, lists and scalars; also return the line (from 1) of each key path.
 
     Tags, duplicate keys and bad scalars are added to `problems` at `where`:LINE, without their values. Raises
@@ -161,59 +164,16 @@ _SECTIONS = {name: part for name, part in Config() if isinstance(part, Section)}
 _KEYS: list[KeyPath] = [
     path for name, _ in Config() for path in ((name,), *((name, key) for key, _ in _SECTIONS.get(name, ())))
 ]
-_BATCH = "training.batch_size is the rows of one update over all workers"
-_BY_ANSWER = {
-    "optimizer.lr": "learning_rate",
-    "optimizer.name": "optim optimizer",
-    "optimizer.clip_norm": "max_grad_norm gradient_clipping",
-    "optimizer.betas": "adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_epsilon",
-    "schedule.type": "lr_scheduler lr_scheduler_type",
-    "schedule.warmup_fraction": "warmup_ratio",
-    "training.epochs": "num_train_epochs num_epochs",
-    "training.evaluate_every": "eval_steps",
-    "training.checkpoint_every": "save_steps",
-    "training.keep_checkpoints": "save_total_limit",
-    "training.packing": "sample_packing",
-    "training.activation_checkpointing": "gradient_checkpointing",
-    "training.compile": "torch_compile",
-    "training.eval_rows": "max_eval_samples",
-    "run.log_every": "logging_steps",
-    "run.dir": "output_dir",
-    "run.resume": "resume_from_checkpoint",
-    "run.report_to": "use_wandb wandb_project",
-    "model.base": "model_name_or_path model_name base_model",
-    "model.revision": "model_revision",
-    "model.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
-    "model.dtype": "torch_dtype",
-    "adapter.kind": "use_peft",
-    "adapter.r": "lora_r lora_rank",
-    "adapter.alpha": "lora_alpha",
-    "adapter.dropout": "lora_dropout",
-    "adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear",
-    "data.train": "train_file datasets dataset dataset_name",
-    "data.eval": "validation_file eval_dataset test_datasets",
-    "data.text_column": "dataset_text_field",
-    "data.validation_fraction": "val_set_size",
-    "data.limit": "max_samples max_train_samples",
-    "data.train_on": "train_on_inputs assistant_only_loss completion_only_loss",
-    "data.cache": "dataset_prepared_path",
-    f"{_BATCH}; training.micro_batches splits it": "per_device_train_batch_size train_batch_size micro_batch_size",
-    f"{_BATCH}, summed over training.micro_batches": "gradient_accumulation_steps",
-    "evaluation batches follow from training.micro_batches": "per_device_eval_batch_size eval_batch_size",
-    "quantized weights are not supported; model.dtype=bfloat16 halves frozen ones": "load_in_4bit load_in_8bit",
-    "model.dtype=bfloat16 is for the frozen weights; weights that train are float32": "bf16 fp16",
-    "not supported: every worker holds the whole model": "deepspeed fsdp fsdp_config",
-    "set training.evaluate_every; every epoch ends with an evaluation too": "eval_strategy evaluation_strategy",
-    "set training.checkpoint_every; every epoch ends with a checkpoint too": "save_strategy saves_per_epoch",
-    "set training.keep; best is the lowest validation loss": "load_best_model_at_end metric_for_best_model",
-    "attention needs no setting: torch chooses the kernel": "flash_attention flash_attn attn_implementation",
-    "nothing is uploaded; `andon export` writes a folder that you can upload": "push_to_hub hub_model_id",
-    "the tokenizer's own chat template is used; to change it, edit the model's folder": "chat_template",
-    "not supported": "neftune_noise_alpha use_dora use_rslora lora_use_rslora modules_to_save lora_modules_to_save",
-}
+_BY_ANSWER = tomllib.loads((files("andon.config") / "foreign_names.toml").read_text(encoding="utf-8"))
 FOREIGN_NAMES: Mapping[str, str] = {name: meant for meant, names in _BY_ANSWER.items() for name in names.split()}
 """By setting of the HF Trainer, TRL or Axolotl: Andon's key, or a sentence if none corresponds."""
+
+
+class SettingsError(InputError):
+    """Wrong settings. usable: the others, or None if they fit no run. sections: those of the wrong ones."""
+
+    usable: Config | None = None
+    sections: frozenset[str] = frozenset()
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
@@ -222,11 +182,14 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     overrides: KEY=VALUE with a dotted key and a YAML value; later ones win. flags: values by dotted key; None is
     ignored. An empty section or file keeps its defaults.
 
-    Raises `InputError` with every problem, each at file:line and key, `--set KEY`, or the flag: unreadable or malformed
-    YAML, duplicate keys, unknown keys (with the nearest known one), wrong types, values out of bounds.
+    Raises `InputError` for an unreadable file, else `SettingsError`, with every problem, each at file:line and key,
+    `--set KEY`, or the flag: duplicate or unknown keys (with the nearest known one), wrong types, values out of bounds.
     """
     problems = ProblemList()
-    values, lines = ({}, {}) if path is None else _read(Path(path), problems)
+    values, lines = dict[str, Any](), dict[KeyPath, int]()
+    with problems.collecting():
+        values, lines = ({}, {}) if path is None else _read(Path(path), problems)
+    unread = bool(problems) and not values
     # An empty section, as `optimizer:`, keeps its defaults.
     tree = {key: value for key, value in values.items() if value is not None or key not in Config.model_fields}
     origins: dict[KeyPath, str] = {}
@@ -256,14 +219,29 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     for key, value in (flags or {}).items():
         if value is not None:
             set_value(key, value, FLAGS.get(key, f"--set {key}"))
+    if unread:  # other settings may be wrong only because the file's are missing
+        problems.raise_if_any()
+    wrong = set[KeyPath]()
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
         for key_path, what in _faults(error):
             problems.add(_where(key_path, path, lines, origins), what)
+            wrong.add(key_path[:2])
+    try:
         problems.raise_if_any()
-        raise
-    problems.raise_if_any()
+    except InputError as error:
+        refused = SettingsError(error.problems)
+        refused.sections = frozenset(section for section, *_ in wrong)
+        for key_path in wrong:
+            inner = tree.get(key_path[0])
+            if len(key_path) > 1 and isinstance(inner, dict):
+                inner.pop(key_path[1], None)
+            else:
+                tree.pop(key_path[0], None)
+        with suppress(ValidationError):
+            refused.usable = Config.model_validate(tree)
+        raise refused from error
     return config
 
 
@@ -281,7 +259,7 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if path.suffix.lower() in (".csv", ".tsv", ".jsonl", ".parquet"):
         raise InputError.at(path, f"is a data file, and a configuration is YAML; did you mean --data {path}?")
     require_file(path, empty=True)
@@ -300,8 +278,7 @@ def _read(path: Path, problems: ProblemList) -> tuple[dict[str, Any], Mapping[Ke
 
 
 def _where(key_path: KeyPath, path: Path | None, lines: Mapping[KeyPath, int], origins: Mapping[KeyPath, str]) -> str:
-    """Where to correct the value at `key_path`: the last override or flag that set it, else the line of the key or an
-    enclosing key, else the key."""
+    """The last override or flag that set `key_path`, else the line of the key or an enclosing one, else the key."""
     name, around = ".".join(key_path), [key_path[:end] for end in range(len(key_path), 0, -1)]
     places = [origins[each] for each in around if each in origins]
     places += [f"{path}:{lines[each]} {name}" for each in around if each in lines]

@@ -158,7 +158,7 @@ class Data(Section):
     """Where rows come from. Files are .jsonl, .json (an object a line, or an array), .csv, .tsv or .parquet."""
 
     train: _Train | None = setting(None, "a file, or a list of files with path and weight; null: generated rows")
-    eval: Name | None = setting(None, "file never trained on; null: held-out rows")
+    eval: Name | None = setting(None, "evaluation file, never trained on; null: the validation rows")
     text_column: Name | None = setting(None, "null: input or text")
     label_separator: Name | None = setting(
         None, "between several labels in one string, as in a;b; null: labels are lists"
@@ -171,7 +171,7 @@ class Data(Section):
         "refuse", "rows that cannot be used end the run, or are skipped, counted and listed"
     )
     limit: Count | None = setting(None, "read this many training rows, validation rows included; null: all")
-    validation_fraction: Share = setting(0.1, "of the training rows, held back; drawn once from the seed")
+    validation_fraction: Share = setting(0.1, "of the training rows; drawn at random by the seed, not by class")
     train_on: Literal["assistant", "all"] = setting("assistant", "sft: tokens of answers alone, or of all messages")
     cache: Name | None = setting(
         None, "sft: folder that keeps tokens for later runs too; null: the run's, until it ends"

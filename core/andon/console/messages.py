@@ -124,6 +124,14 @@ class ProblemList:
         else:
             self.skipped.append(Problem(where, what))
 
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Context manager: record the problems of an `InputError` that is raised inside, and continue after it."""
+        try:
+            yield
+        except InputError as error:
+            self._found += error.problems
+
     def __bool__(self) -> bool:
         return bool(self._found)
 

@@ -99,11 +99,8 @@ class Encoding:
 
 @dataclass(slots=True)
 class _Batch:
-    """Encoded rows of one call; an unusable row is (id, place, fault).
-
-    stops: the ids that end answers. extended: a stop token outside the template's marked span was added to an answer.
-    spelling: the places of text rows that contain special tokens.
-    """
+    """Encoded rows of one call; an unusable row is (id, place, fault). stops: the ids that end answers. extended: a
+    stop token outside the marked span was added. spelling: text rows that contain special tokens."""
 
     rows: list[EncodedRow | tuple[int, str, str]] = field(default_factory=list)
     stops: set[int] = field(default_factory=set)
@@ -357,7 +354,6 @@ class _Encoder:
         return joined
 
     def _draft(self, row: Conversation) -> tuple[str, list[_Turn]]:
-        """A row's text, and its messages whose tokens need a weight other than the row's default, or a stop token."""
         messages = row.messages
         if self._form == "text":
             return messages[0].content, []
@@ -390,7 +386,6 @@ class _Encoder:
         return whole, turns
 
     def _all_there(self, messages: Sequence[Message], whole: str) -> None:
-        """Raise `TemplateFault` if the template omits a message or a tool, as image templates omit texts."""
         for place, message in enumerate(messages):
             for text in _required_texts(message):
                 if text not in whole:
@@ -493,7 +488,6 @@ class _Encoder:
         return start, start + len(own)
 
     def _closed(self, own: list[int], following: list[int], turn: _Turn) -> list[int]:
-        """An answer's tokens up to its stop token, the first of the trailing special tokens."""
         stop = None
         for place in range(len(own) - 1, -1, -1):
             if own[place] in self._special:

@@ -280,7 +280,6 @@ def _json(value: object) -> str:
 
 
 def _extra(message: Mapping[str, object], role: object, faults: list[str]) -> str:
-    """`Message.extra` from the fields of a message; adds to `faults`."""
     fields: dict[str, Any] = {}
     calls: Any = _decoded(message.get("tool_calls")) or []
     if calls and role != ANSWERS:
@@ -357,7 +356,6 @@ def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tu
 
 
 def _listed(name: str, value: object, faults: list[str]) -> list[Message]:
-    """The usable messages of a list; adds the faults of the others, with their positions, to `faults`."""
     if not isinstance(value, list):
         faults.append(f"{name} {must_be('a list of messages', value)}")
         return []

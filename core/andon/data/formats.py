@@ -276,8 +276,7 @@ def _with_header(path: Path, rows: Cells, problems: ProblemList) -> Table:
 
 
 def _delimited_records(path: Path, file: BinaryIO, delimiter: str, problems: ProblemList, fields: int = 0) -> Cells:
-    """Yield the nonblank records. fields: report a multi-line record if each of its lines has this many fields; 0:
-    never."""
+    """Yield the nonblank records. fields: report a multi-line record of lines with so many fields; 0: never."""
     last = whole = 0
 
     def lines() -> Iterator[str]:

@@ -1,9 +1,10 @@
-"""Model names that are not local folders: checked on the hub once, before a library starts its retries."""
+"""Where a model is: a local folder, or a name that the hub is asked for once, before a library starts its retries."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from andon.config.source import is_folder
 from andon.console.messages import InputError, command_line
 
 _ANSWER_S = 10.0
@@ -31,13 +32,17 @@ def at_hand(base: str, revision: str | None = None) -> str:
         raise InputError.at("model.base", what) from error
 
 
-def require_on_hub(name: str, revision: str | None = None) -> None:
-    """Raise `InputError` if `name` is not a valid hub id, does not exist at `revision`, or if the hub is unreachable.
+def require_found(name: str, revision: str | None = None) -> None:
+    """Raise `InputError` unless `name` is a folder, or a model that exists on the hub at `revision`.
 
     A model whose configuration is in the hub's cache passes without a request.
     """
     from huggingface_hub import HfApi, errors, try_to_load_from_cache
 
+    if is_folder(Path(name)):
+        return
+    if name.startswith((".", "/", "~")):
+        raise InputError.at("model.base", f"folder {name!r} does not exist")
     if Path(name).exists():
         raise InputError.at("model.base", f"{name!r} is a file; give the model's folder")
     at = "" if revision is None else f" at revision {revision!r}"

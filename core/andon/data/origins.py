@@ -22,10 +22,15 @@ Parsed = TypeVar("Parsed")
 @dataclass(frozen=True)
 class RowSelection:
     """Which rows of files to read. skip_bad: skip unusable rows instead of raising. limit: stop after this many usable
-    rows; None: no limit."""
+    rows; None: no limit. option: of the command, to skip unusable rows."""
 
     skip_bad: bool = False
     limit: int | None = None
+    option: str = "--set data.bad_rows=skip"
+
+    @property
+    def hint(self) -> str:
+        return "" if self.skip_bad else f"; to skip such rows: {self.option}"
 
 
 ALL_ROWS = RowSelection()
@@ -69,6 +74,7 @@ class Origins:
     """
 
     def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
+        self.hint = selection.hint
         self.problems, self._limit = ProblemList(skips=selection.skip_bad), selection.limit
         self.skipped: Sequence[Problem] = self.problems.skipped
         self.stamps: list[Stamp] = []
@@ -145,7 +151,10 @@ class Origins:
         if value is None or value == "":
             return []
         first = self._ids.setdefault(str(value), record.line)
-        return [] if first == record.line else [f"id {shown(value)} is there already, at {table.place(first)}"]
+        what = f"id {shown(value)} is there already, at {table.place(first)}"
+        return (
+            [] if first == record.line else [f"{what}; the values of the column {ID_COLUMN!r} must differ{self.hint}"]
+        )
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the rows at these ascending positions and renumber them from 0."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from andon.config.load import FLAGS
-from andon.console.messages import InputError, ProblemList, did_you_mean, shown
+from andon.console.messages import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
 from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
 from andon.data.rows import (
@@ -61,8 +61,9 @@ def read(
     `LabelSets`: a list of strings, or a string with `label_separator` between labels; default column also `labels`.
     `Tagged`: `text_column` (default `tokens`) has a list of words, `label_column` (default `tags`) one tag per word.
 
-    labels: the known labels, for an evaluation file; None: the labels of the rows, sorted (integers by value). A row's
-    id is its position among the usable rows, from 0. `Origins.skipped` has the rows that `selection` skips.
+    labels: of the training rows, for an evaluation file (none: they could not be read, so any label is accepted); None:
+    the labels of the rows, sorted (integers by value). A row's id is its position among the usable rows, from 0.
+    `Origins.skipped` has the rows that `selection` skips.
 
     Raises `InputError` with every fault, each as file:line with the offending value: a file that is missing, named
     twice, empty, a folder or not UTF-8; NUL bytes; malformed records; missing columns; empty texts; unusable or unknown
@@ -91,15 +92,18 @@ def read(
     parsed = list(origins.read(map(Path, paths), parse, begin))
 
     def refuse(faults: Iterable[tuple[int, str]]) -> None:
-        """Skip the rows at these positions. Raises `InputError` if bad rows are not skipped, or if no row remains."""
+        """Leave out the rows at these positions. Raises `InputError` if no row remains, and for training rows if bad
+        rows are not skipped; for other rows, once their labels are compared with the known ones."""
         places: set[int] = set()
         for place, fault in faults:
             problems.add_row(origins.where(place), fault)
             places.add(place)
-        problems.raise_if_any()
+        if labels is None:
+            problems.raise_if_any()
         if places:
             remaining = [place for place in range(len(parsed)) if place not in places]
             if not remaining:
+                problems.raise_if_any()
                 problems.add(origins.source, f"no row can be used; {problems.skipped[-1]}")
                 problems.raise_if_any()
             parsed[:] = [parsed[place] for place in remaining]
@@ -116,7 +120,7 @@ def read(
         if odd:
             places = {place for place, _ in odd}
             named, _ = same_kind([label for place, label in enumerate(named) if place not in places], typed)
-        names = tuple(map(str, sorted(set(named)))) if labels is None else tuple(labels)  # integers by value
+        names = tuple(labels or map(str, sorted(set(named))))  # integers by value
         if labels is None and len(names) < 2:
             what = f"all {len(named)} rows have the label {names[0]!r}; a classifier needs two classes at least"
             problems.add(origins.source, what)
@@ -124,8 +128,9 @@ def read(
     elif kind is Targets:
         problems.raise_if_any()
     else:
-        problems.raise_if_any()
-        names = tuple(sorted({name for each in named for name in each})) if labels is None else tuple(labels)
+        if labels is None:
+            problems.raise_if_any()
+        names = tuple(labels or sorted({name for each in named for name in each}))
         if not names:
             problems.add(origins.source, "no row has a label")
 
@@ -134,12 +139,11 @@ def read(
         numbers = {name: number for number, name in enumerate(names)}
         hint = cache(lambda name: did_you_mean(name, names))
         unknown = [(place, name) for place, each in enumerate(named) for name in each if name not in numbers]
-        refuse(
-            (place, f"label {shown(name)} is unknown; there are {shown_names(names)}{hint(name)}")
-            for place, name in unknown
-        )
+        known = "" if problems.skips else f"; there are {shown_names(names)}"
+        refuse((place, f"label {shown(name)} is unknown{known}{hint(name)}") for place, name in unknown)
         places = {place for place, _ in unknown}
         named = [[numbers[name] for name in each] for place, each in enumerate(named) if place not in places]
+    problems.raise_if_any()
     if kind is DataSet:
         named = [number for (number,) in named]
     elif kind is not Targets:
@@ -170,13 +174,11 @@ def _labelled_text(
         return ((), None), faults
     texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
     label, wrong = value_of(record.fields[chosen[1]], table.typed)
-    hint = "" if origins.problems.skips else "; to skip such rows: --set data.bad_rows=skip"
-    unusable = filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong))
-    faults = [
-        *(f"{fault}{hint}" if fault.endswith(" is empty") else fault for fault in unusable),
-        *(origins.repeated(table, record) if ID_COLUMN not in chosen else ()),
-    ]
-    return (tuple(map(str, texts.values())), label), faults
+    faults = [*filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong))]
+    faults = [f"{fault}{origins.hint}" if fault.endswith(" is empty") else fault for fault in faults]
+    return (tuple(map(str, texts.values())), label), faults + (
+        origins.repeated(table, record) if ID_COLUMN not in chosen else []
+    )
 
 
 def _tagged_words(
@@ -206,7 +208,7 @@ def _tagged_words(
         faults.append(f"{token_column}: {shown(odd)} is not one word")
     if len(words) != len(tags):
         faults.append(f"{len(words)} {token_column} and {len(tags)} {tag_column}; each word has one tag")
-    if known is not None:
+    if known:
         faults += [f"tag {shown(tag)} is unknown{did_you_mean(tag, known)}" for tag in tags if tag not in known]
     return ((" ".join(words),), tuple(tags)), faults
 
@@ -226,21 +228,26 @@ class TextRow:
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts of a file. columns: the union of its rows' columns. rows: each call reads the file again."""
+    """The texts of a file. columns: the union of its rows' columns. rows: each call reads the file again. skipped: the
+    faults of rows that were skipped."""
 
     columns: tuple[str, ...]
     rows: Callable[[], Iterator[TextRow]]
+    skipped: Sequence[Problem] = ()
 
 
 def read_texts(
-    path: Path, *, text_column: str | None = None, text_pair_column: str | None = None, words: bool = False
+    path: Path,
+    *,
+    text_column: str | None = None,
+    text_pair_column: str | None = None,
+    words: bool = False,
+    selection: RowSelection = ALL_ROWS,
 ) -> Texts:
     """The texts of a file in `text_column` (default `input` or `text`), and the second texts of pairs.
 
-    words: also accept lists of words, joined by spaces, and the default column `tokens`.
-
-    Validates the whole file in bounded memory before returning; other columns are not checked. Raises `InputError` with
-    every fault, each as file:line.
+    words: also accept lists of words, joined by spaces, and the default column `tokens`. Validates the whole file in
+    bounded memory. Raises `InputError` with every fault, each as file:line.
     """
     wanted = {"text": _candidates(text_column, (TOKENS, *TEXT_COLUMNS) if words else TEXT_COLUMNS)}
     wanted |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
@@ -250,8 +257,7 @@ def read_texts(
             return " ".join(text)
         return text
 
-    def rows() -> Iterator[TextRow]:
-        problems = ProblemList()
+    def rows(problems: ProblemList) -> Iterator[TextRow]:
         with closing(open_table(path, problems)) as table:
             _require_columns(wanted, table, problems)
             for record in table.records:
@@ -259,20 +265,21 @@ def read_texts(
                 texts = [joined(record.fields[name]) for name in chosen]
                 faults += filter(None, map(column_fault, chosen, texts))
                 for fault in faults:
-                    problems.add(table.place(record.line), fault)
+                    hint = selection.hint if fault.endswith(" is empty") else ""
+                    problems.add_row(table.place(record.line), f"{fault}{hint}")
                 if not faults:
                     text, *pair = map(str, texts)
                     yield TextRow(text, pair[0] if pair else None, record.fields, chosen)
         problems.raise_if_any()
 
     columns: dict[str, None] = {}
-    empty = True
-    for row in rows():
+    empty, first = True, ProblemList(skips=selection.skip_bad)
+    for row in rows(first):
         columns |= dict.fromkeys(row.fields)
         empty = False
     if empty:
-        raise InputError.at(path, "has no rows")
-    return Texts(tuple(columns), rows)
+        raise InputError.at(path, f"no row can be used; {first.skipped[0]}" if first.skipped else "has no rows")
+    return Texts(tuple(columns), lambda: rows(ProblemList(skips=selection.skip_bad)), first.skipped)
 
 
 def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:

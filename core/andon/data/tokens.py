@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from andon.config.source import loading
 from andon.console.messages import InputError, Problem, ProblemList, is_panic, shown
-from andon.data.hub import require_on_hub
+from andon.data.hub import require_found
 from andon.data.rows import text_fault
 from andon_contracts.legible import legible_line
 
@@ -185,13 +185,8 @@ class Tokenizer:
         return self._ids(list(texts)) if texts else []
 
     def _beginning(self, text: str, most: int, before: int) -> str:
-        """`text`, or a prefix of it with the same first `most` tokens. before: number of earlier texts, for messages.
-
-        Tokenising takes about a hundred bytes per character: a row of 40 MB would need gigabytes to become 128 tokens.
-        A text of up to `_WHOLE` characters is never cut here. A longer text is cut at the first length whose first
-        `most` tokens equal those at twice the length. A tokenizer's lookahead is bounded by its vocabulary and its
-        patterns, so tokens that 65,536 more characters do not change stay the same for the whole text.
-        """
+        """A prefix of `text` with the same first `most` tokens, since tokenising takes a hundred bytes per character.
+        before: number of earlier texts, for messages."""
         size, first = max(_WHOLE, _WHOLE_OF_A_TOKEN * most), None
         while size < len(text) and self.base.truncation_side == "right":
             (ids,) = self._ids([text[:size]], before)
@@ -219,10 +214,7 @@ class Tokenizer:
         return ids
 
     def _call(self, *texts: list[str], first: int = 0, **how: Any) -> Any:
-        """Call the transformers tokenizer with a batch. Raises `InputError` for texts that it cannot encode.
-
-        first: the number of earlier texts, for messages.
-        """
+        """Call the transformers tokenizer. Raises `InputError` for texts that it cannot encode. first: of the batch."""
         numbered = (pair for column in texts for pair in enumerate(column, start=first + 1))
         try:
             return self.base(*texts, verbose=False, **how)
@@ -274,7 +266,6 @@ class Tokenizer:
 
 
 def _firsts(text: str, offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """By word of `text` (split at spaces), the position of its first token; -1 if no token covers it."""
     place_of = [-1] * max((end for _, end in offsets), default=0)  # by character: the position of its first token
     for place, (start, end) in reversed([*enumerate(offsets)]):
         place_of[start:end] = [place] * (end - start)
@@ -343,10 +334,8 @@ def pretrained_tokenizer(path_or_hub_id: str, *, local_only: bool, revision: str
 
     Without a padding token, the end, unknown or begin token pads. Raises `InputError` if all are missing.
     """
-    if not Path(path_or_hub_id).is_dir() and path_or_hub_id.startswith((".", "/", "~")):
-        raise InputError.at("model.base", f"folder {path_or_hub_id!r} does not exist")
-    if not local_only:
-        require_on_hub(path_or_hub_id, revision)
+    if not local_only or path_or_hub_id.startswith((".", "/", "~")):
+        require_found(path_or_hub_id, revision)
     from transformers import AutoTokenizer
 
     with loading(path_or_hub_id, "model.base", "tokenizer"):

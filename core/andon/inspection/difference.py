@@ -139,10 +139,7 @@ def compare(one: Side, other: Side) -> Differences:
 
 def _settings(report: Differences, one: Side, other: Side, digests: Collection[str]) -> tuple[str, ...] | None:
     """Report the settings that differ. Returns the keys that define different runs; None if no settings were compared.
-
-    Keys that only place a run are reported but not returned. So are names (`NAMING`) of data or a base that both sides
-    have a digest of, by `digests`: the digests are compared instead.
-    """
+    Keys that place a run, and names of data or a base whose `digests` are compared instead, are only reported."""
     if one.settings is None or other.settings is None:
         if one.identity is None or other.identity is None:
             report.add("config", "not compared: one side has no config.yaml, and its ledger has no start line")
@@ -208,7 +205,6 @@ def _steps(report: Differences, one: Recorded, other: Recorded, step: int | None
 
 
 def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:
-    """The first tensor and element that differ, in the first checkpoint from `step` on that both runs still have."""
     if one.folder is None or other.folder is None:
         return
     names = [{path.name for path in side.glob("step-*")} for side in (one.folder.checkpoints, other.folder.checkpoints)]

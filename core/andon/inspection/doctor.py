@@ -76,7 +76,6 @@ def examine(folder: Path, limit_s: float) -> Iterator[Check]:
 
 
 def _checks(limit_s: float, *arguments: str) -> list[Check]:
-    """Run a probe in a process and return its checks. Raises `InputError` if it fails or takes too long."""
     # A socket's path has at most 107 bytes, so the probe gets a short folder.
     short = "/tmp" if os.access("/tmp", os.W_OK) else None
     try:

@@ -81,7 +81,6 @@ def _list(value: object) -> list[Any]:
 
 
 def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
-    """Lines on the broken or suspected clause: promise, place, evidence, remedy. scene: fields of the bundle."""
     clause, step, cause = CLAUSES.get(record.clause), record.step, str(scene.get("cause", "violation"))
     at, world = f"at step {step}" if step else "at the start", scene.get("world")
     if record.action == "suspected" or scene.get("suspicion"):
@@ -120,7 +119,6 @@ def _short(value: object) -> str:
 
 
 def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
-    """Lines on each rank's position and batch, from `rank-R.json` in `folder`, and on tensors that differ by rank."""
 
     def number(path: Path) -> tuple[int, str]:
         digits = path.stem.removeprefix("rank-")

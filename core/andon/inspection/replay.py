@@ -172,7 +172,6 @@ def replay_rank(payload: Mapping[str, Any]) -> int:
 def _first_difference(
     session: Session, recorded: Recorded, after: int, last: int
 ) -> tuple[int | None, Sequence[Difference]]:
-    """The first step that differs (0: the restored state; None: no step), and its fields."""
     from andon.training.trainer import step_record
     from andon_contracts.digest import hex64
 

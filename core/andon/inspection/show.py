@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from andon.console.messages import InputError
 from andon.inspection.recorded import Recorded, Stretch
 from andon.run.folder import RunFolder
-from andon.run.summary import read_provenance
+from andon.run.summary import EVALUATION, read_provenance, read_summary
 from andon.training.existing import config_of
 from andon.training.rows import Rows, read_rows
 from andon_contracts.fields import Real
@@ -16,6 +18,7 @@ from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retr
 
 _WIDTH = 100
 _UNKNOWN = "unknown"
+_ROW_IDS = re.compile(r"its row ids are \[([\d, ]+)\]")
 _VERSIONS = ("torch", "transformers", "peft", "cpu", "devices")
 
 
@@ -46,9 +49,9 @@ def texts_of(folder: RunFolder | None) -> Texts:
 def overview(run: Recorded) -> Iterator[str]:
     """Lines on all records in order; consecutive steps share one line."""
     yield f"ledger {run.ledger}"
-    for record in run.records:
+    for record, after in zip(run.records, (*run.records[1:], None), strict=True):
         if not isinstance(record, Stretch):
-            yield from event(record, run)
+            yield from event(record, run, result=isinstance(after, End))
             continue
         first, last = record.first, record.last
         if first is last:
@@ -64,8 +67,8 @@ def overview(run: Recorded) -> Iterator[str]:
         yield f"torn        {run.torn} bytes of an incomplete last line; a resume removes them"
 
 
-def event(record: Record, run: Recorded) -> Iterator[str]:
-    """Lines on a record that is not a step. Each line begins with its kind and a space."""
+def event(record: Record, run: Recorded, *, result: bool = False) -> Iterator[str]:
+    """Lines on a record that is not a step, each after its kind and a space. result: the scores are the run's."""
     match record:
         case Start(plan=plan):
             by = f", written by a {record.writer}" if record.writer is not None else ""
@@ -86,7 +89,8 @@ def event(record: Record, run: Recorded) -> Iterator[str]:
             yield f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
         case Evaluation():
             scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
-            yield f"evaluation  after step {record.step}, {record.rows} rows: {scores}"
+            rows = f"{record.rows} {_result_rows(run)} rows, the result" if result else f"{record.rows} validation rows"
+            yield f"evaluation  after step {record.step}, {rows}: {scores}"
         case Saved():
             gone = run.folder is not None and not (run.folder.checkpoints / record.name).is_dir()
             marks = f"{', the best so far' if record.best else ''}{', removed since' if gone else ''}"
@@ -105,6 +109,13 @@ def event(record: Record, run: Recorded) -> Iterator[str]:
             yield f"end         {record.reason} after step {record.step}{_named(record.digests, ', ')}"
 
 
+def _result_rows(run: Recorded) -> str:
+    with suppress(InputError):
+        if run.folder is not None:
+            return "evaluation" if read_summary(run.folder.summary).evaluated_on == EVALUATION else "validation"
+    return "scored"
+
+
 def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
     """Lines on `step`: its violations, and rows, losses, digests and ranks of its last record or its retraction.
 
@@ -118,6 +129,9 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
         raise InputError.at("--step", f"{step} is not in {run.ledger}; {known}")
     for violation in broken:
         yield from event(violation, run)
+        if ids := _ROW_IDS.search(violation.seen):
+            yield from filter(None, [texts.missing and f"  note        {texts.missing}"])
+            yield from (f"    {row}{_text(int(row), texts.rows)}" for row in ids[1].split(", "))
     record = run.trajectory.get(step)
     if record is None:
         retracted = [each for each in run.records if isinstance(each, Retraction) and each.step < step <= each.last]
@@ -130,8 +144,8 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
     done = ", skipped by the loss scaler" if record.skipped else ""
     rows = ""
     if record.epoch is not None and record.position is not None:
-        last = record.position + len(record.ids) - 1
-        rows = f": epoch {record.epoch}, rows {record.position} to {last} of it"
+        last = record.position + len(record.ids)
+        rows = f": epoch {record.epoch + 1}, rows {record.position + 1} to {last} of it"
     yield f"step {step}{which}{done}{rows}"
     if times > 1:
         yield f"  computed {times} times, because of resumes; the last one is shown"

@@ -121,7 +121,6 @@ class Heartbeat:
         return replace(now, place=current_activity(self._owner) if late else "")
 
     def _sign(self, at: float, beat: Beat[RankStatus] | None) -> PeerStatus:
-        """A peer's status now: its times plus the age of the beat, without the pauses of this process."""
         silent = self.clock.pauses.ran_s(at)[0]
         if beat is None:
             return PeerStatus(silent_s=silent)
@@ -168,7 +167,6 @@ class Heartbeat:
             self._end_by(error)
 
     def _expects_last_words(self, view: View) -> bool:
-        """Whether a rank has died, and a reason that it published before may still arrive."""
         if view.link_error or self._link is None or "died" not in view.concluded(view.patience()).values():
             self._words_by = None
             return False

@@ -167,7 +167,6 @@ class Meeting:
             raise Absent(f"{late}: {_line(error)}") from error
 
     def _gathered(self, ours: Store, problem: str) -> Verdict:
-        """On rank 0: answer calls until all ranks have arrived or the time is over, then publish the verdict."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
         missing, answered, causes = set(range(1, self.world)), set[str](), {0: problem}
         while missing and time.monotonic() < deadline:

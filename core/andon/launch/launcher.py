@@ -262,7 +262,6 @@ class Supervisor:
             self._kill_at, self._late = deadline, late
 
     def _conclude(self) -> None:
-        """Detect dead and stopped ranks, by the rules that ranks apply to each other."""
         states = {rank: "gone" if rank in self._exits else process.state() for rank, process in self._live.items()}
         stopped = self._stopped.update(rank for rank, state in states.items() if state == "stopped")
         # Other ranks, if any, give up a stopped rank first and report what they waited for.

@@ -172,7 +172,6 @@ def _addmm(added: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float
 
 
 def _in_order(a: Tensor, b: Tensor) -> bool:
-    """True for two nonempty float32 matrices. Raises `RuntimeError` if their shapes do not fit."""
     import torch
 
     if not (a.dim() == b.dim() == 2 and a.dtype is b.dtype is torch.float32):
@@ -214,7 +213,6 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _require_order() -> None:
-    """Raise `InputError` if an element of a tested product is not the chain of multiply-adds."""
     import torch
 
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

@@ -44,10 +44,8 @@ _DESTROY_S = 0.5  # time limit for destroying the process group
 
 @dataclass
 class _State:
-    """The state of this process. asked_by: the signal that asked it to end. folder: for its report.
-
-    says: whether this process, not its launcher, prints why it ended. ending: held by the thread that ends it.
-    """
+    """asked_by: the signal that asked this process to end. folder: for its report. says: whether it, not its launcher,
+    prints why it ended. ending: held by the thread that ends it."""
 
     asked_by: int = 0
     folder: Path | None = None
@@ -199,7 +197,6 @@ def _say_end(report: Report) -> None:
 
 
 def _record(report: Report) -> None:
-    """Write the report, and torch's error file. A disk error must not hide the exit code."""
     report = replace(report, launch=os.environ.get(RUN_ID, ""))
     torch_file = os.environ.get(ERROR_FILE_VARIABLE)
     writes = [] if _state.folder is None else [partial(report.write, _state.folder)]

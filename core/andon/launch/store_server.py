@@ -67,7 +67,6 @@ class StoreServer:
                 connection.send_bytes(packed(answer))
 
     def _answer(self, name: bytes, *parts: bytes) -> list[bytes]:
-        """The answer to one call; `_changed` is held. Raises ValueError for an unknown call."""
         values = self._values
         match name, parts:
             case b"set", (key, value):

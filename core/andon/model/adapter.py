@@ -321,7 +321,6 @@ def _base_name(name: str) -> str:
 
 
 def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-    """For each weight that the adapter changes, by name: a function from its fp32 value to the merged value."""
 
     def with_delta(layer: Any, weight: Tensor) -> Tensor:
         delta: Tensor = layer.get_delta_weight("default")

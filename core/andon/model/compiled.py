@@ -320,7 +320,6 @@ def compute_waves_once(graph: Graph) -> None:
 
 @library.custom_op("andon::kept", mutates_args=())
 def _kept(x: Tensor) -> Tensor:
-    """A copy of `x`, by an operation that the compiler cannot fuse."""
     return x.clone()
 
 
@@ -467,8 +466,7 @@ def _code_of_rewrites() -> str:
 
 
 def _room_for(graphs: int) -> dict[str, Any]:
-    """Arguments of `torch.compile` that raise its recompilation limit. torch 2.11 has one limit per process, which is
-    raised here; later versions have an argument."""
+    """Arguments of `torch.compile` that raise its recompilation limit; torch 2.11's, one per process, is set here."""
     parameters = inspect.signature(torch.compile).parameters
     if {"recompile_limit", "isolate_recompiles"} <= parameters.keys():
         return {"recompile_limit": 2 * graphs, "isolate_recompiles": True}

@@ -121,7 +121,6 @@ def choose_masking(model: nn.Module, device: torch.device) -> Masking:
 
 
 def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list[Tensor]:
-    """Backbone output (a head of zeros would hide a wrong mask) and logits of three rows; empty if the model raises."""
     ids, mask = _tokens(model, device)
     outputs: list[Tensor] = []
 
@@ -136,7 +135,6 @@ def _outputs_of_rows(model: Any, masking: Masking, device: torch.device) -> list
 
 
 def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -> list[Tensor]:
-    """The backbone's output for a pack of three rows and padding; empty if the model raises."""
     base: Any = without_adapter(model)
     room = getattr(base.config, "max_position_embeddings", None) or 2 * _TRIED_LENGTHS[0]
     lengths = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
@@ -150,7 +148,6 @@ def _outputs_of_pack(model: nn.Module, masking: Masking, device: torch.device) -
 
 
 def _tokens(model: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids and padding mask [3, length] of trial rows, one of a single token; the same on all ranks."""
     room = getattr(model.config, "max_position_embeddings", None) or 0
     room = room if room > 0 else 2 * _TRIED_LENGTHS[0]  # -1 means no limit in XLNet
     pad = getattr(model.config, "pad_token_id", None) or 0
@@ -278,8 +275,7 @@ def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor
 
 
 def _spans(rows: Tensor, positions: Tensor) -> Tensor:
-    """int32 [packs, 1, length, 2]: for each position of a pack, the start and end (exclusive) of its row. A padding
-    position counts as a row of one token."""
+    """int32 [packs, 1, length, 2]: start and end (exclusive) of each position's row; padding is rows of one token."""
     length = rows.shape[1]
     places = torch.arange(length, device=rows.device).expand_as(rows)
     last = torch.ones_like(rows, dtype=torch.bool)
@@ -291,8 +287,7 @@ def _spans(rows: Tensor, positions: Tensor) -> Tensor:
 def _attend_by_spans(
     _: nn.Module, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, dropout: float = 0.0, **more: Any
 ) -> tuple[Tensor, None]:
-    """Attention of packed rows with transformers' signature: query [packs, heads, length, size], key and value with as
-    many heads or fewer, spans from `_spans`; returns [packs, length, heads, size].
+    """Attention of packed rows with transformers' signature; spans from `_spans`. Returns [packs, length, heads, size].
 
     Raises `ValueError` for shapes that our kernel does not support. With dropout, which it lacks, torch computes it.
     """

@@ -297,7 +297,6 @@ def _layer_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **more: Any
 ) -> Tensor:
-    """Flash attention for half precision without a mask, else memory-efficient attention."""
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (each.to(torch.get_autocast_dtype("cpu")) for each in (query, key, value))
     flash = attn_mask is None and query.dtype != torch.float32

@@ -210,10 +210,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[str, Any], dict[str, Read]]:
-    """The manifest, the state, and the result of `use` for each tensor by name. A tensor is mapped only during `use`.
-
-    Raises `CheckpointError` naming the file and the fault.
-    """
+    """The manifest, the state, and the result of `use` for each tensor by name, mapped only during `use`. Raises
+    `CheckpointError` naming the file and the fault."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -359,10 +357,7 @@ def _step_of(path: Path) -> int:
 
 
 def _named(folder: Path, *, links: bool = False) -> dict[int, list[Path]]:
-    """The folders named like checkpoints, by step, the plain name before replaced ones.
-
-    links: include links, which are never valid checkpoints.
-    """
+    """The folders named like checkpoints, by step, replaced ones last. links: include links, which are never valid."""
     by_step: dict[int, list[Path]] = {}
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         wanted = entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())

@@ -214,7 +214,6 @@ class RunFolder:
             raise InputError.at(self.path, f"is being written by {_owner(handle)}") from None
 
     def _refuse_no_files(self) -> None:
-        """Raise `InputError` if a folder, pipe or device has the name of a file: reading a pipe would block."""
         ours = {self.config, self.environment, self.metrics, self.ledger, self.provenance, self.summary, self.lock}
         names = {path.name for path in (*ours, self._claim)}
         entries = [each for each in os.scandir(self.path) if each.name in names]
@@ -252,7 +251,6 @@ def _is_at(handle: int, file: Path) -> bool:
 
 
 def _remove_unclaimed(file: Path) -> None:
-    """Remove a claim without an owner. Raises `BlockingIOError` if another command holds it."""
     handle = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -296,7 +294,6 @@ def _json_object(data: bytes) -> dict[str, Any]:
 
 
 def _head(path: Path, limit: int) -> bytes:
-    """The first `limit` bytes of the file at `path`; empty if it cannot be opened. Raises `InputError` for EIO."""
     try:
         with open_regular(path) as file:
             return file.read(limit)

@@ -132,8 +132,8 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-HELD_OUT, LAST_VALIDATION = "held-out", "last validation"
-"""The rows of the last scores: held-out rows, or the validation rows that selected the best checkpoint."""
+EVALUATION, LAST_VALIDATION = "evaluation", "last validation"
+"""The rows of the last scores: evaluation rows, or the validation rows that selected the best checkpoint."""
 _QUOTED = {
     "accuracy": "accuracy",
     "macro_f1": "macro-F1",
@@ -171,7 +171,7 @@ class Summary(Part):
     the step of the best checkpoint if `weights_digest` and `eval` are of its weights (`training.keep`); None: they are
     of the last step's. memory, in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's
     process. data_changed: data files that changed during the run, and how. dropped_values: values in the ranks' store
-    that were ignored because no rank wrote them.
+    that were ignored because no rank wrote them. updates: of the last command, which took `wall_s`.
     """
 
     run: str
@@ -192,9 +192,10 @@ class Summary(Part):
     best_step: Count | None = None
     kept_step: Count | None = None
     memory: Mapping[str, Count] = field(default_factory=dict)
-    evaluated_on: str = HELD_OUT
+    evaluated_on: str = EVALUATION
     labels: tuple[str, ...] = ()
     dropped_values: Count | None = None
+    updates: Count | None = None
     data_changed: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -27,7 +27,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from andon.config.load import FLAGS, load_config
+from andon.config.load import FLAGS
 from andon.config.schema import SFT, Config
 from andon.console.messages import Exit, InputError, Problem, ProblemList, install_hint, reading, say, shown
 from andon.data.rows import text_fault
@@ -36,7 +36,7 @@ from andon.launch.fork_server import for_one_launch
 from andon.run.folder import RunFolder, State, metrics_lines
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, labelled, read_summary
-from andon.training.existing import how_to_resume, require_run, require_task
+from andon.training.existing import how_to_resume, require_run, require_task, settings_for
 from andon.training.given import RowFiles
 from andon.training.rows import TEXT_TASKS
 from andon.training.start import RunOutcome, start
@@ -111,7 +111,7 @@ def train(
     try:
         with _row_files() as files:
             flags, overrides = _options(named | settings, files)
-            loaded = load_config(None if config is None else Path(config), overrides, flags)
+            loaded = settings_for(None if config is None else Path(config), overrides, flags)
             if loaded.run.backend != "inline" and multiprocessing.current_process().daemon:
                 what = f"{loaded.run.backend} starts processes, which a daemonic process may not; use inline"
                 raise InputError.at("run.backend", what)
@@ -312,11 +312,8 @@ def _row_files() -> Iterator[RowFiles]:
 
 @contextmanager
 def _preserved(*, threads: int | None = 1) -> Iterator[None]:
-    """Context manager: run with a fresh rank's torch settings and restore the caller's on exit.
-
-    They are the number of threads (None: the caller's), deterministic kernels, tensors' default type and device,
-    gradients, autocast, the random states of torch, numpy and Python, and environment variables.
-    """
+    """Context manager: run with a fresh rank's torch settings, random states and environment, and restore the caller's
+    on exit. threads: their number (None: the caller's)."""
     import torch
 
     deterministic: Any = torch.utils.deterministic

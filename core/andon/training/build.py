@@ -175,7 +175,6 @@ def build_replicas(
 
 
 def _try(model: nn.Module, task: Task, sample: int, device: torch.device) -> None:
-    """Run one row through the model. Raises `InputError` if its code fails or draws numbers that cannot be keyed."""
     batch = task.load([sample], device)
     try:
         refuse_unkeyed(lambda: task.loss_sum(model, batch), device)

@@ -21,7 +21,8 @@ from andon.launch.portable import can_take_effect, obstacles
 
 _CAP = 512
 _CAP_SFT = 2048
-"""Limits of an automatic `model.max_length`."""
+_ROOM = 128
+"""Limits of an automatic `model.max_length`; its least value for other tasks than SFT."""
 _PARTS = 8
 _TOKENS = 4096
 """Most tokens of a micro-batch, unless a single row has more."""
@@ -176,7 +177,6 @@ def for_rows(
     `InputError` if `schedule.min_lr` is above the chosen learning rate.
     """
     values: dict[str, Any] = {
-        "model.max_length": config.model.max_length,
         "model.dtype": "float32",
         "training.packing": False,
         "training.group_by_length": False,
@@ -193,7 +193,6 @@ def for_rows(
             "adapter.dropout": 0.05,
             "training.epochs": 3,
             "training.checkpoint_minutes": 15.0,
-            "model.max_length": min(-(-longest // 8) * 8, config.model.max_length),
             "model.dtype": base.dtype if on_gpus else "float32",
             "training.packing": packing,
             "training.group_by_length": not packing,
@@ -208,7 +207,11 @@ def for_rows(
         if training.max_steps is not None:
             epochs = min(epochs, training.max_steps * training.batch_size / max(len(lengths), 1))
         pays = 6.0 * base.weights * sum(lengths) * epochs >= _COMPILE_PAYS
-    return _where_unset(config, {"training.compile": "graphs" if pays else "off"})
+    config = _where_unset(config, {"training.compile": "graphs" if pays else "off"})
+    # Room for longer texts to predict. Only compiled lengths depend on the limit, so it costs nothing otherwise.
+    least = _ROOM if task != SFT and config.training.compile == "off" else 0
+    limit = config.model.max_length if base is None else min(-(-max(longest, least) // 8) * 8, config.model.max_length)
+    return _where_unset(config, {"model.max_length": limit})
 
 
 def with_micro_batches(config: Config, rows: int, length: int) -> Config:

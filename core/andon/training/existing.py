@@ -6,17 +6,19 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from andon.config.load import differences, identity, load_config
+from andon.config.load import SettingsError, differences, identity, load_config
 from andon.config.schema import CLASSIFICATION, Config
-from andon.config.source import is_there
-from andon.console.messages import InputError, Problem, command_line, say
-from andon.data.hub import at_hand
+from andon.config.source import is_there, require_file
+from andon.console.messages import InputError, Problem, ProblemList, command_line, say
+from andon.data.hub import at_hand, require_found
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_provenance
 from andon.training.choices import inherited, with_values
-from andon.training.rows import read_rows
+from andon.training.rows import data_files, read_rows
 from andon_contracts.record import Retraction, Start, Step
+
+_MOST_PROBLEMS = 60
 
 
 def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
@@ -31,6 +33,40 @@ def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
         also = "; andon predict can use the newest checkpoint: add --checkpoint last" if how.startswith("res") else ""
         raise InputError.at(path, f"is not finished ({progress_text(folder)}); {how}{also}")
     return folder
+
+
+def settings_for(path: Path | None, overrides: Sequence[str], flags: Mapping[str, object]) -> Config:
+    """The configuration of a run to start or to check, as from `load_config`; its base and its data files exist.
+
+    If something is wrong, the rows are read too, so that the `InputError` lists every problem at once. A resume looks
+    for base and files later, since a finished run needs neither.
+    """
+    problems, wrong = ProblemList(limit=_MOST_PROBLEMS), frozenset[str]()
+    try:
+        config = load_config(path, overrides, flags)
+    except SettingsError as error:
+        if error.usable is None:
+            raise
+        config, wrong = error.usable, error.sections
+        with problems.collecting():
+            raise
+    if config.run.resume == "auto" and not problems:
+        return config
+    with problems.collecting():
+        if config.model.base is not None:
+            require_found(config.model.base, config.model.revision)
+    for file in (files := data_files(config)):
+        with problems.collecting():
+            require_file(file)
+    # Settings of the data say which rows to read, and the training files say of which task.
+    *train, last = [file.is_file() for file in files] or [False]
+    evaluated = config.data.eval is not None
+    if problems and not wrong & {"task", "data"} and all(train if evaluated else [*train, last]):
+        rest = with_values(config, {"data.eval": None}) if evaluated and not last else config
+        with problems.collecting():
+            read_rows(rest)
+    problems.raise_if_any()
+    return config
 
 
 def config_of(folder: RunFolder, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None) -> Config:
@@ -116,7 +152,6 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
 
 
 def _same_source(was: str | None, now: str | None) -> bool:
-    """Whether both name the same file, folder or hub model, existing or not. was: a run's own, an absolute path."""
     return was == now or (was is not None and now is not None and was == str(Path(now).resolve()))
 
 

@@ -161,7 +161,6 @@ Answers = tuple[torch.Tensor, Sequence[object]]
 
 
 def _questions_of(run: TrainedRun, check: str) -> Questions | str:
-    """Evenly spaced evaluation rows of the run, or their prompts; a sentence with the reason if none is usable."""
     run_rows = rows_of(run)
     if run_rows is None:
         return NOT_MEASURED
@@ -200,10 +199,8 @@ def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
 def _answers_of_written(
     run: TrainedRun, folder: Path, questions: Questions, before: Any, base: Path | str | None
 ) -> Answers:
-    """Outputs of the model in `folder`, loaded by transformers alone, or by peft as an adapter on `base`.
-
-    before: the run's own answers to prompts; logits are computed along them.
-    """
+    """Outputs of the model in `folder`, loaded by transformers alone, or by peft as an adapter on `base`. before: the
+    run's own answers to prompts, along which logits are computed."""
     import transformers
 
     task, place = run.config.task or CLASSIFICATION, str(folder)
@@ -245,7 +242,6 @@ def _answers_of_written(
 
 
 def _logits_along(model: Any, questions: Questions, answers: Sequence[Sequence[int]]) -> torch.Tensor:
-    """fp32 [tokens of all answers, vocabulary]: logits at each answer token, given the tokens before it."""
     logits = []
     with torch.no_grad():
         for (ids, _), answer in zip(questions.prompts, answers, strict=True):
@@ -271,12 +267,9 @@ def _decided(run: TrainedRun, questions: Questions, logits: Sequence[torch.Tenso
 def _drift(
     run: TrainedRun, path: Path, questions: Questions, before: Answers, base: Path | str | None, *, exact: bool
 ) -> str:
-    """Describe in a sentence how outputs of the folder at `path`, loaded by stock libraries, differ from the run's.
-
-    base: the base of an adapter. exact: both compute in fp32, so that only rounding may differ. Frees the weights of
-    the run's model to make room. Raises `RuntimeError` if `exact` and they differ by more than rounding, or if an
-    output is not finite.
-    """
+    """Describe how outputs of the folder at `path`, loaded by stock libraries, differ from the run's. Frees the run's
+    model. Raises `RuntimeError` if an output is not finite or, if `exact` (both in fp32), they differ by more than
+    rounding."""
     run.model.to("meta")
     (numbers, decided), (written, after) = before, _answers_of_written(run, path, questions, before[1], base)
     largest, size = float((numbers - written).abs().max()), float(numbers.abs().max())

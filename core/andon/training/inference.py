@@ -216,18 +216,25 @@ def load_run(
 
 
 def read_labelled(
-    folder: RunFolder, data: Path, *, text_column: str | None = None, label_column: str | None = None
+    folder: RunFolder,
+    data: Path,
+    *,
+    text_column: str | None = None,
+    label_column: str | None = None,
+    bad_rows: str | None = None,
 ) -> Examples:
     """Read the rows in `data`, whose labels must be among the run's. Raises `InputError` with every problem.
 
-    text_column, label_column: of this file; None: as configured for the run.
+    text_column, label_column, bad_rows (refuse or skip): of this file; None: as configured for the run.
     """
     config = config_of(folder)
     named = {"text_column": text_column, "label_column": label_column}
     columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    rows = read_files(task, columns, [data], labels, selection_of(config.data, train=False))
+    rows = read_files(
+        task, columns, [data], labels, selection_of(config.data, train=False, bad_rows=bad_rows or config.data.bad_rows)
+    )
     for note in skip_notes(rows.origins.skipped if rows.origins is not None else (), 20):
         say(note)
     return rows

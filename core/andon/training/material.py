@@ -384,7 +384,7 @@ def cut_note(task: ScoredTask, ids: Sequence[int], config: Config) -> str:
         return ""
     missed = config.task in (SFT, TOKEN_CLASSIFICATION)
     means = "; the part cut off counts as wrong in the scores and is not in the loss" if missed else ""
-    return f"note: {cut} of {counted(len(ids), 'evaluation row')} cut to {config.model.max_length} tokens{means}"
+    return f"note: {cut} of {counted(len(ids), 'scored row')} cut to {config.model.max_length} tokens{means}"
 
 
 def interface_of(config: Config, head: str, labels: tuple[str, ...], tokenizer: Tokenizer) -> ModelInterface:

@@ -27,6 +27,7 @@ from andon.training.material import (
     warnings_of,
 )
 from andon.training.rows import class_counts, notes, skip_notes, task_notice, unfit_model
+from andon_contracts.legible import counted
 
 _MOST_WORKERS = 8
 
@@ -57,8 +58,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
         for place, (file, size, weight) in enumerate(zip(origins.names(), origins.sizes, rows.weights, strict=True)):
             used = f"{size - kept_back[place]} of {size} rows to train on, weight {weight:g}"
             yield f"file {file}: {used}, {in_epoch[place]} in an epoch"
-    seen = f"{rows.seen_in_training()} of {len(rows.evaluated_on)} evaluation rows have a text that is also trained on"
-    yield f"texts: {seen}; {repeated_texts(rows.trained_on)} training rows repeat the text of an earlier one"
+    seen = f"{rows.seen_in_training()} of {counted(len(rows.evaluated_on), 'scored row')}"
+    yield f"texts: also trained on: {seen}; repeated in training: {repeated_texts(rows.trained_on)}"
 
     # The model and its settings
     total, trained = (
@@ -78,11 +79,9 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield f"plan: {plan.total_steps} steps ({plan.steps_per_epoch} an epoch) of {plan.batch_size} {units}{last}"
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
-    count, workers = plan.micro_batches, config.run.workers
-    full = [str(world) for world in range(1, _MOST_WORKERS + 1) if efficiency(count, world) == 1]
-    better = f" ({', '.join(full)} workers: 100%)" if efficiency(count, workers) != 1 else ""
-    use = f"{count} micro-batches keep them busy {efficiency(count, workers):.0%} of the time{better}"
-    yield f"workers: {workers} ({where}), {use}"
+    workers, busy = config.run.workers, efficiency(plan.micro_batches, config.run.workers)
+    use = f", which wait {1 - busy:.0%} of the time: they share {plan.micro_batches} micro-batches" if busy < 1 else ""
+    yield f"workers: {workers} ({where}){use}"
 
     # Notes
     yield from (*notes(rows), *skip_notes(material.unusable))

@@ -16,7 +16,7 @@ from typing import Any
 
 import andon.data
 from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
-from andon.console.messages import InputError, Problem
+from andon.console.messages import InputError, Problem, ProblemList
 from andon.data import rewriting, shell
 from andon.data.conversations import conversations_in, read_conversations
 from andon.data.formats import first_record
@@ -37,10 +37,10 @@ from andon.data.rows import (
     shared_texts,
 )
 from andon.run.columns import Columns, Numbers, key_of, load_or_build
-from andon.run.summary import HELD_OUT, LAST_VALIDATION, source_digest
+from andon.run.summary import EVALUATION, LAST_VALIDATION, source_digest
 from andon_contracts.legible import counted, legible_line
 
-_MOST_GROUPS, _MOST_CLASSES = 10, 30
+_MOST_GROUPS, _MOST_CLASSES, _MANY_ROWS = 10, 30, 20
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ class Rows:
         return max(self.train_ids, default=0) // len(self.train) + 1 if self.weights else 1
 
     def where(self, id_: int) -> str:
-        """File and line of an id, and its copy number from 2 on; empty without `weights`."""
+        """File and line of an id, and its copy number from 2 on; empty for embedded rows."""
         origins, copy = self.train.origins, id_ // len(self.train) + 1
-        if not self.weights or origins is None or id_ < 0:
+        if origins is None or not 0 <= id_ < len(self.train) * self.copies:
             return ""
         return origins.where(self.row_of(id_)) + (f", copy {copy}" if copy > 1 else "")
 
@@ -112,8 +112,8 @@ class Rows:
 
     @property
     def last_scores(self) -> str:
-        """`HELD_OUT` if there are evaluation rows, else `LAST_VALIDATION`."""
-        return HELD_OUT if self.evaluation is not None else LAST_VALIDATION
+        """`EVALUATION` if there are evaluation rows, else `LAST_VALIDATION`."""
+        return EVALUATION if self.evaluation is not None else LAST_VALIDATION
 
     @property
     def skipped(self) -> tuple[Problem, ...]:
@@ -159,7 +159,7 @@ def notes(rows: Rows) -> Iterator[str]:
             yield f"warning: {len(groups) - _MOST_GROUPS} more groups of classes are spelled almost the same"
         absent = [name for name, count in zip(train.labels, trained_on.counts(), strict=False) if not count]
         if absent:
-            held = "all its rows are held back for validation"
+            held = "all its rows are validation rows"
             yield f"warning: no training row has the class {shown_names(absent)}; {held}"
         if origins is not None:
             places = [origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
@@ -171,6 +171,8 @@ def notes(rows: Rows) -> Iterator[str]:
         pairs = {*zip(train.fingerprints(), (row.label for row in train.rows), strict=True)}
         if texts := sum(count > 1 for count in Counter(text for text, _ in pairs).values()):
             yield f"warning: equal texts have different labels ({counted(texts, 'text')}); check duplicate rows"
+        if len(train) >= _MANY_ROWS and 2 * len(train.labels) > len(train):
+            yield f"warning: {len(train.labels)} classes for {len(train)} rows; is the label column the right one?"
         separator = likely_separator([train.labels[row.label] for row in train.rows])
         if separator:
             yield (
@@ -272,9 +274,13 @@ def task_notice(config: Config) -> str:
     return f"task: {task}, as {why} in {config.data.files[0].path} (another: --task NAME)" if why else ""
 
 
-def selection_of(data: Data, *, train: bool) -> RowSelection:
-    """The row selection for the training files or, with train=False, for the evaluation file."""
-    return RowSelection(data.bad_rows == "skip", data.limit if train else None)
+def selection_of(data: Data, *, train: bool, bad_rows: str | None = None) -> RowSelection:
+    """The rows to read of the training files (train), else of another file. bad_rows: the option of a command on a run;
+    None: as the setting says."""
+    if bad_rows not in (None, "refuse", "skip"):
+        raise InputError.at("--bad-rows", f"{bad_rows!r} is not one of refuse, skip")
+    option = "--set data.bad_rows=skip" if bad_rows is None else "--bad-rows skip"
+    return RowSelection((bad_rows or data.bad_rows) == "skip", data.limit if train else None, option)
 
 
 def data_files(config: Config) -> list[Path]:
@@ -322,8 +328,14 @@ def read_rows(
         return _cached_rows(folder, task, data, paths, labels, selection, read_once)
 
     if data.files:
-        train = rows_of([Path(file.path) for file in data.files], None)
-        evaluation = rows_of([Path(data.eval)], train.labels) if data.eval is not None else None
+        problems, labels, evaluation = ProblemList(), tuple[str, ...](), None
+        with problems.collecting():
+            train = rows_of([Path(file.path) for file in data.files], None)
+            labels = train.labels
+        if data.eval is not None:
+            with problems.collecting():
+                evaluation = rows_of([Path(data.eval)], labels)
+        problems.raise_if_any()
     elif task in _EMBEDDED:
         train, evaluation = _EMBEDDED[task](config.seed)
     else:
@@ -355,10 +367,8 @@ def _cached_rows(
     selection: RowSelection,
     read_once: Callable[[], Examples],
 ) -> Examples:
-    """Load the rows of `paths` from the cache in `folder`, or read the files and write the cache.
-
-    Blocks while another process writes it. Raises `InputError` if a file changes while it is read.
-    """
+    """Load the rows of `paths` from the cache in `folder`, or read them and write it. Blocks while another process
+    writes it. Raises `InputError` if a file changes while it is read."""
     before = stamps(paths)
     key = key_of(
         ("pyarrow",),

@@ -205,10 +205,7 @@ def assembled(
 
 def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
     """Run a first kernel on this rank's device. Returns backend and device; the CPU if no GPU works and `cpu_fallback`.
-
-    Collective if ranks are on GPUs. Raises `InputError` on every rank if only some GPUs work, if those named in
-    `run.devices` do not, and for GPUs of different models under `nccl`.
-    """
+    Collective with GPUs. Raises `InputError` on every rank if only some GPUs work or their models differ (`nccl`)."""
     device = devices[rank]
     if all(each.type != "cuda" for each in devices):
         return name, device
@@ -313,7 +310,6 @@ def restore(session: Session) -> ResumePoint | None:
 
 
 def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
-    """Rank 0's resume point and its answer to the other ranks; None if the run is new or finished."""
     folder, machine = session.folder, fingerprint(session.environment)
     if session.config.run.resume != "auto":
         if folder.begun():
@@ -544,7 +540,7 @@ def _announcements(session: Session, done: int) -> list[str]:
     verbose, workers = config.run.progress == "verbose", counted(backend.world_size, "worker")
     batches = f"{counted(last, 'step')} of {plan.batch_size} {units}s"
     batches += f" in {plan.micro_batches} micro-batches" if verbose else ""
-    seen_rows = f"{seen} of {counted(total, 'evaluation row')} have a text that is also trained on"
+    seen_rows = f"the texts of {seen} of {counted(total, 'scored row')} are also trained on"
     return [
         unfit_model(config) if done == 0 else "",
         f"training on {counted(len(plan.ids), units)}: {batches}, {workers} ({backend.name})",
@@ -676,6 +672,7 @@ def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -
         wall_s=round(time.monotonic() - session.started, 3),
         ledger=Head(*journal.ledger.head),
         data_changed=changed,
+        updates=journal.updates,
         dropped_values=dropped_values() or None,
     )
     write_summary(session.folder.summary, last)

@@ -22,7 +22,7 @@ from andon.launch.rank import preempted
 from andon.launch.report import Report
 from andon.run.folder import RUNS, RunFolder, State, new_folder
 from andon.run.ledger import LedgerError, read_ledger
-from andon.run.summary import quoted, read_summary
+from andon.run.summary import LAST_VALIDATION, quoted, read_summary
 from andon.training.choices import placed, portable_demo
 from andon.training.existing import (
     as_begun,
@@ -161,7 +161,6 @@ def _unfinished(folder: RunFolder, how: str) -> RunOutcome:
 
 
 def _train_here(config: Config, folder: RunFolder, started: float) -> RunOutcome:
-    """Train all ranks in this process. A signal ends the run at the next step boundary, a second SIGINT immediately."""
     from andon.training.run import train
 
     received: list[int] = []
@@ -213,11 +212,8 @@ def train_rank(payload: Mapping[str, Any]) -> int:
 def _train_in_ranks(
     config: Config, folder: RunFolder, started: float, entry: str, files: Sequence[Stamp]
 ) -> RunOutcome:
-    """Launch ranks, and relaunch them after a failure, at most `run.max_restarts` times.
-
-    A restart resumes from the last checkpoint and repeats the same computation bit for bit. If it fails with the same
-    error at the same step, the error is deterministic, and the run ends.
-    """
+    """Launch ranks, and relaunch them from the last checkpoint after a failure, at most `run.max_restarts` times. The
+    same error after the same step is deterministic, so it ends the run."""
     warm_up(_PRELOAD)
     most, failures = config.run.max_restarts, list[tuple[object, int]]()
     while True:
@@ -262,14 +258,19 @@ def _train_in_ranks(
 def report_result(folder: RunFolder, config: Config) -> None:
     summary = read_summary(folder.summary)
     scores = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(summary.eval).items()][:2])
+    if rows := [one["support"] for one in summary.eval.get("classes") or () if "accuracy" in summary.eval]:
+        scores += f" (accuracy {max(rows) / max(sum(rows), 1):.4f} by always naming the largest class)"
+    last = "" if summary.updates in (None, summary.steps) else f", the last {summary.updates} of them"
     say(
-        f"done: {counted(summary.steps, 'step')} on {counted(summary.world_size, 'worker')} ({summary.backend}) in "
-        f"{summary.wall_s:.1f} s, {summary.evaluated_on} {scores}"
+        f"done: {counted(summary.steps, 'step')} on {counted(summary.world_size, 'worker')} ({summary.backend})"
+        f"{last} in {summary.wall_s:.1f} s, {summary.evaluated_on} {scores}"
     )
     if summary.reason == "early-stopping":
         say(f"stopped early: the last {config.training.early_stopping_patience} evaluations had no lower loss")
     if summary.kept_step is not None:
         say(f"kept the weights of step {summary.kept_step}, with the lowest validation loss (training.keep=best)")
+        if summary.evaluated_on == LAST_VALIDATION:
+            say("note: the validation rows also chose these weights, so their scores are optimistic; see --eval-data")
     if summary.violations:
         say(f"warning: violations before the run was resumed: {summary.violations}; see andon show {folder.path}")
     if config.run.progress == "verbose":

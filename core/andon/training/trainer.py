@@ -36,7 +36,7 @@ from andon.run.atomic import storage, write_all, write_whole
 from andon.run.checkpoint import MANIFEST, Checkpoint, prune, save_checkpoint
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.ledger import UNKNOWN, LedgerError, LedgerWriter, Repeats, digested_ledger
-from andon.run.summary import HELD_OUT, LAST_VALIDATION, quoted
+from andon.run.summary import EVALUATION, LAST_VALIDATION, quoted
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, RankFailed, StepResult
@@ -288,11 +288,8 @@ class Trainer:
         return reason
 
     def _advance(self, batch: GlobalBatch) -> bool:
-        """Do one update and the work due after it; returns whether a rank requests a stop.
-
-        With late judgement, an update is launched before the previous one is settled. If evaluation, a checkpoint or
-        the base digest is due after an update, it is settled before the next one is launched.
-        """
+        """Do one update and the work due after it; returns whether a rank requests a stop. With late judgement, an
+        update is settled after the next one is launched, unless evaluation, a checkpoint or the base digest is due."""
         self.clock.at(batch.step, UPDATE)
         # Signals and clocks differ between ranks, so each rank sends its requests to all with the update.
         requests = {"stop": self.stop_asked(), "save": monotonic() >= self._save_deadline}
@@ -494,7 +491,7 @@ class MetricsWriter:
 def _is_up_to(line: bytes, done: int) -> bool:
     try:
         values = json.loads(line)
-        is_final = values.get("what") in (HELD_OUT, LAST_VALIDATION)
+        is_final = values.get("what") in (EVALUATION, LAST_VALIDATION)
         return line.endswith(b"\n") and int(values["step"]) <= done and not is_final
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return False

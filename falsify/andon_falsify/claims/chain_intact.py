@@ -49,7 +49,7 @@ def check_history(history: History) -> Verdict:
         else:
             checked += 1
             if line.prev != digest:
-                broken("it does not follow the line before it", digest, str(line.prev))
+                broken("it or the line before it was changed", digest, str(line.prev))
             if line.seq != seq:
                 broken("lines are missing or repeated", f"seq {seq}", f"seq {line.seq}")
             seq = seq if line.seq is None else line.seq

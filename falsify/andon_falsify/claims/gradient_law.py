@@ -24,7 +24,7 @@ CLAIM = Claim(
     "The gradient before clipping is that of one float64 process: the weighted losses of all rows of the global "
     "batch, summed and divided once by the number of rows.",
     order=130,
-    subjects=("trainer", "loop", "ledger"),
+    subjects=("trainer", "loop"),
     needs=(tensors("gradient", of_updates=True), has_law),
     clauses=(
         Clause("gradient-law", "same"),

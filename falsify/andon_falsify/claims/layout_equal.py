@@ -13,7 +13,7 @@ CLAIM = Claim(
     1,
     "The gradient has the same names, shapes, dtypes and order on every rank and backend.",
     order=120,
-    subjects=("trainer", "loop", "ledger"),
+    subjects=("trainer", "loop"),
     needs=(tensors("layout of tensors"),),
     clauses=(Clause("layout-equal", "same"),),
 )

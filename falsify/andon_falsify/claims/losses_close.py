@@ -19,7 +19,7 @@ CLAIM = Claim(
     f"{NOISE['trainer'].loss:.0e} of it in Andon's trainer, {NOISE['loop'].loss:.0e} in a loop. If CPUs and GPUs train "
     f"together, it is within {MIXED_TOLERANCE:.0e} of that of one CPU.",
     order=100,
-    subjects=("trainer", "loop", "ledger"),
+    subjects=("trainer", "loop"),
     runs=("alone",),
     needs=(tensors("loss of a reference", of_updates=True),),
     clauses=(Clause("loss-equivalent", "same"), Clause("loss-reported")),

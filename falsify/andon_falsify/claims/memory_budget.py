@@ -21,7 +21,7 @@ CLAIM = Claim(
     "No replica's peak of live tensor bytes is more than 10 % above the plan. The bytes that stay allocated between "
     "updates do not grow.",
     order=110,
-    subjects=("trainer", "ledger"),
+    subjects=("trainer",),
     trial="memory",
     needs=(tensors("bytes of memory"), _counts_bytes),
     clauses=(Clause("memory-budget", "same"),),

@@ -154,7 +154,6 @@ def _drawn(series: Series, buckets: Sequence[Bucket], across: Scale, height: Sca
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """A few round numbers, the first at most `low` and the last at least `high`."""
     if low == high:
         room = abs(low) / 2 or 0.5
         return [tick for tick in (low - room, low, low + room) if math.isfinite(tick)]

@@ -371,7 +371,6 @@ def _cut(caption: str, head: Sequence[str], rows: Sequence[Sequence[Value]], mos
 
 
 def _settings(runs: Sequence[RunView], heads: Sequence[str]) -> Table | None:
-    """Settings that each run uses, with defaults. Rows that differ between runs (or from the default) come first."""
     settings = []
     for run in runs:
         config = run.side.config
