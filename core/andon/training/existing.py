@@ -18,8 +18,6 @@ from andon.training.choices import inherited, with_values
 from andon.training.rows import data_files, read_rows
 from andon_contracts.record import Retraction, Start, Step
 
-_MOST_PROBLEMS = 60
-
 
 def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
     """The run folder at `path`. Raises `InputError` unless it has a trained adapter or a checkpoint is named."""
@@ -41,7 +39,7 @@ def settings_for(path: Path | None, overrides: Sequence[str], flags: Mapping[str
     If something is wrong, the rows are read too, so that the `InputError` lists every problem at once. A resume looks
     for base and files later, since a finished run needs neither.
     """
-    problems, wrong = ProblemList(limit=_MOST_PROBLEMS), frozenset[str]()
+    problems, wrong = ProblemList(limit=60), frozenset[str]()
     try:
         config = load_config(path, overrides, flags)
     except SettingsError as error:
