@@ -30,6 +30,7 @@ from andon.data.rows import DataSet
 from andon.run.folder import RunFolder, State
 from andon.run.summary import read_provenance
 from andon.step.replica import Replica
+from andon.config.load import load_config
 from andon.training import api
 from andon.training.given import write_rows
 from andon.training.start import start
@@ -198,7 +199,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_p
     assert sorted((tmp_path / "python" / "rows").iterdir()) == kept
     assert outcome(train(ROWS, tmp_path / "python", resume="auto").path) == outcome(whole)
     more = ["run.resume=auto", "run.backend=inline", f"run.dir={command}"]
-    again = api.start(api.load_config(command / "config.yaml", more), 0.0)
+    again = api.start(load_config(command / "config.yaml", more), 0.0)
     assert again.exit is Exit.OK
     assert outcome(tmp_path / "command") == outcome(whole)
     finished = train(ROWS, tmp_path / "python", resume="auto")
