@@ -293,6 +293,13 @@ def test_the_reason_is_what_ended_a_script(printed: str, reason: str, tmp_path: 
     assert said == f"the command ended with 3: {reason}"
 
 
+def test_of_a_flood_of_output_only_the_end_is_kept(tmp_path: Path) -> None:
+    program = "import os\nfor _ in range(1 << 10): os.write(1, b'x' * (1 << 14))\nraise KeyError('label')"
+    done = run([sys.executable, "-c", program], tmp_path, 30.0)
+    assert done.error == "the command ended with 1: KeyError: 'label'"
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*")) < 1 << 16
+
+
 def waiting(pid: Path) -> str:
     return f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(1000)"
 
@@ -322,10 +329,15 @@ def test_the_reason_of_a_failed_launch_is_what_a_rank_said(words: list[str], sai
 
 
 def test_what_a_command_leaves_running_is_named_and_ended(tmp_path: Path) -> None:
+    """A daemon: its own session, no parent, and nothing of the command's environment."""
     pid = tmp_path / "pid"
     program = f"""
-import os, subprocess, sys
-subprocess.Popen([sys.executable, "-c", {waiting(pid)!r}], start_new_session=True)
+import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execve(sys.executable, [sys.executable, "-c", {waiting(pid)!r}], {{}})
+    os._exit(0)
 while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():
     pass
 """

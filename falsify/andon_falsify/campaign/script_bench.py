@@ -9,6 +9,7 @@ gradients on every layout.
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import re
@@ -16,13 +17,15 @@ import shlex
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -43,12 +46,11 @@ _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip
 _RESUME = "{resume:"
 _PLACES = ("world", "local_batch", "accumulation", "folder")
 _PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
-_MARK = "ANDON_FALSIFY_RUN"
-"""Set in the command's environment: every process that descends from the run inherits it."""
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 _POLL_S, _CLOSE_POLL_S = 0.02, 0.001
 _NICENESS = 10
 _GRACE_S = 2.0
-_SHOWN = 300
+_SHOWN, _MOST_OUTPUT = 300, 1 << 18
 _NO_REASON = re.compile(r"\W*$|[DIWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/|traceback : To enable|error_file: <N/A>")
 """Decoration, and what torchrun logs and reports after every failure."""
 _TRACEBACK, _LAUNCHERS_END = "Traceback (most recent call last):", "ChildFailedError:"
@@ -252,33 +254,66 @@ def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[P
     """Run `words` with `ANDON_LEDGER` set to a new file in `folder`, and read that ledger.
 
     stop: called with the ledger's path while the run goes on; the run is killed (SIGKILL, all processes at once) when
-    it returns True. Every process of the run has ended on return, also after an exception. Temporary files of the run
-    are in `folder`.
+    it returns True. On return, also after an exception, every process that descends from the run has ended, whatever
+    session or environment it chose. Temporary files of the run are in `folder`. Of its output only the end is kept.
     """
-    ledger, output = folder / f"ledger-{uuid.uuid4().hex[:8]}.jsonl", folder / "output.txt"
-    temporary, mark = folder / "tmp", uuid.uuid4().hex
+    ledger, temporary = folder / f"ledger-{uuid.uuid4().hex[:8]}.jsonl", folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, _MARK: mark, "ANDON_LEDGER": str(ledger), "TMPDIR": str(temporary)}
-    with output.open("wb") as printed:
-        try:
+    environment = {**os.environ, "ANDON_LEDGER": str(ledger), "TMPDIR": str(temporary)}
+    output, process = bytearray(), None
+    with _adopting_orphans() as descendants:
+        try:  # a signal can end falsify as soon as the process exists
             process = subprocess.Popen(
-                words, env=environment, stdin=subprocess.DEVNULL, stdout=printed, stderr=printed, start_new_session=True
+                words,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         except OSError as error:
             return Done(History("no run", ()), f"the command cannot be started: {error}")
-        try:
+        else:
+            reader = threading.Thread(target=_keep_end, args=(process.stdout, output), daemon=True)
+            reader.start()
             stopped = _wait(process, deadline_s, ledger, stop)
             code = process.poll()
         finally:
-            stray = _end_all(mark, process)
+            stray = _end_all(descendants, process)
+        reader.join(_GRACE_S)
     history, why = read_history(ledger) if ledger.exists() else History(str(ledger), ()), ""
     if code is None and not stopped:
         why = f"the command did not end within {deadline_s:.0f} s"
     elif code and not stopped:
-        why = f"the command ended with {code}: {_last_words(output)}"
+        why = f"the command ended with {code}: {_last_words(bytes(output))}"
     elif not ledger.exists() and not stopped:
         why = "it left no ledger: no watch was opened; call andon.watch in it, or put `-m andon watch` before it"
     return Done(history, why, stray)
+
+
+@contextmanager
+def _adopting_orphans() -> Iterator[Callable[[], list[psutil.Process]]]:
+    """Context manager: a process that loses its parent becomes a child of this one instead of init's.
+
+    Yields a function that lists the descendants of this process that began inside.
+    """
+    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    this = psutil.Process()
+    older = set(this.children(recursive=True))
+    try:
+        yield lambda: [each for each in this.children(recursive=True) if each not in older]
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _keep_end(pipe: IO[bytes], output: bytearray) -> None:
+    """Read `pipe` to its end into `output`, of which the last bytes are kept."""
+    with pipe:
+        while part := pipe.read1(_MOST_OUTPUT):  # type: ignore[attr-defined]
+            output += part
+            del output[:-_MOST_OUTPUT]
 
 
 def _wait(
@@ -295,29 +330,27 @@ def _wait(
     return False
 
 
-def _end_all(mark: str, process: subprocess.Popen[bytes]) -> tuple[str, ...]:
+def _end_all(
+    descendants: Callable[[], list[psutil.Process]], process: subprocess.Popen[bytes] | None
+) -> tuple[str, ...]:
     """Kill all processes of the run. Returns those that were still running after the command had ended by itself."""
-    ended = process.poll() is not None
-    deadline = time.monotonic() + (_GRACE_S if ended else 0.0)
-    while (found := _marked(mark)) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    ended = process is not None and process.poll() is not None
+    if ended:
+        psutil.wait_procs(descendants(), _GRACE_S)
+    found = descendants()
     names = tuple(f"{each.pid} ({_command_line(each)})" for each in found) if ended else ()
-    while found := _marked(mark):
+    while found:
         for each in found:
             with suppress(psutil.Error):
                 each.send_signal(signal.SIGKILL)
-        time.sleep(_POLL_S)
-    process.wait()
+        if process is not None:
+            with suppress(subprocess.TimeoutExpired):  # before psutil, which would take its exit code
+                process.wait(_GRACE_S)
+        _, alive = psutil.wait_procs(found, _GRACE_S)
+        found = descendants()
+        if alive and {*found} <= {*alive}:  # in the kernel, where no signal reaches them
+            break
     return names
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):  # the process has ended, or belongs to another user
-            if process.environ().get(_MARK) == mark:
-                found.append(process)
-    return found
 
 
 def _command_line(process: psutil.Process) -> str:
@@ -327,9 +360,9 @@ def _command_line(process: psutil.Process) -> str:
         return "ended"
 
 
-def _last_words(output: Path) -> str:
+def _last_words(output: bytes) -> str:
     """The error, if the output has a traceback; otherwise the last line that says something."""
-    found = [line.strip() for line in output.read_bytes().decode("utf-8", "backslashreplace").splitlines()]
+    found = [line.strip() for line in output.decode("utf-8", "backslashreplace").splitlines()]
     lines = [line for line in found if not _NO_REASON.match(line)]
     lines = _without_launcher(lines) or lines or ["it printed nothing"]
     raised = lines[lines.index(_TRACEBACK) :] if _TRACEBACK in lines else lines
