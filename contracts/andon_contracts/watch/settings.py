@@ -34,7 +34,7 @@ class Scaler(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `watch`, explained in its docstring, and two settings that are not arguments."""
+    """The arguments of `watch`, explained in its docstring, and three settings that are not arguments."""
 
     action: Action = "warn"
     allow: Mapping[str, str] = field(default_factory=dict)
@@ -62,6 +62,8 @@ class Settings:
     verbose: bool = False
     recording: bool = False
     """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
+    sketching: bool = False
+    """Whether rank 0 writes a sketch of the first gradient beside the ledger."""
     by_command: bool = False
     """Whether the command `andon watch` opened the watch, so that messages name its options."""
 
