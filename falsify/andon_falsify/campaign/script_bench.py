@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import glob
+import json
 import os
 import re
 import shlex
@@ -33,6 +34,7 @@ from andon.console.messages import InputError, Problem
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
+from andon_falsify.claims.rounding import PERTURBED
 from andon_falsify.history import History, read_history
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
@@ -47,6 +49,8 @@ _RESUME = "{resume:"
 _PLACES = ("world", "local_batch", "accumulation", "folder")
 _PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+UNPERTURBED = "0:0"
+"""The value of ANDON_PROBE with which the watch writes a sketch, and leaves the weights as they are."""
 _POLL_S, _CLOSE_POLL_S = 0.02, 0.001
 _NICENESS = 10
 _GRACE_S = 2.0
@@ -66,15 +70,16 @@ class ScriptBench(Bench):
     """
 
     kind = "script"
-    every_backend: tuple[str, ...] = ("script",)
+    every_backend: tuple[str, ...] = ("script", "nccl")  # nccl: the script trains on GPUs, a rank on each
     late_after = 6.0  # a script starts torch on every rank
 
     def __init__(self, text: str, deadline_s: float) -> None:
         super().__init__(text, words=("--script", text))
+        self.backends = ("script",)
         self._command = Command.read(text)
         self._deadline_s = self.late_after * deadline_s
         self._runs = 0
-        self._done: dict[tuple[Layout, bool], Done] = {}
+        self._done: dict[tuple[Layout, str], Done] = {}
         self._resumed: dict[Layout, Mapping[ExtraRun, Evidence]] = {}
 
     @property
@@ -85,12 +90,13 @@ class ScriptBench(Bench):
         """See `Bench.suited`: only the layout is kept. The global batch has 12 rows if these divide evenly."""
         leaves = case.world * (case.accumulation if self._command.accumulates else 1)
         batch = _GLOBAL_BATCH if _GLOBAL_BATCH % leaves == 0 else leaves
-        return _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch)
+        backend = case.backend if case.backend in self.every_backend else "script"
+        return _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch, backend=backend)
 
     def inapplicable(self, trial: Trial) -> str:
         if trial.kind == RESUME and not self._command.resumes:
             return "the command does not say how it resumes ({resume:WORDS} and {folder})"
-        return ""
+        return trial.lacking
 
     def evidence(self, trial: Trial) -> Evidence:
         return replace(self._run(trial.case), further=partial(self._further, trial.case))
@@ -100,35 +106,50 @@ class ScriptBench(Bench):
         if name == "alone":
             return {name: self._run(alone, what="the run on one rank to compare with: ")}
         if name == "again":
-            return {name: self._run(alone, once_more=True, what="the run on one rank, once more: ")}
-        if name not in ("cut", "resumed"):
+            return {name: self._run(alone, again=name, what="the run on one rank, once more: ")}
+        if name in PERTURBED:
+            probe = f"{1 + PERTURBED.index(name)}:{self._run(alone).history.bits}"
+            return {name: self._run(alone, again=probe, what="the run on one rank, with perturbed weights: ")}
+        if name not in ("cut", "cut again", "resumed"):
             return {}
         if _layout(case) not in self._resumed:
             self._resumed[_layout(case)] = self._cut_and_resume(case)
         return self._resumed[_layout(case)]
 
-    def _run(self, case: Case, *, once_more: bool = False, what: str = "") -> Evidence:
-        key = _layout(case), once_more
+    def _run(self, case: Case, *, again: str = "", what: str = "") -> Evidence:
+        """again: of a further run of the layout; "SEED:BITS" if its weights are perturbed."""
+        key = _layout(case), again
         if key not in self._done:
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
                 self._runs += 1
                 words = self._command.words(case, str(Path(folder) / "run"))
-                self._done[key] = run(words, Path(folder), self._deadline_s)
+                probe = again if ":" in again else UNPERTURBED
+                self._done[key] = run(words, Path(folder), self._deadline_s, probe=probe)
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
-        """Kill a run half-way, and resume it in the same folder."""
+        """Kill a run after a third of its updates, resume it in the same folder, kill it after another third, resume.
+
+        If it ends before the second kill, it is resumed once.
+        """
         updates = len(self._run(case).history.trajectory)
-        half = -(-updates // 2)
-        for after in (half, 1, 1):  # a short run may be over before it is killed
+        third = -(-updates // 3)
+        for after in (third, 1, 1):  # a short run may be over before it is killed
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
                 base, own = Path(folder), str(Path(folder) / "run")
                 self._runs += 1
                 cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, after))
                 if not cut.error and len(cut.history.trajectory) < updates:
-                    self._runs += 1
-                    again = run(self._command.words(case, own, resumed=True), base / "again", self._deadline_s)
-                    return {"cut": _evidence(cut, case), "resumed": _sound(again, case)}
+                    found: dict[ExtraRun, Evidence] = {"cut": _evidence(cut, case)}
+                    # Words are filled in before each run: a pattern in them means the newest checkpoint.
+                    for part, stop in (("second", partial(_reached, third)), ("last", None)):
+                        self._runs += 1
+                        words = self._command.words(case, own, resumed=True)
+                        again = run(words, base / part, self._deadline_s, stop)
+                        if stop is None or again.error or again.code is not None:
+                            break
+                        found["cut again"] = _evidence(again, case)
+                    return found | {"resumed": _sound(again, case)}
         raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
 
@@ -243,14 +264,24 @@ def _newest(word: str) -> str:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished run. error: why its ledger cannot be judged, or "". stray: the processes that it left running."""
+    """A finished run. error: why its ledger cannot be judged, or "". stray: the processes that it left running.
+
+    code: its exit code, None if it was killed.
+    """
 
     history: History
     error: str = ""
     stray: tuple[str, ...] = ()
+    code: int | None = None
 
 
-def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[Path], bool] | None = None) -> Done:
+def run(
+    words: Sequence[str],
+    folder: Path,
+    deadline_s: float,
+    stop: Callable[[Path], bool] | None = None,
+    probe: str = UNPERTURBED,
+) -> Done:
     """Run `words` with `ANDON_LEDGER` set to a new file in `folder`, and read that ledger.
 
     stop: called with the ledger's path while the run goes on; the run is killed (SIGKILL, all processes at once) when
@@ -259,7 +290,7 @@ def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[P
     """
     ledger, temporary = folder / f"ledger-{uuid.uuid4().hex[:8]}.jsonl", folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    environment = {**os.environ, "ANDON_LEDGER": str(ledger), "TMPDIR": str(temporary)}
+    environment = {**os.environ, "ANDON_LEDGER": str(ledger), "ANDON_PROBE": probe, "TMPDIR": str(temporary)}
     output, process = bytearray(), None
     with _adopting_orphans() as descendants:
         try:  # a signal can end falsify as soon as the process exists
@@ -288,7 +319,15 @@ def run(words: Sequence[str], folder: Path, deadline_s: float, stop: Callable[[P
         why = f"the command ended with {code}: {_last_words(bytes(output))}"
     elif not ledger.exists() and not stopped:
         why = "it left no ledger: no watch was opened; call andon.watch in it, or put `-m andon watch` before it"
-    return Done(history, why, stray)
+    return Done(_with_sketch(history, ledger), why, stray, None if stopped else code)
+
+
+def _with_sketch(history: History, ledger: Path) -> History:
+    """`history` with what the watch has written beside its ledger."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(Path(f"{ledger}.sketch").read_bytes())
+        return replace(history, sketch=tuple(map(float, found["sums"])), bits=int(found["bits"]))
+    return history
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
@@ -23,15 +24,15 @@ CLAIM = Claim(
     order=60,
     subjects=("trainer", "loop", "script", "ledger"),
     trial="resume",
-    runs=("cut", "resumed"),
+    runs=("cut", "cut again", "resumed"),
     needs=(lambda evidence: "" if evidence.declares("restores") else _UNSAVED,),
     clauses=(Clause("checkpoint-whole"), Clause("resume-exact", "same")),
     statements={
         "loop": "A resumed run makes the remaining updates with the same rows and learning rates. The weights differ "
         "by at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
-        "script": "A run that is killed and resumed makes the updates of an uninterrupted run, with the same rows. On "
-        "one or two ranks all bits agree. On more ranks learning rates agree; losses and norms agree to 0.0001 at the "
-        "first update, and to 0.0064 later.",
+        "script": "A run that is killed and resumed twice makes the updates of an uninterrupted run, with the same "
+        "rows. On one or two ranks all bits agree. On more ranks learning rates agree; losses and norms agree to "
+        "0.0001 at the first update, and to 0.0064 later.",
     },
 )
 _ONE_ORDER = 2
@@ -44,7 +45,9 @@ def check(evidence: Evidence) -> Verdict:
     A ledger is judged by the updates that it holds twice, and against an uninterrupted run `elsewhere`.
     """
     if evidence.of_script:
-        return check_script(evidence.history, evidence.other("cut").history, evidence.other("resumed").history)
+        killed, last = evidence.other("cut").history, evidence.other("resumed").history
+        between = evidence.others.get("cut again")
+        return check_script(evidence.history, killed, last, None if between is None else between.history)
     if evidence.trace is None:
         return _check_ledgers([evidence, *evidence.elsewhere])
     cut, again = evidence.other("cut").observed, evidence.other("resumed").observed
@@ -165,37 +168,56 @@ def _differ(event: StepEvent, twin: StepEvent, how: str, name: str) -> list[Coun
     return [Counterexample(what, where, other[field], held[field], quantity=QUANTITIES[field])]
 
 
-def check_script(whole: History, cut: History, resumed: History) -> Verdict:
+def check_script(whole: History, cut: History, resumed: History, between: History | None = None) -> Verdict:
     """The resumed run of a script ends as the whole one: its updates are the last of those, and continue from the kill.
+
+    between: a run that resumed the first killed one, and was killed itself. Its updates are a part of those of the
+    whole run that begins at the latest after the first kill.
 
     Its ledger may count from 1 again, so updates are matched from the end. The sum of two ranks has one order, so bits
     are compared. More ranks may sum in another order after a start (DDP rebuilds its buckets in its second update), so
     norms are compared, as between layouts.
     """
     every, done, again = (list(history.trajectory.values()) for history in (whole, cut, resumed))
+    second = list(between.trajectory.values()) if between is not None else []
     if not done or len(done) >= len(every):
         why = f"the run was to be killed before its end, and made {len(done)} of {len(every)} updates"
         return conclude(CLAIM, 0, [], why)
     if not again:
         return conclude(CLAIM, 0, [], "the resumed run made no update")
+    killed = f"killed after update {len(done)}" + f", and once more {len(second)} updates later" * bool(second)
     if len(again) >= len(every):
-        what = f"a run that was killed after update {len(done)} was not resumed: it started over"
+        what = f"a run that was {killed}, was not resumed: it started over"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
-    if len(again) < len(every) - len(done):
-        what, least = f"killed after update {len(done)}, it was resumed at a later one", len(every) - len(done)
+    least = len(every) - len(done) - len(second)
+    if len(again) < least:
+        what = f"{killed}, it was resumed at a later one"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
     world = every[0].world or 1
     exact = world <= _ONE_ORDER
     if why := unseeded(f"two runs on {world} ranks", whole, cut, exact=exact):
         return conclude(CLAIM, 0, [], why)
-    found = next(_differences(every[-len(again) :], again, exact=exact), None)
+    # A killed run does not show where it began. It is compared from the update with which it agrees longest.
+    starts = [every[first : first + len(second)] for first in range(len(done) + 1)]
+    middle = max(starts, key=lambda part: _agreeing(part, second, exact=exact)) if second else []
+    found = next(_differences(middle, second[: len(middle)], "resumed once", exact=exact), None)
+    if found is None:
+        times = "resumed twice" if second else "resumed"
+        found = next(_differences(every[-len(again) :], again, times, exact=exact), None)
     note = "" if exact else f"{world} ranks: norms are compared, not bits"
-    return conclude(CLAIM, len(again), [found] if found else [], note=note)
+    return conclude(CLAIM, len(again) + len(middle), [found] if found else [], note=note)
 
 
-def _differences(whole: list[StepEvent], again: list[StepEvent], *, exact: bool) -> Iterator[Counterexample]:
+def _agreeing(part: list[StepEvent], second: list[StepEvent], *, exact: bool) -> tuple[int, int]:
+    """The updates that agree before the first that does not; of equal ones the later part is preferred."""
+    pairs = zip(part, second, strict=False)
+    same = takewhile(lambda pair: not any(_differences([pair[0]], [pair[1]], "", exact=exact)), pairs)
+    return sum(1 for _ in same), part[0].number if part else 0
+
+
+def _differences(whole: list[StepEvent], again: list[StepEvent], how: str, *, exact: bool) -> Iterator[Counterexample]:
     for number, (ours, theirs) in enumerate(zip(whole, again, strict=True), start=1):
-        where = f"step {ours.number}, resumed"
+        where = f"step {ours.number}, {how}"
         yield from different_rows(ours, theirs, where)
         yield from [] if exact else different_numbers(ours, theirs, where, number)[1].values()
         for name in DIGESTS if exact else ():
