@@ -45,8 +45,8 @@ CLAIM = Claim(
         "loop": "On another number of ranks, each update has the same rows and learning rates. The weights differ by "
         "at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
         "script": "On another layout of the same global batch, the run makes as many updates, with the same rows and "
-        "learning rates. Losses and norms agree to 0.0001 at the first update, and to 0.0064 up to the 50th. In bf16, "
-        "fp16 or TF32, the first gradient and these numbers agree within the measured noise of one rounding.",
+        "learning rates. Losses and norms agree to 0.0001 at the first update, and to 0.0064 up to the 50th (bf16: to "
+        "the measured noise).",
     },
 )
 COMPARED = 50
@@ -80,7 +80,8 @@ def check(evidence: Evidence) -> Verdict:
             return verdict
         if why := unseeded("two runs on one rank", alone, evidence.other("again").history):
             return unknown(CLAIM, why)
-        if alone.bits >= FP32_BITS:
+        draws = any(step.draws for step in alone.steps) and verdict.outcome is Outcome.UNKNOWN
+        if alone.bits >= FP32_BITS or draws:  # the noise of rounding would decide nothing
             return verdict
         noise = measured(alone, [evidence.other(name).history for name in PERTURBED])
         return check_layouts(alone, evidence.history, evidence.layout, noise)
