@@ -17,7 +17,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.console.messages import InputError
@@ -243,7 +243,7 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--bogus"], "No such option: --bogus"),
+        (["--bogus"], "No such option '--bogus'"),
         (["--world", "0"], "--world: must be numbers from 1 to 64, as in 2,3; not '0'"),
         (["--seed", "9-3"], "--seed: must be a number, or two as in 0-199, of at most 10000 seeds, not '9-3'"),
         (["--seed", "9" * 5000], "--seed: must be a number"),
@@ -296,8 +296,7 @@ def test_a_mistyped_option_is_answered_without_torch() -> None:
     """As a process: exit code 64 comes from the command itself, and before anything heavy is imported."""
     program = (
         "import sys; sys.argv = ['andon', 'falsify', '--world', 'x']\n"
-        "from andon.cli.app import main\n"
-        "try: main()\n"
+        "from andon.cli.app import main\ntry: main()\n"
         "finally: sys.stderr.write(f\"torch: {'torch' in sys.modules}\")\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

@@ -8,10 +8,10 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from andon.console.messages import InputError, Problem
+from andon.console.messages import InputError, Problem, install_hint
 from andon_falsify.campaign.trial import BUDGETS, Budget
 from andon_falsify.claims.clauses import ALIASES
-from andon_falsify.peers.registry import PEERS
+from andon_falsify.peers.registry import PEERS, installed
 
 OURS = "andon"
 _MOST_RANKS, _MOST_SEEDS, _MOST_DIGITS = 64, 10_000, 18
@@ -94,6 +94,10 @@ def _subject_problems(subject: str | None, script: str | None) -> list[Problem]:
     if script is not None:
         both = [Problem("--script", "and --subject exclude each other: give one")] if subject else []
         return both + ([] if script.strip() else [Problem("--script", "is empty; give the command that trains")])
+    absent = [name for name in ("transformers", "peft") if not installed(name)]
+    if subject in (None, OURS) and absent:
+        remedy = f"{install_hint('falsify')}; or name another trainer by --script or --subject"
+        return [Problem("--subject", f"Andon's trainer needs {' and '.join(absent)}; {remedy}")]
     if subject is None or subject == OURS or _NAMED.fullmatch(subject):
         return []
     if subject in PEERS:

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import tempfile
 import threading
@@ -28,14 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from andon.console.messages import InputError, Problem
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.claims.rounding import PERTURBED
 from andon_falsify.history import History, read_history
+from andon_falsify.ranks.processes import Process, descendants, kill
 from andon_falsify.subjects.case import Case, make_rows
 from andon_falsify.verdict import ExtraRun
 
@@ -53,7 +51,7 @@ UNPERTURBED = "0:0"
 """The value of ANDON_PROBE with which the watch writes a sketch, and leaves the weights as they are."""
 _POLL_S, _CLOSE_POLL_S = 0.02, 0.001
 _NICENESS = 10
-_GRACE_S = 2.0
+_GRACE_S, _KILLING_S = 2.0, 10.0
 _SHOWN, _MOST_OUTPUT = 300, 1 << 18
 _NO_REASON = re.compile(r"\W*$|[DIWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/|traceback : To enable|error_file: <N/A>")
 """Decoration, and what torchrun logs and reports after every failure."""
@@ -292,7 +290,7 @@ def run(
     temporary.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "ANDON_LEDGER": str(ledger), "ANDON_PROBE": probe, "TMPDIR": str(temporary)}
     output, process = bytearray(), None
-    with _adopting_orphans() as descendants:
+    with _adopting_orphans() as running:
         try:  # a signal can end falsify as soon as the process exists
             process = subprocess.Popen(
                 words,
@@ -310,7 +308,7 @@ def run(
             stopped = _wait(process, deadline_s, ledger, stop)
             code = process.poll()
         finally:
-            stray = _end_all(descendants, process)
+            stray = _end_all(running, process)
         reader.join(_GRACE_S)
     history, why = read_history(ledger) if ledger.exists() else History(str(ledger), ()), ""
     if code is None and not stopped:
@@ -331,18 +329,26 @@ def _with_sketch(history: History, ledger: Path) -> History:
 
 
 @contextmanager
-def _adopting_orphans() -> Iterator[Callable[[], list[psutil.Process]]]:
+def _adopting_orphans() -> Iterator[Callable[[], list[Process]]]:
     """Context manager: a process that loses its parent becomes a child of this one instead of init's.
 
-    Yields a function that lists the descendants of this process that began inside.
+    Yields a function that lists the living descendants of this process that began inside, and reaps the dead ones.
     """
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc, before, this = ctypes.CDLL(None), ctypes.c_int(), os.getpid()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    this = psutil.Process()
-    older = set(this.children(recursive=True))
+    older = {(each.pid, each.started) for each in descendants(this)}
+
+    def younger() -> list[Process]:
+        found = [each for each in descendants(this) if (each.pid, each.started) not in older]
+        for each in found:
+            if each.zombie:
+                with suppress(ChildProcessError):  # its parent lives
+                    os.waitpid(each.pid, os.WNOHANG)
+        return [each for each in found if not each.zombie]
+
     try:
-        yield lambda: [each for each in this.children(recursive=True) if each not in older]
+        yield younger
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
@@ -369,34 +375,19 @@ def _wait(
     return False
 
 
-def _end_all(
-    descendants: Callable[[], list[psutil.Process]], process: subprocess.Popen[bytes] | None
-) -> tuple[str, ...]:
+def _end_all(running: Callable[[], list[Process]], process: subprocess.Popen[bytes] | None) -> tuple[str, ...]:
     """Kill all processes of the run. Returns those that were still running after the command had ended by itself."""
     ended = process is not None and process.poll() is not None
-    if ended:
-        psutil.wait_procs(descendants(), _GRACE_S)
-    found = descendants()
-    names = tuple(f"{each.pid} ({_command_line(each)})" for each in found) if ended else ()
-    while found:
-        for each in found:
-            with suppress(psutil.Error):
-                each.send_signal(signal.SIGKILL)
-        if process is not None:
-            with suppress(subprocess.TimeoutExpired):  # before psutil, which would take its exit code
-                process.wait(_GRACE_S)
-        _, alive = psutil.wait_procs(found, _GRACE_S)
-        found = descendants()
-        if alive and {*found} <= {*alive}:  # in the kernel, where no signal reaches them
-            break
+    deadline = time.monotonic() + (_GRACE_S if ended else 0.0)
+    while (found := running()) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    names = tuple(f"{each.pid} ({each.command[:80] or 'ended'})" for each in found) if ended else ()
+    deadline = time.monotonic() + _KILLING_S  # in the kernel, no signal reaches a process
+    while (found := running()) and time.monotonic() < deadline:
+        kill(found, _POLL_S)
+    if process is not None:
+        process.poll()
     return names
-
-
-def _command_line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())[:80]
-    except psutil.Error:
-        return "ended"
 
 
 def _last_words(output: bytes) -> str:

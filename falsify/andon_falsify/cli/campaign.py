@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ class Progress:
 
     def begin(self, trials: int) -> None:
         self._began, self._trials = time.monotonic(), trials
-        if sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:  # not in extra `judge`
             self._bar = _bar(trials)
         else:
             self._logger.start()
