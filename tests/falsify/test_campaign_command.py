@@ -20,7 +20,6 @@ import pytest
 from click.testing import CliRunner
 
 from andon.cli.commands import app
-from andon.console.messages import InputError
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.run import opened, plan
 from andon_falsify.campaign.trial import Trial
@@ -90,16 +89,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, list[str]
 
 
 Asked = Callable[..., tuple[int, list[str], str]]
-
-
-def test_70_where_the_suite_itself_fails(asked: Asked) -> None:
-    def broken(_: Trial) -> Verdict:
-        raise LookupError("lost")
-
-    code, lines, said = asked(broken)
-    assert code == 70
-    assert "internal error: LookupError: lost" in said
-    assert lines[-1] == "checked 0 of 3 claims, 1 run, 0 not applicable, 1 unknown"
 
 
 @pytest.mark.parametrize("words", [["falsify", *HERE], ["verify", "run"]])
@@ -180,21 +169,6 @@ def test_a_page_is_made_from_the_json_at_any_time(tmp_path: Path) -> None:
     assert falsify("--report", str(page))[0] == 64
 
 
-def test_a_claim_that_is_expected_to_fail_fails_nothing(tmp_path: Path) -> None:
-    report, junit = tmp_path / "r.json", tmp_path / "r.xml"
-    reason = ("--expected-failed", "gradient-law: the last shard: later")
-    words = ("--claim", "gradient-law", *reason, "--junit", str(junit))
-    code, lines, _ = exact(BROKEN, *words, "--json", str(report))
-    assert (code, read_json(report).exit_code) == (0, 0)
-    assert lines[1].endswith(", as expected: the last shard: later")
-    (skipped,) = ElementTree.parse(junit).iter("skipped")
-    assert skipped.attrib["message"].startswith("falsified, as expected: the last shard: later; step 1")
-    code, lines, _ = exact(SMALL, *words)
-    said = "expected to be falsified: the last shard: later; remove its --expected-failed (exit code 3)"
-    assert (code, lines[1].endswith(said)) == (3, True)
-    assert len(list(ElementTree.parse(junit).iter("failure"))) == 1
-
-
 def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     spoken = threading.Event()
 
@@ -272,19 +246,6 @@ def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:
     assert "Traceback" not in error
     for verify in (["--bogus"], ["/nowhere/at/all"]):
         assert CliRunner().invoke(app, ["verify", *verify]).exit_code == 64
-
-
-def test_all_that_is_wrong_is_said_at_once() -> None:
-    with pytest.raises(InputError) as caught:
-        read_request(subject="plane", world="x", accumulation="-1", budget="big", seed="one")
-    places = [problem.where for problem in caught.value.problems]
-    assert places == ["--world", "--accumulation", "--seed", "--budget", "--subject"]
-
-
-def test_options_mean_what_they_say() -> None:
-    request = read_request(world="3, 2,3", backend="gloo", seed="4-6", claims=("a,b", "c"))
-    assert (request.worlds, request.backends, request.seeds) == ((3, 2), ("gloo",), (4, 5, 6))
-    assert (request.subject, request.claims, request.budget.name) == ("andon", ("a", "b", "c"), "quick")
 
 
 def test_a_claim_by_name_is_tried_whatever_the_budget_leaves_out() -> None:

@@ -58,7 +58,7 @@ def read_request(
     worlds = _numbers("--world", world, wrong)
     accumulations = _numbers("--accumulation", accumulation, wrong)
     backends = _words(backend)
-    seeds = _seeds(seed, wrong)
+    seeds = read_seeds("--seed", seed, wrong)
     if budget not in BUDGETS:
         wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {budget!r}"))
     wrong += _subject_problems(subject, script)
@@ -130,12 +130,12 @@ def _is_number(word: str) -> bool:
     return word.isdecimal() and len(word) <= _MOST_DIGITS
 
 
-def _seeds(given: str, wrong: list[Problem]) -> tuple[int, ...]:
+def read_seeds(option: str, given: str, wrong: list[Problem]) -> tuple[int, ...]:
     first, dash, last = given.strip().partition("-")
     if _is_number(first) and _is_number(last if dash else first):
         seeds = range(int(first), int(last if dash else first) + 1)
         if 0 < len(seeds) <= _MOST_SEEDS:
             return tuple(seeds)
     need = f"a number, or two as in 0-199, of at most {_MOST_SEEDS} seeds"
-    wrong.append(Problem("--seed", f"must be {need}, not {reprlib.repr(given)}"))
+    wrong.append(Problem(option, f"must be {need}, not {reprlib.repr(given)}"))
     return ()

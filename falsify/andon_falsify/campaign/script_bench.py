@@ -45,7 +45,7 @@ _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip
 """A script receives only the layout of a case: rows, model and seed are its own."""
 _RESUME = "{resume:"
 _PLACES = ("world", "local_batch", "accumulation", "folder")
-_PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
+PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 UNPERTURBED = "0:0"
 """The value of ANDON_PROBE with which the watch writes a sketch, and leaves the weights as they are."""
@@ -154,16 +154,21 @@ class ScriptBench(Bench):
 def _sound(done: Done, case: Case, what: str = "") -> Evidence:
     """The evidence of a run that ended well and has a ledger of its layout. Raises `RunUnavailable`."""
     worlds = {step.world for step in done.history.steps} - {case.world}
-    why = done.error
-    if not why and done.stray:
-        why = f"it left processes running, which were killed: {', '.join(done.stray)}"
-    elif not why and not done.history.steps:
-        why = "its ledger has no update: the watch observed no step of its optimizer"
-    elif not why and worlds:
+    why = unusable(done)
+    if not why and worlds:
         why = f"it should have trained on {case.world} ranks, but its ledger says {worlds.pop()}"
     if why:
         raise RunUnavailable(f"{what}{why}")
     return _evidence(done, case)
+
+
+def unusable(done: Done) -> str:
+    """Why the ledger of a run cannot be judged, or ""."""
+    if not done.error and done.stray:
+        return f"it left processes running, which were killed: {', '.join(done.stray)}"
+    if not done.error and not done.history.steps:
+        return "its ledger has no update: the watch observed no step of its optimizer"
+    return done.error
 
 
 def _evidence(done: Done, case: Case) -> Evidence:
@@ -195,7 +200,7 @@ class Command:
     @classmethod
     def read(cls, text: str) -> Command:
         """Raises `InputError` with everything that is missing or malformed."""
-        names = {match["name"] for match in _PLACE.finditer(text) if match["name"]}
+        names = {match["name"] for match in PLACE.finditer(text) if match["name"]}
         needed = {"world": "the number of ranks", "local_batch": "the rows of one micro-batch of one rank"}
         wrong = [
             Problem("--script", f"has no placeholder {{{name}}}; put it where the command takes {what}")
@@ -220,7 +225,7 @@ class Command:
 
     @property
     def accumulates(self) -> bool:
-        return any(match["name"] == "accumulation" for match in _PLACE.finditer(self.text))
+        return any(match["name"] == "accumulation" for match in PLACE.finditer(self.text))
 
     @property
     def resumes(self) -> bool:
@@ -231,7 +236,7 @@ class Command:
         values = dict(zip(_PLACES, (case.world, case.local_batch, case.accumulation, shlex.quote(folder)), strict=True))
         filled = ""
         for text, resuming in _parts(self.text):
-            part = _PLACE.sub(lambda match: str(values.get(match["name"], match["literal"] or match[0])), text)
+            part = PLACE.sub(lambda match: str(values.get(match["name"], match["literal"] or match[0])), text)
             if not resuming:
                 filled += part
             elif resumed:

@@ -7,7 +7,7 @@ by rank, or has other rows on other layouts differs for that reason alone, and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -199,7 +199,7 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
     """
     ours, theirs = base.trajectory, other.trajectory
     if not ours:
-        return unknown(CLAIM, "the run on one rank made no update")
+        return unknown(CLAIM, f"{base.name} made no update")
     checked, gradients = 0, first_gradients(base, other)
     for place, number in enumerate(sorted(ours.keys() & theirs.keys())):
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
@@ -244,6 +244,28 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
     return conclude(CLAIM, checked, [], note="; ".join(notes))
 
 
+def check_class(base: History, other: History, numbers: Mapping[str, int], again: Callable[[], History]) -> Verdict:
+    """Two command lines of which their author says that they train alike. again: `base`, run once more.
+
+    numbers: as the layout of `check_layouts`. Of unknown rows the author's word is taken, so that any difference
+    between runs that draw nothing falsifies it.
+    """
+    verdict = check_layouts(base, other, numbers)
+    if verdict.outcome is Outcome.HOLDS:
+        return verdict
+    if why := unseeded(f"two runs of {base.name!r}", base, again()):
+        return unknown(CLAIM, why)
+    if verdict.outcome is Outcome.FALSIFIED or any(each.draws or each.ids for each in (*base.steps, *other.steps)):
+        return verdict
+    for number in sorted(base.trajectory.keys() & other.trajectory.keys()):
+        pair, where = (base.trajectory[number], other.trajectory[number]), f"step {number}, {other.name}"
+        checked, apart = different_numbers(*pair, where, number)
+        if apart:
+            return conclude(CLAIM, checked, list(apart.values()), note="the rows are not known")
+    expected, seen = (f"{len(each.trajectory)} updates" for each in (base, other))
+    return conclude(CLAIM, 1, [Counterexample("a different number of updates", other.name, expected, seen)])
+
+
 def _proven(
     apart: Mapping[str, Counterexample],
     step: StepEvent,
@@ -281,7 +303,8 @@ def _unproven(
     """Why the numbers that are `apart` prove nothing, and what the script would have to do."""
     first = next(iter(apart.values()))
     numbers = " and ".join(f"{name} {value}" for name, value in layout.items() if value > 1)
-    ratio = "" if first.ratio is None else f", ratio {show_ratio(first.ratio)}, which no product of {numbers} gives"
+    ratio = "" if first.ratio is None else f", ratio {show_ratio(first.ratio)}"
+    ratio += f", which no product of {numbers} gives" if ratio and numbers else ""
     said = f"{first.where}: {first.what} (expected {first.expected}, seen {first.seen}{ratio})"
     if draws:
         return f"{said}. The forward passes draw random numbers, which differ between layouts: {draws}. {_NO_DRAWS}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from click.exceptions import Exit as Ended
 
 from andon.console.messages import InputError, OutputError, Problem, say
@@ -56,6 +57,8 @@ def internal(error: Exception) -> int:
 
 
 @click.command(cls=FalsifyCommand)
+@click.argument("file", type=Path, required=False, help="Equivalence classes of command lines (YAML).")
+@click.option("--only", multiple=True, metavar="CLASS", help="Run only this class of FILE. Repeat for more.")
 @click.option("--subject", help="A bundled name, or package.module:make. Default: Andon's own trainer.")
 @click.option("--script", help="A command to train with, with {world}, {local_batch} and {accumulation} in it.")
 @click.option("--backend", help="Backends, as in inline,gloo. Default: all here.")
@@ -74,14 +77,20 @@ def internal(error: Exception) -> int:
 @click.option("--deadline", type=float, help="Stop after this many seconds and report the verdicts so far.")
 @click.option("--json", type=Path, help="Write the report to this file as JSON, at the end and at intervals.")
 @click.option("--junit", type=Path, help="Write it as JUnit XML, at the same times.")
+@click.option("--markdown", type=Path, help="Write it as a table in Markdown, at the same times.")
 @click.option("--html", type=Path, help="Write it as one HTML page, at the end.")
 @click.option(
-    "--report", type=Path, help="Run nothing: show a --json report, and write it as --junit or --html. Exits 0."
+    "--report",
+    type=Path,
+    help="Run nothing: show a --json report, and write it as --junit, --markdown or --html. Exits 0.",
 )
 def falsify(
+    file: Path | None,
+    only: tuple[str, ...],
     deadline: float | None,
     json: Path | None,
     junit: Path | None,
+    markdown: Path | None,
     html: Path | None,
     report: Path | None,
     **options: Any,
@@ -92,10 +101,11 @@ def falsify(
     64 wrong arguments, 70 internal error.
     """
     # Not at the top: `andon --help` imports this module, and needs none of these.
-    from andon_falsify.campaign.request import read_request
+    from andon_falsify.campaign.classes import Classes, read_classes
+    from andon_falsify.campaign.request import Request, read_request
     from andon_falsify.cli import campaign
 
-    paths = {"--json": json, "--junit": junit, "--html": html}
+    paths = {"--json": json, "--junit": junit, "--markdown": markdown, "--html": html}
     try:
         if deadline is not None and not 0 < deadline < float("inf"):
             raise InputError([Problem("--deadline", f"must be seconds, more than 0, not {deadline:g}")])
@@ -103,7 +113,19 @@ def falsify(
         if report is not None:
             campaign.reread(report, files)
             raise Ended
-        code = campaign.run(read_request(**options), files, deadline)
+        source = click.get_current_context().get_parameter_source
+        given = {name for name in options if source(name) is ParameterSource.COMMANDLINE}
+        if file is None and only:
+            raise InputError.at("--only", "needs a FILE of classes")
+        if wrong := sorted(given - {"budget", "seed"}) if file is not None else []:
+            names = [f"--{'claim' if name == 'claims' else name.replace('_', '-')}" for name in wrong]
+            raise InputError([Problem(name, f"does not apply to {file}: remove it") for name in names])
+        if file is None:
+            request: Request | Classes = read_request(**options)
+        else:
+            budget, seed = (options[name] if name in given else None for name in ("budget", "seed"))
+            request = read_classes(file, budget, seed, only)
+        code = campaign.run(request, files, deadline)
     except OutputError:
         raise
     except InputError as error:

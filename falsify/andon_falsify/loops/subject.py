@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import os
+import pickle
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.server import environment
 from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import CutOff, RankUpdate, Reported, Trace, digest, lines_of
+from andon_falsify.subjects.trace import CutOff, RankUpdate, Reported, Trace, bytes_of, digest, lines_of
 
 _OFFERS = {
     "evaluates": ("evaluate",),
@@ -237,8 +238,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 def _recomputed(loop: Any, model: nn.Module, case: Case, seen: LoopSightings, rank: int) -> dict[int, RowGradients]:
     """The law of every update from rank 0's weights before it; empty on other ranks. Collective."""
-    everyone: list[dict[int, list[tuple[int, ...]]]] = [{} for _ in range(case.world)]
-    dist.all_gather_object(everyone, {step: list(seen.of(rank, step).leaves) for step in seen.made})
+    everyone = _gathered({step: list(seen.of(rank, step).leaves) for step in seen.made})
     if rank or not case.values or seen.sharded:
         return {}
     exact = copy.deepcopy(model).double()
@@ -251,6 +251,16 @@ def _recomputed(loop: Any, model: nn.Module, case: Case, seen: LoopSightings, ra
         exact.load_state_dict(seen.moved.get(step, {}), strict=False)
         found[step] = _law(loop, exact, rows)
     return found
+
+
+def _gathered(own: dict[int, list[tuple[int, ...]]]) -> list[dict[int, list[tuple[int, ...]]]]:
+    """`own` of every rank. `all_gather_object` needs numpy, which torch does not require."""
+    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, nn.functional.pad(data, (0, len(parts[0]) - len(data))))
+    return [pickle.loads(bytes_of(part)) for part in parts]
 
 
 def _law(loop: Any, model: nn.Module, rows: list[int]) -> RowGradients:

@@ -104,7 +104,7 @@ class Server:
                     found.append(Stray(process, words if len(words) <= 60 else f"{words[:60]}...", rank))
         return found
 
-    def _descendants(self) -> dict[Process, tuple[int, ...]]:
+    def _descendants(self) -> dict[Process, list[int]]:
         pid = self._server._forkserver_pid
         return {} if pid is None else descendants(pid)
 
