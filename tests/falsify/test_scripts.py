@@ -135,6 +135,8 @@ def test_rates_of_runs_of_other_lengths_differ_for_that_reason() -> None:
     assert (found[0].expected, found[0].seen, found[0].ratio) == ("3 updates", "2 updates", None)
     assert found[0].what.startswith("a different number of updates")
     assert [each.what for each in found[1:]] == ["the learning rate differs"]
+    for step, outcome in ((KNOWN, Outcome.FALSIFIED), ({"grad_norm": 1.0}, Outcome.UNKNOWN)):
+        assert same(ledger(step, step), ledger(step)).outcome is outcome
 
 
 def test_the_first_uneven_update_is_named() -> None:
