@@ -33,7 +33,7 @@ TWICE, OTHER = {"grad_norm": 2.0}, {"grad_norm": 1.063}
     ],
 )
 def test_members_of_a_class_are_compared_with_its_first(
-    runs: dict[str, dict[str, str]], known: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: dict[str, dict], known: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("copying.py").write_text(COPYING)
