@@ -368,7 +368,7 @@ def test_a_sum_in_place_of_a_mean_falls_under_torchrun() -> None:
     bench = ScriptBench(
         f"{launch} {shlex.quote(str(EXAMPLES / 'all_reduce_by_hand.py'))} --batch {{local_batch}}", 30.0
     )
-    found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))
+    found = bench.attempt(bench.suited(Trial(LAW, Case(world=2, micro_batches=2))))
     assert found["same-everywhere"].outcome is Outcome.FALSIFIED, found
     assert found["same-everywhere"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
     assert found["samples-once"].outcome is found["replicas-agree"].outcome is Outcome.HOLDS
@@ -388,14 +388,14 @@ def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
     norms: dict[str, float], outcome: Outcome, said: str, runs: int, tmp_path: Path
 ) -> None:
     bench = ScriptBench(copying(tmp_path, norms), 30.0)
-    found = bench.attempt(Trial(LAW, bench.suited(Case(world=2, micro_batches=2))))["same-everywhere"]
+    found = bench.attempt(bench.suited(Trial(LAW, Case(world=2, micro_batches=2))))["same-everywhere"]
     assert (found.outcome, bench.runs) == (outcome, runs), found
     assert said in str(found)
 
 
 def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) -> None:
     bench = ScriptBench(copying(tmp_path, {"2": 1.0}, "{folder} {resume:again}"), 30.0)
-    (verdict,) = bench.attempt(Trial(RESUME, bench.suited(Case(world=2, micro_batches=2)))).values()
+    (verdict,) = bench.attempt(bench.suited(Trial(RESUME, Case(world=2, micro_batches=2)))).values()
     assert verdict.outcome is Outcome.UNKNOWN
     assert "three times it ended before" in verdict.why
     assert bench.runs == 4
@@ -407,5 +407,5 @@ def test_a_command_is_told_what_it_is_held_to() -> None:
     near = [name for name, text in told.items() if f"norms agree to {SCRIPT.norm:g} at" in text]
     assert near == ["same-everywhere", "resume-equal"]
     assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree", "resume-equal"]
-    (unsaid,) = bench.attempt(Trial(RESUME, bench.suited(Case()))).values()
+    (unsaid,) = bench.attempt(bench.suited(Trial(RESUME, Case()))).values()
     assert (unsaid.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)

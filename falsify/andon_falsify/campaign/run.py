@@ -245,9 +245,7 @@ def _drawn(request: Request, bench: Bench) -> list[Trial]:
         asked = tuple(kind for kind, judged in bench.kinds.items() if judged & set(request.claims))
         budget = replace(budget, kinds=asked)
     found = [trial for seed in request.seeds for trial in draw(seed, budget, layouts, tuple(bench.kinds))]
-    found = [replace(trial, case=bench.suited(trial.case)) for trial in found]
-    # A script need not be able to resume on another number of ranks.
-    return list(dict.fromkeys(replace(each, then_world=0) if bench.kind == "script" else each for each in found))
+    return list(dict.fromkeys(map(bench.suited, found)))
 
 
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:

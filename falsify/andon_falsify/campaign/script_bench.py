@@ -43,7 +43,7 @@ _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip
     hidden=8, heads=1, inner=8, rank=1, dropout=0.0
 )
 """A script receives only the layout of a case: rows, model and seed are its own."""
-_RESUME = "{resume:"
+_RESUME, _ELASTIC = "{resume:", "{resume_any:"
 _PLACES = ("world", "local_batch", "accumulation", "folder")
 PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -78,18 +78,21 @@ class ScriptBench(Bench):
         self._deadline_s = self.late_after * deadline_s
         self._runs = 0
         self._done: dict[tuple[Layout, str], Done] = {}
-        self._resumed: dict[Layout, Mapping[ExtraRun, Evidence]] = {}
+        self._resumed: dict[tuple[Layout, Layout], Mapping[ExtraRun, Evidence]] = {}
 
     @property
     def runs(self) -> int:
         return self._runs
 
-    def suited(self, case: Case) -> Case:
+    def suited(self, trial: Trial) -> Trial:
         """See `Bench.suited`: only the layout is kept. The global batch has 12 rows if these divide evenly."""
+        case, then = trial.case, trial.then_world
         leaves = case.world * (case.accumulation if self._command.accumulates else 1)
         batch = _GLOBAL_BATCH if _GLOBAL_BATCH % leaves == 0 else leaves
         backend = case.backend if case.backend in self.every_backend else "script"
-        return _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch, backend=backend)
+        plain = _PLAIN.but(world=case.world, micro_batches=leaves, batch_size=batch, backend=backend)
+        elsewhere = self._command.elastic and then != case.world and then and batch % (then * plain.accumulation) == 0
+        return replace(trial, case=plain, then_world=then if elsewhere else 0)
 
     def inapplicable(self, trial: Trial) -> str:
         if trial.kind == RESUME and not self._command.resumes:
@@ -97,9 +100,10 @@ class ScriptBench(Bench):
         return trial.lacking
 
     def evidence(self, trial: Trial) -> Evidence:
-        return replace(self._run(trial.case), further=partial(self._further, trial.case))
+        return replace(self._run(trial.case), further=partial(self._further, trial))
 
-    def _further(self, case: Case, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
+    def _further(self, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
+        case = trial.case
         alone = case.but(world=1, micro_batches=1)
         if name == "alone":
             return {name: self._run(alone, what="the run on one rank to compare with: ")}
@@ -110,9 +114,11 @@ class ScriptBench(Bench):
             return {name: self._run(alone, again=probe, what="the run on one rank, with perturbed weights: ")}
         if name not in ("cut", "cut again", "resumed"):
             return {}
-        if _layout(case) not in self._resumed:
-            self._resumed[_layout(case)] = self._cut_and_resume(case)
-        return self._resumed[_layout(case)]
+        elsewhere = case.but(world=trial.then_world, micro_batches=trial.then_world * case.accumulation)
+        key = _layout(case), _layout(then := elsewhere if trial.then_world else case)
+        if key not in self._resumed:
+            self._resumed[key] = self._cut_and_resume(case, then)
+        return self._resumed[key]
 
     def _run(self, case: Case, *, again: str = "", what: str = "") -> Evidence:
         """again: of a further run of the layout; "SEED:BITS" if its weights are perturbed."""
@@ -125,10 +131,10 @@ class ScriptBench(Bench):
                 self._done[key] = run(words, Path(folder), self._deadline_s, probe=probe)
         return _sound(self._done[key], case, what)
 
-    def _cut_and_resume(self, case: Case) -> Mapping[ExtraRun, Evidence]:
+    def _cut_and_resume(self, case: Case, then: Case) -> Mapping[ExtraRun, Evidence]:
         """Kill a run after a third of its updates, resume it in the same folder, kill it after another third, resume.
 
-        If it ends before the second kill, it is resumed once.
+        then: `case` on the ranks of the first resumption. If that ends before it can be killed, there is no second.
         """
         updates = len(self._run(case).history.trajectory)
         third = -(-updates // 3)
@@ -140,14 +146,14 @@ class ScriptBench(Bench):
                 if not cut.error and len(cut.history.trajectory) < updates:
                     found: dict[ExtraRun, Evidence] = {"cut": _evidence(cut, case)}
                     # Words are filled in before each run: a pattern in them means the newest checkpoint.
-                    for part, stop in (("second", partial(_reached, third)), ("last", None)):
+                    for at, stop in ((then, partial(_reached, third)), (case, None)):
                         self._runs += 1
-                        words = self._command.words(case, own, resumed=True)
-                        again = run(words, base / part, self._deadline_s, stop)
+                        words = self._command.words(at, own, resumed=True)
+                        again = run(words, base / f"{self._runs}", self._deadline_s, stop)
                         if stop is None or again.error or again.code is not None:
                             break
-                        found["cut again"] = _evidence(again, case)
-                    return found | {"resumed": _sound(again, case)}
+                        found["cut again"] = _evidence(again, at)
+                    return found | {"resumed": _sound(again, at)}
         raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
 
@@ -188,7 +194,7 @@ def _reached(step: int, ledger: Path) -> bool:
 @dataclass(frozen=True)
 class Command:
     """A command line with the placeholders `{world}`, `{local_batch}` and, optionally, `{accumulation}`, `{folder}` and
-    `{resume:WORDS}`.
+    `{resume:WORDS}`. elastic: it has `{resume_any:WORDS}`, and so promises to resume on any number of ranks.
 
     `{folder}` becomes a folder that is new for every run, and shared by a run and its resumption. `{resume:WORDS}`
     becomes `WORDS` when a killed run is resumed, and is empty otherwise. `WORDS` may contain placeholders and balanced
@@ -196,10 +202,12 @@ class Command:
     """
 
     text: str
+    elastic: bool = False
 
     @classmethod
     def read(cls, text: str) -> Command:
         """Raises `InputError` with everything that is missing or malformed."""
+        text, elastic = text.replace(_ELASTIC, _RESUME), _ELASTIC in text
         names = {match["name"] for match in PLACE.finditer(text) if match["name"]}
         needed = {"world": "the number of ranks", "local_batch": "the rows of one micro-batch of one rank"}
         wrong = [
@@ -207,7 +215,7 @@ class Command:
             for name, what in needed.items()
             if name not in names
         ]
-        known = f"{', '.join(f'{{{name}}}' for name in _PLACES)} and {{resume:WORDS}}"
+        known = f"{', '.join(f'{{{name}}}' for name in _PLACES)}, {{resume:WORDS}} and {{resume_any:WORDS}}"
         for name in sorted(names - {*_PLACES}):
             what = f"is not a placeholder; known are {known}. For a literal {{{name}}} write {{{{{name}}}}}"
             wrong.append(Problem("--script", f"{{{name}}} {what}"))
@@ -221,7 +229,7 @@ class Command:
             wrong.append(Problem("--script", f"cannot be split into words: {str(error).lower()}"))
         if wrong:
             raise InputError(wrong)
-        return cls(text)
+        return cls(text, elastic)
 
     @property
     def accumulates(self) -> bool:

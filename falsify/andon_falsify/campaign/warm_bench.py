@@ -84,13 +84,15 @@ class LoopBench(Bench):
     def runs(self) -> int:
         return self._loop.runs
 
-    def suited(self, case: Case) -> Case:
+    def suited(self, trial: Trial) -> Trial:
         """A foreign loop cannot be told to weigh classes, and its dropout masks are unknown. It saves when told to."""
+        case = trial.case
         poison = None if case.poison is None else Poison(2, case.world - 1, "nan")
-        return case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
+        case = case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
+        return replace(trial, case=case, then_world=0)
 
     def inapplicable(self, trial: Trial) -> str:
-        return self._undeclared.get(trial.kind, "")
+        return trial.lacking or self._undeclared.get(trial.kind, "")
 
     def evidence(self, trial: Trial) -> Evidence:
         """See `Bench.evidence`: the plain run, without what the trial does with it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.halt_together import stops
+from andon_falsify.claims.rounding import Rounding, roughly
 from andon_falsify.claims.updates import DIGESTS, INPUTS, QUANTITIES, bits, different_numbers, different_rows, unseeded
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
@@ -31,8 +33,8 @@ CLAIM = Claim(
         "loop": "A resumed run makes the remaining updates with the same rows and learning rates. The weights differ "
         "by at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
         "script": "A run that is killed and resumed twice makes the updates of an uninterrupted run, with the same "
-        "rows. On one or two ranks all bits agree. On more ranks learning rates agree, and losses and norms to 0.0001 "
-        "at the first update, to 0.0064 later.",
+        "rows. On one or two ranks all bits agree. On more ranks learning rates agree; losses and norms agree to "
+        "0.0001 at the first update, and to 0.0064 later.",
     },
 )
 _ONE_ORDER = 2
@@ -175,8 +177,8 @@ def check_script(whole: History, cut: History, resumed: History, between: Histor
     whole run that begins at the latest after the first kill.
 
     Its ledger may count from 1 again, so updates are matched from the end. The sum of two ranks has one order, so bits
-    are compared. More ranks may sum in another order after a start (DDP rebuilds its buckets in its second update), so
-    norms are compared, as between layouts.
+    are compared. More ranks may sum in another order after a start (DDP rebuilds its buckets in its second update), and
+    another number of ranks does, so norms are compared, as between layouts.
     """
     every, done, again = (list(history.trajectory.values()) for history in (whole, cut, resumed))
     second = list(between.trajectory.values()) if between is not None else []
@@ -193,35 +195,45 @@ def check_script(whole: History, cut: History, resumed: History, between: Histor
     if len(again) < least:
         what = f"{killed}, it was resumed at a later one"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
-    world = every[0].world or 1
-    exact = world <= _ONE_ORDER
+    world, elsewhere = every[0].world or 1, [step.world for step in (*second, *again) if step.world != every[0].world]
+    exact, noise = world <= _ONE_ORDER and not elsewhere, roughly(whole.bits)
     if why := unseeded(f"two runs on {world} ranks", whole, cut, exact=exact):
         return conclude(CLAIM, 0, [], why)
     # A killed run does not show where it began. It is compared from the update with which it agrees longest.
     starts = [every[first : first + len(second)] for first in range(len(done) + 1)]
-    middle = max(starts, key=lambda part: _agreeing(part, second, exact=exact)) if second else []
-    found = next(_differences(middle, second[: len(middle)], "resumed once", exact=exact), None)
+    differences = partial(_differences, exact=exact, noise=noise)
+    middle = max(starts, key=lambda part: _agreeing(part, second, differences)) if second else []
+    found = next(differences(middle, second[: len(middle)], "resumed once"), None)
     if found is None:
-        times = "resumed twice" if second else "resumed"
-        found = next(_differences(every[-len(again) :], again, times, exact=exact), None)
-    note = "" if exact else f"{world} ranks: norms are compared, not bits"
+        found = next(differences(every[-len(again) :], again, "resumed twice" if second else "resumed"), None)
+    draws = next((step.draws for step in every if step.draws), "")
+    if found and elsewhere and draws and found.quantity not in INPUTS:
+        why = f"{found.where}: {found.what}. The random numbers of the forward passes depend on the number of ranks"
+        return conclude(CLAIM, 0, [], f"{why}: {draws}")
+    ranks = f"{world} ranks, resumed on {elsewhere[0]}" if elsewhere else f"{world} ranks"
+    note = "" if exact else f"{ranks}: norms are compared, not bits"
     return conclude(CLAIM, len(again) + len(middle), [found] if found else [], note=note)
 
 
-def _agreeing(part: list[StepEvent], second: list[StepEvent], *, exact: bool) -> tuple[int, int]:
+def _agreeing(
+    part: list[StepEvent], second: list[StepEvent], differences: Callable[..., Iterator[Counterexample]]
+) -> tuple[int, int]:
     """The updates that agree before the first that does not; of equal ones the later part is preferred."""
     pairs = zip(part, second, strict=False)
-    same = takewhile(lambda pair: not any(_differences([pair[0]], [pair[1]], "", exact=exact)), pairs)
+    same = takewhile(lambda pair: not any(differences([pair[0]], [pair[1]], "")), pairs)
     return sum(1 for _ in same), part[0].number if part else 0
 
 
-def _differences(whole: list[StepEvent], again: list[StepEvent], how: str, *, exact: bool) -> Iterator[Counterexample]:
+def _differences(
+    whole: list[StepEvent], again: list[StepEvent], how: str, *, exact: bool, noise: Rounding
+) -> Iterator[Counterexample]:
     for number, (ours, theirs) in enumerate(zip(whole, again, strict=True), start=1):
         where = f"step {ours.number}, {how}"
         yield from different_rows(ours, theirs, where)
-        yield from [] if exact else different_numbers(ours, theirs, where, number)[1].values()
+        yield from [] if exact else different_numbers(ours, theirs, where, number, noise)[1].values()
         for name in DIGESTS if exact else ():
             held, seen = ours.digests.get(name), theirs.digests.get(name)
             if held != seen:
                 what = f"the {name} is not that of the run without the kill"
+                what += f" (random streams are used: {ours.draws}; does it restore them?)" if ours.draws else ""
                 yield Counterexample(what, where, str(held), str(seen), quantity=QUANTITIES[name])
