@@ -69,7 +69,7 @@ def falsify(case: Case, folder: Path, *, right: bool) -> Score:
     options = ["--name", case.name, "--world", "2", "--accumulation", str(max(case.accumulates, 1))]
     options += ["--json", str(report), "--script", command]
     # A resume is compared on its own layout. Without the other claims it needs no run on one rank.
-    options += ["--claim", "resume-equal,samples-once"] if case.stops else []
+    options += ["--claim", "resume-equal"] if case.stops else []
     process = multiprocessing.get_context("fork").Process(target=_andon, args=(["falsify", *options], said))
     process.start()
     process.join()
@@ -115,15 +115,14 @@ def seen_by_andon(tools: Score) -> list[str]:
 
 
 def table(card: dict[str, Score]) -> str:
-    """The scorecard for the page: clauses and claims by command, and the other tools that see the case."""
-    columns = ["case", "report", "watch", "falsify", "others"]
-    lines = ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
+    """The scorecard for the page: the clauses and claims that see a case, and the other tools."""
+    lines = ["|case|report|watch|falsify|others|", "|---|---|---|---|---|"]
     for name, tools in sorted(card.items()):
         line, further, claims = (tools.get(tool, {}).get("wrong", {}).get("seen", []) for tool in ANDON)
-        watch = [f"`{each}`" for each in line] or [f"+ `{each}`" for each in further] or ["no"]
         others = [said for tool, said in OTHERS.items() if tools.get(tool, {}).get("wrong", {}).get("seen")]
-        cells = [name, CASES[name].report, ", ".join(watch), ", ".join(f"`{each}`" for each in claims) or "no"]
-        lines.append("| " + " | ".join([*cells, ", ".join(others) or "no"]) + " |")
+        watch = [f"`{each}`" for each in line] or [f"`{each}`+" for each in further]
+        found = ",".join(watch) or "no", ",".join(f"`{each}`" for each in claims) or "no", ",".join(others) or "no"
+        lines.append("|" + "|".join([f"`{name}`", CASES[name].report, *found]) + "|")
     return "\n".join(lines)
 
 

@@ -193,8 +193,9 @@ def run_ranks(case: Case, job: Job) -> Outcome:
 def _rank(case: Case, job: Job) -> None:
     torch.set_num_threads(1)
     if job.tool == "ddp":
-        os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        dist.set_debug_level_from_env()
+        dist.set_debug_level(dist.DebugLevel.INFO)  # with DETAIL, torch 2.13 ends with SIGSEGV in any DDP on CPUs
+    elif job.tool in ("line", "further"):
+        os.environ["ANDON_LEDGER"] = f"{job.folder}/ledger.jsonl"
     value, error = None, ""
     try:
         dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=job.rank, world_size=job.world)

@@ -18,8 +18,13 @@ from bugs.bench import ROWS, Job, Lines, case
 from bugs.rows import data, ids
 
 State = dict[str, Any]
-EPOCHS, STOP = 6, 6
+STOP = 6
 """Four updates are an epoch: the stop is in the middle of the second."""
+
+
+def length(job: Job) -> int:
+    """The number of epochs. `andon falsify` needs time to kill a run in its middle."""
+    return 12 if job.tool == "script" else 6
 
 
 class Loop:
@@ -108,7 +113,7 @@ def skipped_elsewhere(job: Job) -> object:
     loop.watch()
     steps = ROWS // (job.batch * job.world)
     first, skip = divmod(loop.done, steps)
-    for epoch in range(first, EPOCHS):
+    for epoch in range(first, length(job)):
         loop.sampler.set_epoch(epoch if job.right or epoch > first or not job.resumed else 0)
         for inputs, labels in itertools.islice(loop.loader, skip if epoch == first else 0, None):
             loop.step(inputs, labels)
@@ -133,7 +138,7 @@ def draws_again(job: Job) -> object:
     if job.resumed:
         loop.w.loaded(loop.path)
     rows = data()
-    while loop.done < 4 * EPOCHS:
+    while loop.done < 4 * length(job):
         inputs, labels = rows[torch.randperm(ROWS // job.world)[: job.batch] * job.world + job.rank]
         loop.step(inputs, labels)
         if loop.stopped:
@@ -153,7 +158,7 @@ def epoch_again(job: Job) -> object:
     loop.start()
     loop.watch()
     steps = ROWS // (job.batch * job.world)
-    for epoch in range(first, EPOCHS):
+    for epoch in range(first, length(job)):
         loop.sampler.set_epoch(epoch)
         for number, (inputs, labels) in enumerate(loop.loader, start=1):
             loop.w.batch(ids(inputs))
@@ -189,7 +194,7 @@ def _go_on(loop: Loop, batches: Callable[[int], Iterator[Sequence[torch.Tensor]]
     """Train the rest of the epochs in their right order. Returns False after the stop."""
     steps = ROWS // (loop.job.batch * loop.job.world)
     first, skip = divmod(loop.done, steps)
-    for epoch in range(first, EPOCHS):
+    for epoch in range(first, length(loop.job)):
         loop.sampler.set_epoch(epoch)
         own = batches(epoch) if batches else itertools.islice(loop.loader, skip if epoch == first else 0, None)
         for inputs, labels in own:
@@ -245,7 +250,7 @@ def walked_before_load(job: Job) -> object:
     loop.watch()
     if job.right:
         position[0] = state["position"]
-    for epoch in range(loop.done // steps, EPOCHS):
+    for epoch in range(loop.done // steps, length(job)):
         loop.sampler.set_epoch(epoch)
         for inputs, labels in iterate(epoch):
             loop.step(inputs, labels, position=(loop.done + 1) % steps)
@@ -279,7 +284,7 @@ def drawn_before_restore(job: Job) -> object:
     loop.watch(restored=True)
     steps, drawn = ROWS // (job.batch * job.world), True
     first, skip = divmod(loop.done, steps)
-    for epoch in range(first, EPOCHS):
+    for epoch in range(first, length(job)):
         loop.sampler.set_epoch(epoch)
         own = iter(
             DataLoader(loop.rows, job.batch, sampler=[*loop.sampler][skip * job.batch if epoch == first else 0 :])

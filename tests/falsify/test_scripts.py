@@ -409,3 +409,15 @@ def test_a_command_is_told_what_it_is_held_to() -> None:
     assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree", "resume-equal"]
     (unsaid,) = bench.attempt(bench.suited(Trial(RESUME, Case()))).values()
     assert (unsaid.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)
+
+
+def test_reported_defects_are_seen_as_the_scorecard_says_and_their_repairs_are_not_accused() -> None:
+    """The cheapest of `bugs/`, under the one line of a watch. The runner fails if a repaired version is accused."""
+    root = EXAMPLES.parents[1]
+    names = ["adapter-drawn-by-rank", "epoch-not-set", "label-mean", "no-token"]
+    words = [sys.executable, "-m", "bugs", *names, "--tools", "line"]
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    card = json.loads((root / "bugs" / "scorecard.json").read_text())
+    for name in names:
+        assert f"{name} line wrong {json.dumps(card[name]['line']['wrong'])}\n" in done.stdout
