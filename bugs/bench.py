@@ -193,7 +193,8 @@ def run_ranks(case: Case, job: Job) -> Outcome:
 def _rank(case: Case, job: Job) -> None:
     torch.set_num_threads(1)
     if job.tool == "ddp":
-        dist.set_debug_level(dist.DebugLevel.INFO)  # with DETAIL, torch 2.13 ends with SIGSEGV in any DDP on CPUs
+        # With DETAIL, torch 2.13 ends with SIGSEGV in any DDP on CPUs.
+        dist.set_debug_level(dist.DebugLevel.INFO)  # type: ignore[attr-defined]
     elif job.tool in ("line", "further"):
         os.environ["ANDON_LEDGER"] = f"{job.folder}/ledger.jsonl"
     value, error = None, ""

@@ -286,9 +286,9 @@ def drawn_before_restore(job: Job) -> object:
     first, skip = divmod(loop.done, steps)
     for epoch in range(first, length(job)):
         loop.sampler.set_epoch(epoch)
-        own = iter(
-            DataLoader(loop.rows, job.batch, sampler=[*loop.sampler][skip * job.batch if epoch == first else 0 :])
-        )
+        order = [*loop.sampler][skip * job.batch if epoch == first else 0 :]
+        # A generator of its own, since an iterator draws a seed.
+        own = iter(DataLoader(loop.rows, job.batch, sampler=order, generator=torch.Generator()))
         batch = next(own) if job.resumed and epoch == first and not job.right else None
         if job.resumed and epoch == first:
             torch.set_rng_state(loop.random())

@@ -414,7 +414,7 @@ def test_a_command_is_told_what_it_is_held_to() -> None:
 def test_reported_defects_are_seen_as_the_scorecard_says_and_their_repairs_are_not_accused() -> None:
     """The cheapest of `bugs/`, under the one line of a watch. The runner fails if a repaired version is accused."""
     root = EXAMPLES.parents[1]
-    names = ["adapter-drawn-by-rank", "epoch-not-set", "label-mean", "no-token"]
+    names = ["adapter-drawn-by-rank", "epoch-not-set", "label-mean", "memory-kept"]
     words = [sys.executable, "-m", "bugs", *names, "--tools", "line"]
     done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
