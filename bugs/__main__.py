@@ -28,7 +28,8 @@ from bugs.cases import CASES
 HERE = Path(__file__).parent
 SCORECARD, PAGE = HERE / "scorecard.json", HERE.parent / "docs" / "findings.md"
 BEGIN, END = "<!-- bugs -->", "<!-- end of bugs -->"
-ANDON = ("line", "further", "falsify")
+WATCH = ("line", "further")
+ANDON = (*WATCH, "falsify")
 OTHERS = {"ddp": "DDP", "torch-audit": "torch-audit", "torchtest": "torchtest"}
 Score = dict[str, Any]
 
@@ -115,14 +116,16 @@ def seen_by_andon(tools: Score) -> list[str]:
 
 
 def table(card: dict[str, Score]) -> str:
-    """The scorecard for the page: the clauses and claims that see a case, and the other tools."""
-    lines = ["|case|report|watch|falsify|others|", "|---|---|---|---|---|"]
+    """The scorecard for the page: the clauses and claims that see a case."""
+
+    def cell(score: Score, mark: str = "") -> str:
+        return ",".join(f"`{each}`{mark}" for each in score["wrong"]["seen"])
+
+    lines = ["|case|report|watch|falsify|", "|---|---|---|---|"]
     for name, tools in sorted(card.items()):
-        line, further, claims = (tools.get(tool, {}).get("wrong", {}).get("seen", []) for tool in ANDON)
-        others = [said for tool, said in OTHERS.items() if tools.get(tool, {}).get("wrong", {}).get("seen")]
-        watch = [f"`{each}`" for each in line] or [f"`{each}`+" for each in further]
-        found = ",".join(watch) or "no", ",".join(f"`{each}`" for each in claims) or "no", ",".join(others) or "no"
-        lines.append("|" + "|".join([f"`{name}`", CASES[name].report, *found]) + "|")
+        watch = cell(tools["line"]) or cell(tools["further"], "+") or "no"
+        claims = cell(tools["falsify"]) or "no" if "falsify" in tools else "-"
+        lines.append(f"|`{name}`|{CASES[name].report}|{watch}|{claims}|")
     return "\n".join(lines)
 
 
@@ -143,11 +146,11 @@ def main() -> int:
             print(name, tool, "right" if right else "wrong", json.dumps(score), flush=True)
             if options.write and right:
                 SCORECARD.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
-    if options.write and BEGIN in (page := PAGE.read_text()):
+    whole = [name for name in kept if {*ANDON} <= kept[name].keys()]
+    watched = all({*WATCH} <= kept.get(name, {}).keys() for name in CASES)
+    if options.write and watched and BEGIN in (page := PAGE.read_text(encoding="utf-8")):
         before, rest = page.split(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n{table(kept)}\n{END}{rest.split(END)[1]}")
-    print(table(kept))
-    whole = [name for name in kept if {*ANDON} <= kept[name].keys()]
     print(f"{sum(bool(seen_by_andon(kept[name])) for name in whole)} of {len(whole)} cases are seen by Andon")
     found = [*problems(kept)]
     print(*found, sep="\n")

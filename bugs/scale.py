@@ -23,7 +23,7 @@ CLASSES, LONGEST = 3, 4
 
 def tokens(ids: list[int], lengths: Callable[[int], int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens of rows and their labels."""
-    every = torch.tensor([row * LONGEST + place for row in ids for place in range(lengths(row))])
+    every = torch.tensor([row * LONGEST + place for row in ids for place in range(lengths(row))], dtype=torch.long)
     return every, every * 5 % 7 % CLASSES
 
 
@@ -41,11 +41,11 @@ def one(row: int) -> int:
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch. losses: of its tokens. rows: its rows. total: the tokens of the update on all ranks."""
+    """A micro-batch. losses: of its tokens, 0 for others. own, total: the number of its tokens and of all ranks."""
 
     job: Job
     losses: torch.Tensor
-    rows: int
+    own: torch.Tensor
     total: int
 
     @property
@@ -71,12 +71,18 @@ def train(
     lengths: Callable[[int], int] = one,
     measure: Callable[[torch.Tensor], object] = lambda each: each.sum().item(),
     boundary: Callable[[int], bool] | None = None,
+    is_trained: Callable[[int], bool] = lambda row: True,
 ) -> object:
     """A DDP loop over one epoch. Returns `measure` of the weights of the tokens in the first update."""
 
+    def masked(logits: torch.Tensor, every: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.tensor([float(is_trained(int(token) // LONGEST)) for token in every])
+        return cross_entropy(logits, labels, reduction="none") * mask, mask.sum()
+
     def reference(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int]:
         every, labels = tokens([int(row) for row in ids], lengths)
-        return cross_entropy(model(every), labels, reduction="sum"), len(labels)
+        losses, count = masked(model(every), every, labels)
+        return losses.sum(), int(count)
 
     net = table()
     model = DistributedDataParallel(net)
@@ -85,13 +91,13 @@ def train(
     result: object = None
     for window in job.windows():
         mine = [tokens(rows, lengths) for rows in window]
-        total = torch.tensor(sum(len(labels) for _, labels in mine))
+        total = torch.tensor(sum(is_trained(int(token) // LONGEST) for every, _ in mine for token in every))
         dist.all_reduce(total)
         for number, (rows, (every, labels)) in enumerate(zip(window, mine, strict=True), start=1):
             w.batch(rows)
-            losses = cross_entropy(model(every), labels, reduction="none")
-            w.loss(float(losses.detach().sum()), len(losses))
-            loss(Micro(job, losses, len(rows), int(total))).backward()
+            losses, own = masked(model(every), every, labels)
+            w.loss(float(losses.detach().sum()), int(own))
+            loss(Micro(job, losses, own, int(total))).backward()
             if boundary(number) if boundary else number == len(window):
                 if result is None:
                     result = measure(weights(net, lengths))
@@ -222,9 +228,9 @@ def no_token(job: Job) -> object:
         return "nan" if each.isnan().any() else each.sum().item()
 
     def loss(micro: Micro) -> torch.Tensor:
-        return micro.right if job.right else micro.losses.mean()
+        return micro.right if job.right else micro.losses.sum() / micro.own
 
-    return train(job, loss, lambda row: 2 * (row in trained), measure)
+    return train(job, loss, two, measure, is_trained=lambda row: row in trained)
 
 
 @case("one-class", "pytorch/examples multigpu_torchrun.py, loss", 1.0, 0.0, accumulates=1, found="finding")
