@@ -72,10 +72,11 @@ class LoopBench(Bench):
     """Runs trials on `subject`, a `LoopSubject`. version: of the library that it trains with, "" if unknown."""
 
     kind = "loop"
-    every_backend: tuple[str, ...] = ("gloo",)
+    every_backend: tuple[str, ...] = ("gloo", "nccl")
 
     def __init__(self, subject: Subject, name: str, version: str = "") -> None:
         super().__init__(name, version, ("--subject", name))
+        self.backends = ("gloo",)
         self._loop = Remembering(subject)
         self._undeclared: dict[str, str] = {}
         """By kind of trial: what a loop declares of halting and resuming is the same in every case."""
@@ -136,7 +137,8 @@ def _with_dropout(case: Case) -> Case:
     """Two epochs of two updates of a model with dropout: a loop that evaluates after an update or an epoch goes on."""
     world = case.world
     small = Case(make_rows(4 * world), batch_size=2 * world, micro_batches=world, epochs=2, fault=case.fault)
-    return small.but(optimizer="sgd", clip_norm=None, weight_decay=0.0, dropout=0.1, world=world, backend="gloo")
+    small = small.but(optimizer="sgd", clip_norm=None, weight_decay=0.0, dropout=0.1)
+    return small.but(world=world, backend=case.backend)
 
 
 def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:

@@ -158,7 +158,8 @@ class ForwardPasses:
 
 
 def _generator() -> str:
-    return hashlib.blake2b(bytes_of(torch.get_rng_state()), digest_size=8).hexdigest()
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return hashlib.blake2b(b"".join(map(bytes_of, states)), digest_size=8).hexdigest()
 
 
 class Observer:

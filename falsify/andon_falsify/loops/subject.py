@@ -68,10 +68,11 @@ class LoopSubject:
         `Trace.errors` has, by rank, errors of the loop and of its import, and ranks that died or did not answer.
         Raises `ValueError` if the rows cannot be made distinct.
         """
-        case = case.but(rows=distinct(case.rows, case.longest), backend="gloo")
+        backend = "nccl" if case.backend == "nccl" else "gloo"
+        case = case.but(rows=distinct(case.rows, case.longest), backend=backend)
         search = dict.fromkeys(os.path.abspath(folder) for folder in (*sys.path, os.getcwd()))
         job = (self.make, case, tuple(search))
-        answers = self._pools.of(case.world).run("andon_falsify.loops.subject:train", job)
+        answers = self._pools.of(case.world, backend).run("andon_falsify.loops.subject:train", job)
         parts = [answer.value for answer in answers if isinstance(answer.value, LoopSightings)]
         errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
         return trace_of(case, [] if errors else parts, errors, self.name)
@@ -194,6 +195,8 @@ def _loop_of(make: str, case: Case) -> Any:
         raise ValueError(msg)
     if not trained(unwrapped(loop.model)):
         raise ValueError("no parameter of the loop's `model` trains")
+    if case.backend == "nccl" and not all(each.is_cuda for each in trained(unwrapped(loop.model)).values()):
+        raise ValueError('the loop\'s `model` is not on the GPU of its rank: move it with .to("cuda")')
     return loop
 
 
@@ -272,7 +275,7 @@ def _law(loop: Any, model: nn.Module, rows: list[int]) -> RowGradients:
             raise ValueError(f"loss_sum of row {row} says that it is of {count} rows")
         given = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
         parts.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), given, strict=True)])
-        losses.append(total.detach().double())
+        losses.append(total.detach().double().cpu())
     columns = zip(*parts, strict=True)
-    stacked = {name: torch.stack(column) for name, column in zip(parameters, columns, strict=False)}
+    stacked = {name: torch.stack(column).cpu() for name, column in zip(parameters, columns, strict=False)}
     return RowGradients(tuple(rows), torch.stack(losses) if losses else torch.zeros(0), stacked)

@@ -78,14 +78,15 @@ def model(case: Case) -> nn.Module:
 
     A small `Qwen3ForSequenceClassification`, or `BertForSequenceClassification` for an encoder, that is not downloaded;
     with peft's LoRA if the case has a rank. `model(**collate(items))` returns `.loss` (mean over rows) and `.logits`.
-    Raises `InputError` if transformers or peft is missing.
+    With the backend nccl it is on the rank's GPU, and the loop has to move batches there. Raises `InputError` if
+    transformers or peft is missing.
     """
     if absent := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         remedy = f"{install_hint('falsify')}; or train a torch module of your own, with loss_sum"
         raise InputError.at("model(case)", f"needs {' and '.join(absent)}; {remedy}")
     from andon_falsify.subjects.assembly import model_of
 
-    return model_of(case).train()
+    return model_of(case).train().to("cuda" if case.backend == "nccl" else "cpu")
 
 
 def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
