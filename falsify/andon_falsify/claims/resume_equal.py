@@ -33,8 +33,8 @@ CLAIM = Claim(
         "loop": "A resumed run makes the remaining updates with the same rows and learning rates. The weights differ "
         "by at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
         "script": "A run that is killed and resumed twice makes the updates of an uninterrupted run, with the same "
-        "rows. On one or two ranks all bits agree. On more ranks learning rates agree; losses and norms agree to "
-        "0.0001 at the first update, and to 0.0064 later.",
+        "rows. On one or two ranks all bits agree. On more or other numbers of ranks, learning rates agree; losses and "
+        "norms agree to 0.0001 at the first update, and to 0.0064 later.",
     },
 )
 _ONE_ORDER = 2
