@@ -208,9 +208,10 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
         raise LookupError(nasty)
 
     for says in (lambda _: unknown(SUM, nasty), raises):
-        _, lines, error = asked(says)
+        code, lines, error = asked(says)
         assert [each for line in [*lines, error.replace("\n", "")] for each in line if not each.isprintable()] == []
         assert not [line for line in lines if line.startswith("fake-claim")]
+    assert (code, lines[-1]) == (70, "checked 0 of 3 claims, 1 run, 0 not applicable, 1 unknown")
     assert "\\x1b[2J\\x00\\u202e\\u2066\\x9b31m\\x0dholds" in error
 
 
@@ -244,8 +245,17 @@ def test_64_and_words_for_bad_input(words: list[str], said: str) -> None:
     assert code == 64
     assert said in error
     assert "Traceback" not in error
-    for verify in (["--bogus"], ["/nowhere/at/all"]):
-        assert CliRunner().invoke(app, ["verify", *verify]).exit_code == 64
+    for verify, refusal in (("--bogus", "No such option"), ("/nowhere/at/all", "/nowhere/at/all: No such file")):
+        done = CliRunner().invoke(app, ["verify", verify])
+        assert (done.exit_code, refusal in done.stderr) == (64, True)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    _, _, said = falsify(
+        "--subject", "plane", "--world", "x", "--accumulation", "-1", "--seed", "one", "--budget", "big"
+    )
+    places = [line.split(": ")[1] for line in said.splitlines()]
+    assert places == ["--world", "--accumulation", "--seed", "--budget", "--subject"]
 
 
 def test_a_claim_by_name_is_tried_whatever_the_budget_leaves_out() -> None:

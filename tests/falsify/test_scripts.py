@@ -275,6 +275,20 @@ def test_sums_of_three_ranks_may_be_rounded_otherwise_after_a_start(world: int, 
     assert resumed(ledger(before, before), ledger(before), ledger(after)).outcome is outcome
 
 
+def test_a_script_may_promise_to_be_resumed_on_another_number_of_ranks() -> None:
+    """Sums have another order there, and dropout draws other numbers. The second kill is aligned by its rows."""
+    seen = [{"world": 2, "grad_norm": 1.0 + at, "ids": [at], "digests": {"gradient": f"{at:016x}"}} for at in range(6)]
+    rounded, drawn = (1 + SCRIPT.norm / 3, {}, Outcome.HOLDS), (1.01, DRAWN, Outcome.UNKNOWN)
+    for factor, draws, outcome in (rounded, drawn, (1.01, {}, Outcome.FALSIFIED)):
+        whole = [{**step, **draws} for step in seen]
+        other = [{**step, "world": 3, "grad_norm": factor * (1.0 + at), "digests": {}} for at, step in enumerate(whole)]
+        found = resumed(ledger(*whole), ledger(*whole[:2]), ledger(*whole[3:]), ledger(*other[1:3]))
+        assert found.outcome is outcome, found
+    for words, then in (("{resume:again}", 0), ("{resume_any:again}", 3)):
+        bench = ScriptBench(f"run {{world}} {{local_batch}} {{folder}} {words}", 1.0)
+        assert bench.suited(Trial(RESUME, Case(world=2, micro_batches=2), then_world=3)).then_world == then
+
+
 @pytest.mark.parametrize(
     ("program", "said"),
     [
@@ -295,6 +309,7 @@ LOGGED = "E1122 15:47:42.907000 3903 {}/distributed/elastic/api.py:1002] failed\
     ("printed", "reason"),
     [
         ("ValueError: printed\nTraceback (most recent call last):\n  File x\nKeyError: 'real'", "KeyError: 'real'"),
+        ("ValueError: all that was said", "ValueError: all that was said"),
         ("traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
         (f"why\n{LOGGED.format('torch')}", "why"),
         (f"why\n{LOGGED.format('/usr/lib/python3/torch')}", "why"),
@@ -318,6 +333,16 @@ def waiting(pid: Path) -> str:
 
 def over(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.deep  # by default the test before reads reports of torchrun that were written down
+@pytest.mark.parametrize(
+    ("program", "said"), [("raise KeyError('a')", "KeyError: 'a'"), ("exit(3)", "exitcode  : 3 (")]
+)
+def test_the_reason_of_a_failed_launch_is_what_a_rank_said(program: str, said: str, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python"]
+    _, _, reason = run([*launch, sys.executable, "-c", program], tmp_path, 60.0).error.partition(": ")
+    assert reason.startswith(said)
 
 
 def test_what_a_command_leaves_running_is_named_and_ended(tmp_path: Path) -> None:
@@ -360,18 +385,6 @@ def test_temporary_files_of_a_command_go_with_its_folder(tmp_path: Path) -> None
     program = "import os, signal, tempfile; tempfile.mkdtemp(prefix='left-'); os.kill(os.getpid(), signal.SIGKILL)"
     run([sys.executable, "-c", program], tmp_path / "run", 30.0)
     assert [path.name[:5] for path in (tmp_path / "run" / "tmp").iterdir()] == ["left-"]
-
-
-def test_a_sum_in_place_of_a_mean_falls_under_torchrun() -> None:
-    """Summed gradients on two ranks are twice those of one. The whole way once: torchrun, a watch, its ledger."""
-    launch = f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc-per-node {{world}}"
-    bench = ScriptBench(
-        f"{launch} {shlex.quote(str(EXAMPLES / 'all_reduce_by_hand.py'))} --batch {{local_batch}}", 30.0
-    )
-    found = bench.attempt(bench.suited(Trial(LAW, Case(world=2, micro_batches=2))))
-    assert found["same-everywhere"].outcome is Outcome.FALSIFIED, found
-    assert found["same-everywhere"].counterexamples[0].ratio == pytest.approx(2.0, rel=1e-3)
-    assert found["samples-once"].outcome is found["replicas-agree"].outcome is Outcome.HOLDS
 
 
 @pytest.mark.parametrize(

@@ -256,12 +256,6 @@ def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
     assert brief[:-2] + brief[-1:] == [line for line in done.out if line.split()[0] not in moot]
 
 
-def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    """64, because 1 and 2 are verdicts."""
-    done = cli("verify", tmp_path / "nothing")
-    assert (done.code, done.said) == (64, [f"andon: {tmp_path / 'nothing'}: No such file or directory"])
-
-
 def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
     info = tmp_path / "plugin-1.dist-info"
     info.mkdir()

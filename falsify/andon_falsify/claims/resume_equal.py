@@ -217,11 +217,13 @@ def check_script(whole: History, cut: History, resumed: History, between: Histor
 
 def _agreeing(
     part: list[StepEvent], second: list[StepEvent], differences: Callable[..., Iterator[Counterexample]]
-) -> tuple[int, int]:
-    """The updates that agree before the first that does not; of equal ones the later part is preferred."""
+) -> tuple[int, int, int]:
+    """How many updates agree before the first that does not, and how many in their inputs; else the later part."""
     pairs = zip(part, second, strict=False)
-    same = takewhile(lambda pair: not any(differences([pair[0]], [pair[1]], "")), pairs)
-    return sum(1 for _ in same), part[0].number if part else 0
+    apart = [{each.quantity for each in differences([ours], [theirs], "")} for ours, theirs in pairs]
+    same = sum(1 for _ in takewhile(lambda quantities: not quantities, apart))
+    inputs = sum(1 for _ in takewhile(INPUTS.isdisjoint, apart))
+    return same, inputs, part[0].number if part else 0
 
 
 def _differences(
