@@ -219,14 +219,15 @@ def second_resume(job: Job) -> object:
     since that resume only, and the second resume in the same epoch skips too few."""
     loop = Loop(job)
     loop.loader = DataLoader(loop.rows, max(job.batch // 3, 1), sampler=loop.sampler)  # 12 batches in an epoch
-    skip = loop.load()["batches"] if job.resumed else 0
+    state = loop.load() if job.resumed else {"batches": 0, "epoch": 0}
+    skip = state["batches"]
     loop.start()
     loop.watch()
-    for epoch in range(2):
+    for epoch in range(state["epoch"], 2):
         loop.sampler.set_epoch(epoch)
         counted = skip if job.right else 0
         for number, (inputs, labels) in enumerate(itertools.islice(loop.loader, skip, None), start=counted + 1):
-            loop.step(inputs, labels, batches=number)
+            loop.step(inputs, labels, batches=number, epoch=epoch)
             if loop.stopped:
                 return None
         skip = 0

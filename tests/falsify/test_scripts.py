@@ -166,7 +166,8 @@ def test_later_updates_are_compared_by_rows_and_rates_alone_and_the_verdict_says
     ("batches", "outcome"),
     [
         ([[0, 1, 2], [3, 4], [4, 2, 0], [1, 3]], Outcome.HOLDS),
-        ([[0, 1, 2], [3, 4, 0], [4, 2, 0], [1, 3, 4]], Outcome.FALSIFIED),
+        ([[0, 1], [2, 3], [4, 0], [2, 0], [3, 1], [4, 2]], Outcome.FALSIFIED),
+        ([[0, 1], [2, 3], [1, 4], [3, 0]], Outcome.HOLDS),
         ([[0, 1], [0, 2], [0, 1], [3, 2]], Outcome.FALSIFIED),
         ([[0, 1, 2], [3, 4], [0, 1]], Outcome.HOLDS),
         ([[], []], Outcome.NOT_APPLICABLE),

@@ -145,6 +145,7 @@ class ScriptBench(Bench):
                 cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, after))
                 if not cut.error and len(cut.history.trajectory) < updates:
                     found: dict[ExtraRun, Evidence] = {"cut": _evidence(cut, case)}
+                    left = updates - len(cut.history.trajectory)
                     # Words are filled in before each run: a pattern in them means the newest checkpoint.
                     for at, stop in ((then, partial(_reached, third)), (case, None)):
                         self._runs += 1
@@ -153,6 +154,11 @@ class ScriptBench(Bench):
                         if stop is None or again.error or again.code is not None:
                             break
                         found["cut again"] = _evidence(again, at)
+                    if stop is None and not again.history.steps and len(found["cut again"].history.trajectory) >= left:
+                        return {
+                            "cut": found["cut"],
+                            "resumed": found["cut again"],
+                        }  # killed after its last update
                     return found | {"resumed": _sound(again, at)}
         raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
