@@ -155,10 +155,8 @@ class ScriptBench(Bench):
                             break
                         found["cut again"] = _evidence(again, at)
                     if stop is None and not again.history.steps and len(found["cut again"].history.trajectory) >= left:
-                        return {
-                            "cut": found["cut"],
-                            "resumed": found["cut again"],
-                        }  # killed after its last update
+                        found["resumed"] = found.pop("cut again")  # it was killed after its last update
+                        return found
                     return found | {"resumed": _sound(again, at)}
         raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
