@@ -30,7 +30,11 @@ SCORECARD, PAGE = HERE / "scorecard.json", HERE.parent / "docs" / "findings.md"
 BEGIN, END = "<!-- bugs -->", "<!-- end of bugs -->"
 WATCH = ("line", "further")
 ANDON = (*WATCH, "falsify")
-OTHERS = {"ddp": "DDP", "torch-audit": "torch-audit", "torchtest": "torchtest"}
+OTHERS = {
+    "ddp": "DDP's own checks (`TORCH_DISTRIBUTED_DEBUG=INFO`)",
+    "torch-audit": "torch-audit 0.3.0, at every update",
+    "torchtest2": "torchtest2 0.1.0, on the first batch",
+}
 Score = dict[str, Any]
 
 
@@ -102,7 +106,7 @@ def problems(card: dict[str, Score]) -> Iterator[str]:
     """What makes the runner fail."""
     for name, tools in card.items():
         for tool, score in tools.items():
-            for version in ("wrong", "right"):
+            for version in ("wrong", "right") if tool in ANDON else ():
                 if error := score[version].get("error"):
                     yield f"{name}, {version}, {tool}: {error}"
             if tool in ANDON and (alarms := score["right"]["seen"]):
@@ -126,6 +130,11 @@ def table(card: dict[str, Score]) -> str:
         watch = cell(tools["line"]) or cell(tools["further"], "+") or "no"
         claims = cell(tools["falsify"]) or "no" if "falsify" in tools else "-"
         lines.append(f"|`{name}`|{CASES[name].report}|{watch}|{claims}|")
+    lines += ["", "|tool of others|of the 40 it sees|", "|---|---|"]
+    for tool, title in OTHERS.items():
+        both = {name: tools[tool] for name, tools in sorted(card.items()) if tool in tools}
+        seen = [f"`{name}`" for name, each in both.items() if each["wrong"]["seen"] and not each["right"]["seen"]]
+        lines.append(f"|{title}|{len(seen)}{': ' * bool(seen)}{', '.join(seen)}|")
     return "\n".join(lines)
 
 

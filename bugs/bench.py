@@ -74,8 +74,8 @@ class Job:
     """One run of a case, as one of its ranks sees it.
 
     tool: "line" for the one line of a watch, "further" for its further lines too, "script" inside `andon falsify`,
-    "ddp" or "torch-audit" for a tool of others. resumed: how often the ranks were ended before. stop: the update after
-    which they end, 0 if none.
+    "ddp", "torch-audit" or "torchtest2" for a tool of others. resumed: how often the ranks were ended before. stop:
+    the update after which they end, 0 if none.
     """
 
     right: bool
@@ -94,10 +94,10 @@ class Job:
         if self.tool in ("line", "further", "script"):
             further = further if self.tool == "further" else {}
             return Lines(andon.watch(model, optimizer, log=self.findings.append, **further), _LINES[self.tool])
-        if self.tool == "torch-audit":
-            from bugs.others import open_audit
+        if self.tool in ("torch-audit", "torchtest2"):
+            from bugs.others import open_audit, open_test
 
-            open_audit(model, optimizer, self.findings.append)
+            (open_audit if self.tool == "torch-audit" else open_test)(model, optimizer, self.findings.append)
         return Lines(None, ())
 
     def windows(self, epochs: int = 1) -> Iterator[list[list[int]]]:
