@@ -21,7 +21,7 @@ from andon_falsify.campaign.trial import LAW, RESUME, Trial
 from andon_falsify.claims.evidence import SCRIPT
 from andon_falsify.claims.resume_equal import check_script as resumed
 from andon_falsify.claims.rounding import measured
-from andon_falsify.claims.same_everywhere import COMPARED, check_layouts
+from andon_falsify.claims.same_everywhere import COMPARED, check_class, check_layouts
 from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.report.document import read_json
@@ -254,6 +254,8 @@ def test_a_gradient_in_bf16_is_judged_by_the_noise_that_was_measured(
     base, *others, run = (replace(ledger(PLAIN), sketch=(3 * by, 4 * by, rest), bits=8) for by, rest in runs)
     verdict = check_layouts(base, run, {"world": 2}, measured(base, others))
     assert (verdict.outcome, said in str(verdict)) == (outcome, True), verdict
+    again = iter([base, *others, *others])
+    assert check_class(base, run, {"world": 2}, lambda _: next(again)).outcome is outcome
 
 
 def test_a_script_that_is_not_seeded_is_not_judged_on_being_taken_up() -> None:

@@ -6,6 +6,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -15,10 +16,13 @@ from pydantic import BaseModel, Field, ValidationError
 from andon.config.load import parse
 from andon.console.messages import Problem, ProblemList, did_you_mean, reading, shown
 from andon_falsify.campaign.request import read_seeds
-from andon_falsify.campaign.script_bench import PLACE, Done, ScriptBench, run, unusable
+from andon_falsify.campaign.run import here
+from andon_falsify.campaign.script_bench import PLACE, UNPERTURBED, Done, ScriptBench, run, unusable
 from andon_falsify.campaign.trial import BUDGETS, Budget
+from andon_falsify.claims.evidence import RunUnavailable
 from andon_falsify.claims.explain import explain_ratio
 from andon_falsify.claims.same_everywhere import CLAIM, check_class
+from andon_falsify.history import History
 from andon_falsify.report.document import misfits
 from andon_falsify.report.findings import Expected, Finding, Report
 from andon_falsify.verdict import Verdict, merge, unknown
@@ -145,10 +149,10 @@ class ClassCampaign:
     """Runs the classes of a file; each command line once for each seed. about: a report without findings."""
 
     requested: Classes
-    about: Report
+    about: Report = field(default_factory=partial(here, ("andon", "torch")))
     runs: int = 0
     found: list[Finding] = field(default_factory=list)
-    _done: dict[tuple[str, int, bool], Done] = field(default_factory=dict)
+    _done: dict[tuple[str, int, str | None], Done] = field(default_factory=dict)
 
     @property
     def trials(self) -> Sequence[Class]:
@@ -158,9 +162,8 @@ class ClassCampaign:
     def opening_line(self) -> str:
         file, count = self.requested, len(self.requested.classes)
         seeds = " to ".join(map(str, dict.fromkeys((file.seeds[0], file.seeds[-1]))))
-        return (
-            f"{file.name}; budget {file.budget.name}, seed {seeds}: {count} class{'es' * (count != 1)} of command lines"
-        )
+        what = f"{count} class{'es' * (count != 1)} of command lines"
+        return f"{file.name}; budget {file.budget.name}, seed {seeds}: {what}"
 
     def run(self) -> Iterator[tuple[Class, Mapping[str, Verdict]]]:
         """Compare every member with the first of its class, and yield the class with the verdict."""
@@ -194,20 +197,29 @@ class ClassCampaign:
             histories.append(replace(done.history, name=each.label))
         worlds = [history.steps[0].world or 1 for history in histories]
         numbers = _numbers(first.words(seed, ""), member.words(seed, ""), worlds)
-        verdict = check_class(histories[0], histories[1], numbers, lambda: self._run(first, seed, again=True).history)
+        try:
+            verdict = check_class(histories[0], histories[1], numbers, partial(self._again, first, seed))
+        except RunUnavailable as error:
+            verdict = unknown(CLAIM, str(error))
         examples = [
             replace(each, seed=seed, repro=repro, equals=explain_ratio(each.ratio, numbers) if each.ratio else "")
             for each in verdict.counterexamples
         ]
         return _finding(replace(verdict, counterexamples=tuple(examples)), of.title, seed, worlds[1])
 
-    def _run(self, member: Member, seed: int, *, again: bool = False) -> Done:
+    def _again(self, member: Member, seed: int, probe: str) -> History:
+        if why := unusable(done := self._run(member, seed, probe)):
+            raise RunUnavailable(f"{member.label}, once more: {why}")
+        return done.history
+
+    def _run(self, member: Member, seed: int, again: str | None = None) -> Done:
         key = (member.text, seed, again)
         if key not in self._done:
             with tempfile.TemporaryDirectory(prefix="andon-class-") as folder:
                 self.runs += 1
                 deadline = ScriptBench.late_after * self.requested.budget.deadline_s
-                self._done[key] = run(member.words(seed, str(Path(folder) / "run")), Path(folder), deadline)
+                words = member.words(seed, str(Path(folder) / "run"))
+                self._done[key] = run(words, Path(folder), deadline, probe=again or UNPERTURBED)
         return self._done[key]
 
 

@@ -103,8 +103,7 @@ class ScriptBench(Bench):
         return replace(self._run(trial.case), further=partial(self._further, trial))
 
     def _further(self, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
-        case = trial.case
-        alone = case.but(world=1, micro_batches=1)
+        case, alone = trial.case, trial.case.but(world=1, micro_batches=1)
         if name == "alone":
             return {name: self._run(alone, what="the run on one rank to compare with: ")}
         if name == "again":
@@ -358,10 +357,9 @@ def _adopting_orphans() -> Iterator[Callable[[], list[Process]]]:
 
     def younger() -> list[Process]:
         found = [each for each in descendants(this) if (each.pid, each.started) not in older]
-        for each in found:
-            if each.zombie:
-                with suppress(ChildProcessError):  # its parent lives
-                    os.waitpid(each.pid, os.WNOHANG)
+        for dead in (each for each in found if each.zombie):
+            with suppress(ChildProcessError):  # its parent lives
+                os.waitpid(dead.pid, os.WNOHANG)
         return [each for each in found if not each.zombie]
 
     try:

@@ -137,8 +137,7 @@ def _with_dropout(case: Case) -> Case:
     """Two epochs of two updates of a model with dropout: a loop that evaluates after an update or an epoch goes on."""
     world = case.world
     small = Case(make_rows(4 * world), batch_size=2 * world, micro_batches=world, epochs=2, fault=case.fault)
-    small = small.but(optimizer="sgd", clip_norm=None, weight_decay=0.0, dropout=0.1)
-    return small.but(world=world, backend=case.backend)
+    return small.but(optimizer="sgd", clip_norm=None, weight_decay=0.0, dropout=0.1, world=world, backend=case.backend)
 
 
 def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:

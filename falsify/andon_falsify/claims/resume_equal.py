@@ -210,7 +210,7 @@ def check_script(whole: History, cut: History, resumed: History, between: Histor
     if found and elsewhere and draws and found.quantity not in INPUTS:
         why = f"{found.where}: {found.what}. The random numbers of the forward passes depend on the number of ranks"
         return conclude(CLAIM, 0, [], f"{why}: {draws}")
-    ranks = f"{world} ranks, resumed on {elsewhere[0]}" if elsewhere else f"{world} ranks"
+    ranks = f"{world} ranks" + (f", resumed on {elsewhere[0]}" if elsewhere else "")
     note = "" if exact else f"{ranks}: norms are compared, not bits"
     return conclude(CLAIM, len(again) + len(middle), [found] if found else [], note=note)
 

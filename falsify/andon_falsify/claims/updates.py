@@ -95,9 +95,8 @@ def first_difference(first: History, again: History, *, exact: bool = False) -> 
     for number in sorted(first.trajectory.keys() & again.trajectory.keys()):
         step, twin = first.trajectory[number], again.trajectory[number]
         apart = ["the rows"] if different_rows(step, twin, "") else []
-        apart += [
-            NUMBERS[field][1] for field in different_numbers(step, twin, "", number if noise.coarse else 1, noise)[1]
-        ]
+        since = number if noise.coarse else 1
+        apart += [NUMBERS[field][1] for field in different_numbers(step, twin, "", since, noise)[1]]
         apart += [f"the {name}" for name in DIGESTS if exact and step.digests.get(name) != twin.digests.get(name)]
         if apart:
             return f"{apart[0]} at step {number}"

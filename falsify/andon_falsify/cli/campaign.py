@@ -17,7 +17,7 @@ from andon.console.messages import BROKEN_STREAM, InputError, Problem, put, say
 from andon_contracts.legible import legible_line
 from andon_falsify.campaign.classes import Class, ClassCampaign, Classes
 from andon_falsify.campaign.request import Request
-from andon_falsify.campaign.run import Campaign, here, opened
+from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Column, Report, verdict_lines
@@ -80,11 +80,8 @@ def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None
     What ends a campaign early is raised after its report was written: an interruption, or an internal error.
     """
     cut: BaseException | None = None
-    opening: AbstractContextManager[Campaign | ClassCampaign]
-    opening = (
-        opened(request)
-        if isinstance(request, Request)
-        else nullcontext(ClassCampaign(request, here(("andon", "torch"))))
+    opening: AbstractContextManager[Campaign | ClassCampaign] = (
+        opened(request) if isinstance(request, Request) else nullcontext(ClassCampaign(request))
     )
     with stops(deadline_s), Progress() as progress, opening as campaign:
         put(opening_line(campaign))

@@ -68,11 +68,10 @@ class LoopSubject:
         `Trace.errors` has, by rank, errors of the loop and of its import, and ranks that died or did not answer.
         Raises `ValueError` if the rows cannot be made distinct.
         """
-        backend = "nccl" if case.backend == "nccl" else "gloo"
-        case = case.but(rows=distinct(case.rows, case.longest), backend=backend)
+        case = case.but(rows=distinct(case.rows, case.longest), backend="nccl" if case.backend == "nccl" else "gloo")
         search = dict.fromkeys(os.path.abspath(folder) for folder in (*sys.path, os.getcwd()))
         job = (self.make, case, tuple(search))
-        answers = self._pools.of(case.world, backend).run("andon_falsify.loops.subject:train", job)
+        answers = self._pools.of(case.world, case.backend).run("andon_falsify.loops.subject:train", job)
         parts = [answer.value for answer in answers if isinstance(answer.value, LoopSightings)]
         errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
         return trace_of(case, [] if errors else parts, errors, self.name)

@@ -78,8 +78,7 @@ def model(case: Case) -> nn.Module:
 
     A small `Qwen3ForSequenceClassification`, or `BertForSequenceClassification` for an encoder, that is not downloaded;
     with peft's LoRA if the case has a rank. `model(**collate(items))` returns `.loss` (mean over rows) and `.logits`.
-    With the backend nccl it is on the rank's GPU, and the loop has to move batches there. Raises `InputError` if
-    transformers or peft is missing.
+    With nccl it is on the rank's GPU; the loop moves its batches. Raises `InputError` without transformers or peft.
     """
     if absent := [name for name in ("transformers", "peft") if find_spec(name) is None]:
         remedy = f"{install_hint('falsify')}; or train a torch module of your own, with loss_sum"
