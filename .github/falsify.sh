@@ -4,10 +4,16 @@ set -uo pipefail
 mkdir -p "$REPORTS"
 mapfile -t more < <(xargs -n 1 printf '%s\n' <<<"${ARGUMENTS:-}")  # words in quotes stay together
 [ -n "${ARGUMENTS:-}" ] || more=()
-if [ -n "${SCRIPT:-}" ]; then what=(--script "$SCRIPT"); else what=(--subject "${SUBJECT:?give script or subject}"); fi
+if [ -n "${SCRIPT:-}" ]; then
+    what=(--script "$SCRIPT")
+elif [ -n "${FILE:-}" ]; then
+    what=("$FILE")
+else
+    what=(--subject "${SUBJECT:?give script, file or subject}")
+fi
 
 andon falsify "${what[@]}" "${more[@]}" --json "$REPORTS/falsify.json" --junit "$REPORTS/falsify.xml" \
-    --html "$REPORTS/falsify.html" 2>&1 | tee "$REPORTS/falsify.txt"
+    --markdown "$REPORTS/falsify.md" --html "$REPORTS/falsify.html" 2>&1 | tee "$REPORTS/falsify.txt"
 code=${PIPESTATUS[0]}
 
 {
@@ -18,6 +24,7 @@ code=${PIPESTATUS[0]}
         3) echo "### Andon: an excused claim holds; remove its --expected-failed" ;;
         *) echo "### Andon: the campaign did not end ($code)" ;;
     esac
+    if [ -f "$REPORTS/falsify.md" ]; then cat "$REPORTS/falsify.md"; fi
     echo '```text'
     sed 's/```/` ` `/g' "$REPORTS/falsify.txt"
     echo '```'

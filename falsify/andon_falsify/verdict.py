@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 Kind = Literal["trainer", "loop", "script", "ledger"]
 """What can be judged: our own trainer, anyone's training loop, a user's command, a recorded ledger."""
-ExtraRun = Literal["alone", "again", "cut", "resumed", "poisoned", "random"]
-"""A further run that a claim compares with: on one rank, on one rank once more, killed, resumed after
-the kill, with a NaN planted, with dropout."""
+ExtraRun = Literal[
+    "alone", "again", "cut", "cut again", "resumed", "poisoned", "random",
+    "perturbed 1", "perturbed 2", "perturbed 3", "perturbed 4",
+]  # fmt: skip
+"""A further run that a claim compares with: on one rank, on one rank once more, killed, resumed and killed again,
+resumed after the last kill, with a NaN planted, with dropout, on one rank from perturbed weights."""
 TrialKind = Literal["law", "halt", "resume", "memory"]
 """How a case is run: as it is, with a NaN planted, interrupted and resumed, with its bytes counted."""
 Relation = Literal["same", "part", "other"]

@@ -61,4 +61,4 @@ def test_the_action_passes_arguments_on_and_gives_the_verdict(tmp_path: Path, co
     assert "gradient-law: said of it" in said
     words = (tmp_path / "seen").read_text().splitlines()
     assert words[:7] == ["falsify", "--subject", "seed", "--budget", "quick", "--name", "two words"]
-    assert words[7::2] == ["--json", "--junit", "--html"]
+    assert words[7::2] == ["--json", "--junit", "--markdown", "--html"]

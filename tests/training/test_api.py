@@ -24,13 +24,13 @@ import pytest
 import torch
 
 import andon
+from andon.config.load import load_config
 from andon.console.messages import Exit, InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet
 from andon.run.folder import RunFolder, State
 from andon.run.summary import read_provenance
 from andon.step.replica import Replica
-from andon.config.load import load_config
 from andon.training import api
 from andon.training.given import write_rows
 from andon.training.start import start

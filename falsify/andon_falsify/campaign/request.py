@@ -8,10 +8,10 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from andon.console.messages import InputError, Problem
+from andon.console.messages import InputError, Problem, install_hint
 from andon_falsify.campaign.trial import BUDGETS, Budget
 from andon_falsify.claims.clauses import ALIASES
-from andon_falsify.peers.registry import PEERS
+from andon_falsify.peers.registry import PEERS, installed
 
 OURS = "andon"
 _MOST_RANKS, _MOST_SEEDS, _MOST_DIGITS = 64, 10_000, 18
@@ -58,7 +58,7 @@ def read_request(
     worlds = _numbers("--world", world, wrong)
     accumulations = _numbers("--accumulation", accumulation, wrong)
     backends = _words(backend)
-    seeds = _seeds(seed, wrong)
+    seeds = read_seeds("--seed", seed, wrong)
     if budget not in BUDGETS:
         wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {budget!r}"))
     wrong += _subject_problems(subject, script)
@@ -94,6 +94,10 @@ def _subject_problems(subject: str | None, script: str | None) -> list[Problem]:
     if script is not None:
         both = [Problem("--script", "and --subject exclude each other: give one")] if subject else []
         return both + ([] if script.strip() else [Problem("--script", "is empty; give the command that trains")])
+    absent = [name for name in ("transformers", "peft") if not installed(name)]
+    if subject in (None, OURS) and absent:
+        remedy = f"{install_hint('falsify')}; or name another trainer by --script or --subject"
+        return [Problem("--subject", f"Andon's trainer needs {' and '.join(absent)}; {remedy}")]
     if subject is None or subject == OURS or _NAMED.fullmatch(subject):
         return []
     if subject in PEERS:
@@ -126,12 +130,12 @@ def _is_number(word: str) -> bool:
     return word.isdecimal() and len(word) <= _MOST_DIGITS
 
 
-def _seeds(given: str, wrong: list[Problem]) -> tuple[int, ...]:
+def read_seeds(option: str, given: str, wrong: list[Problem]) -> tuple[int, ...]:
     first, dash, last = given.strip().partition("-")
     if _is_number(first) and _is_number(last if dash else first):
         seeds = range(int(first), int(last if dash else first) + 1)
         if 0 < len(seeds) <= _MOST_SEEDS:
             return tuple(seeds)
     need = f"a number, or two as in 0-199, of at most {_MOST_SEEDS} seeds"
-    wrong.append(Problem("--seed", f"must be {need}, not {reprlib.repr(given)}"))
+    wrong.append(Problem(option, f"must be {need}, not {reprlib.repr(given)}"))
     return ()

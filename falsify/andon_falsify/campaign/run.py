@@ -6,7 +6,7 @@ import datetime
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import packages_distributions
@@ -245,13 +245,11 @@ def _drawn(request: Request, bench: Bench) -> list[Trial]:
         asked = tuple(kind for kind, judged in bench.kinds.items() if judged & set(request.claims))
         budget = replace(budget, kinds=asked)
     found = [trial for seed in request.seeds for trial in draw(seed, budget, layouts, tuple(bench.kinds))]
-    return list(dict.fromkeys(replace(trial, case=bench.suited(trial.case)) for trial in found))
+    return list(dict.fromkeys(map(bench.suited, found)))
 
 
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
     """When and where a campaign is run, what is expected of it, and the requested backends that cannot be run here."""
-    import torch
-
     peer = PEERS.get(request.subject) if request.script is None else None
     known = {} if peer is None else peer.expectations
     expected = [Expected(bench.subject, *each) for each in known.items() if each[0] not in request.expected_failed]
@@ -260,15 +258,18 @@ def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
         backend: [trial.lacking for trial in trials if trial.place[0] == backend] for backend in request.backends
     }
     libraries = dict.fromkeys(("andon", "torch", "transformers", "peft", *(peer.measured if peer is not None else ())))
+    untried = {backend: why[0] for backend, why in lacking.items() if why and all(why)}
+    return replace(here(libraries), expected=tuple(expected), untried=untried)
+
+
+def here(libraries: Iterable[str]) -> Report:
+    """A report without findings: the time, the machine, and the versions of `libraries`."""
+    import torch
+
     versions = {"python": platform.python_version(), **{name: installed(name) for name in libraries}}
     system = f"{platform.system()} {platform.machine()}"
     machine = {"cpu": str(environment()["cpu"]), "os": system, "torch": torch.__version__}  # what bits depend on
     if torch.cuda.device_count():
         machine["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    return Report(
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={name: number for name, number in versions.items() if number},
-        machine=machine,
-        expected=tuple(expected),
-        untried={backend: why[0] for backend, why in lacking.items() if why and all(why)},
-    )
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Report(started, versions={name: number for name, number in versions.items() if number}, machine=machine)

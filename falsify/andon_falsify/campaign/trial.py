@@ -50,6 +50,11 @@ class Trial:
         return self.case.backend, self.case.world, self.case.accumulation
 
     @property
+    def title(self) -> str:
+        backend, world, accumulation = self.place
+        return f"{self.kind} at {backend}, world {world}, accumulation {accumulation}"
+
+    @property
     def lacking(self) -> str:
         """What this machine lacks to run the trial, or ""."""
         from andon_falsify.subjects.placing import why_not

@@ -137,7 +137,8 @@ def check_history(history: History) -> Verdict:
 def check_visits(history: History) -> Verdict:
     """The same for the ledger of a script, which has the rows of its ranks but not the plan.
 
-    Of R different rows, every R consecutive visits must visit each once: these are the epochs. A violation that the
+    Of R different rows, every R consecutive visits must visit each once: these are the epochs. With `drop_last` an
+    epoch is shorter: all updates are equally large, and it leaves out fewer rows than one has. A violation that the
     watch saw at the data loader falsifies: of the order, or of any kind if the script does not report its rows. Only
     the watch knows whether a sampler shuffles, so an order that it did not see is noted.
     """
@@ -150,8 +151,14 @@ def check_visits(history: History) -> Verdict:
         return conclude(CLAIM, len(broken), [_rows(f"{seen}{remedy}", where, "", "")])
     if not visits:
         return not_applicable(CLAIM, "the script does not report its rows (w.batch)")
-    rows = set(visits)
-    epochs = [visits[start : start + len(rows)] for start in range(0, len(visits), len(rows))]
+    rows, sizes = set(visits), {len(step.ids) for step in history.trajectory.values()}
+
+    def cut(length: int) -> list[list[RowId]]:
+        return [visits[start : start + length] for start in range(0, len(visits), length)]
+
+    shorter = len(rows) - len(rows) % min(sizes) if len(sizes) == 1 else 0
+    dropped = shorter and any(map(_repeated, cut(len(rows)))) and not any(map(_repeated, cut(shorter)))
+    epochs = cut(length := shorter if dropped else len(rows))
     for epoch, own in enumerate(epochs):
         if twice := _repeated(own):
             start = epoch * len(rows)
@@ -160,7 +167,7 @@ def check_visits(history: History) -> Verdict:
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
             shown = ("each once", f"{never}more than once {listed(twice)}")
             return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
-    whole = [own for own in epochs if len(own) == len(rows) >= _ORDERED]
+    whole = [own for own in epochs if len(own) == length >= _ORDERED]
     same = any(one == other for one, other in pairwise(whole))
     note = "two epochs have the same order: if they should be shuffled, call sampler.set_epoch(epoch)" if same else ""
     once = f"orders of epochs were not compared: the run has no two whole epochs of at least {_ORDERED} rows"

@@ -8,18 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from andon.console.messages import BROKEN_STREAM, InputError, Problem, put, say
 from andon_contracts.legible import legible_line
+from andon_falsify.campaign.classes import Class, ClassCampaign, Classes
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import Trial
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Column, Report, verdict_lines
 from andon_falsify.report.junit import write_junit
+from andon_falsify.report.markdown import write_markdown
 from andon_falsify.verdict import Outcome, Verdict
 
 _UNKNOWN = 2
@@ -30,7 +33,7 @@ _SHARE = 20
 
 
 class ReportFiles:
-    """The files of `--json`, `--junit` and `--html`, by option."""
+    """The files of `--json`, `--junit`, `--markdown` and `--html`, by option."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """Raises `InputError` if one could not be written at the end."""
@@ -53,15 +56,17 @@ class ReportFiles:
                 write_json(report, path)
             elif option == "--junit":
                 write_junit(report, path)
+            elif option == "--markdown":
+                write_markdown(report, path)
             elif html:
                 from andon_falsify.report.page import write_html
 
                 write_html(report, path)
 
-    def write_so_far(self, campaign: Campaign) -> None:
+    def write_so_far(self, campaign: Campaign | ClassCampaign) -> None:
         """Write the files that can be read before the end. An error is logged once, and the next call tries again."""
         try:
-            if self.paths.keys() & {"--json", "--junit"}:
+            if self.paths.keys() & {"--json", "--junit", "--markdown"}:
                 self.write(campaign.report("the campaign is still running", explained=False), html=False)
         except InputError as error:
             if str(error) not in self._refused:
@@ -69,19 +74,23 @@ class ReportFiles:
                 say(*map(str, error.problems))
 
 
-def run(request: Request, files: ReportFiles, deadline_s: float | None) -> int:
+def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None) -> int:
     """Run the campaign, write and print its report; the exit code. Raises `InputError`.
 
     What ends a campaign early is raised after its report was written: an interruption, or an internal error.
     """
     cut: BaseException | None = None
-    with stops(deadline_s), Progress() as progress, opened(request) as campaign:
+    opening: AbstractContextManager[Campaign | ClassCampaign] = (
+        opened(request) if isinstance(request, Request) else nullcontext(ClassCampaign(request))
+    )
+    with stops(deadline_s), Progress() as progress, opening as campaign:
         put(opening_line(campaign))
         progress.begin(len(campaign.trials))
         try:
             written = 0
             files.write_so_far(campaign)
-            for done, (trial, verdicts) in enumerate(campaign.run(), start=1):
+            judged: Iterator[tuple[Trial | Class, Mapping[str, Verdict]]] = campaign.run()
+            for done, (trial, verdicts) in enumerate(judged, start=1):
                 progress.told(trial, verdicts)
                 if done - written >= max(1, done // _SHARE):
                     written = done
@@ -158,8 +167,10 @@ def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None
             return
 
 
-def opening_line(campaign: Campaign) -> str:
+def opening_line(campaign: Campaign | ClassCampaign) -> str:
     """`andon 0.1.0 on inline, gloo; budget quick, seed 7: 36 trials, 20 of 21 claims`."""
+    if isinstance(campaign, ClassCampaign):
+        return campaign.opening_line
     bench = campaign.bench
     backends = dict.fromkeys(trial.place[0] for trial in campaign.trials)
     seeds = sorted({trial.seed for trial in campaign.trials})
@@ -188,12 +199,12 @@ class Progress:
 
     def begin(self, trials: int) -> None:
         self._began, self._trials = time.monotonic(), trials
-        if sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:  # not in extra `judge`
             self._bar = _bar(trials)
         else:
             self._logger.start()
 
-    def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
+    def told(self, trial: Trial | Class, verdicts: Mapping[str, Verdict]) -> None:
         self._done += 1
         self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
         if self._bar is not None:
@@ -223,12 +234,11 @@ class Progress:
         return f"falsified: {', '.join(sorted(self._fallen))}{then}" if self._fallen else "none falsified"
 
 
-def _trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
+def _trial_line(trial: Trial | Class, verdicts: Mapping[str, Verdict]) -> str:
     """`law at gloo, world 2, accumulation 1: 13 holds, 1 falsified`."""
-    backend, world, accumulation = trial.place
     counts = {outcome: sum(each.outcome is outcome for each in verdicts.values()) for outcome in Outcome}
     counted = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
-    return f"{trial.kind} at {backend}, world {world}, accumulation {accumulation}: {counted}"
+    return f"{trial.title}: {counted}"
 
 
 def _bar(trials: int) -> Any:

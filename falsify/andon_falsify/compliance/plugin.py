@@ -25,7 +25,6 @@ from andon_falsify.campaign.trial import Trial
 from andon_falsify.campaign.warm_bench import AndonBench
 from andon_falsify.claims import claims_of
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.report.findings import counterexample_lines, reasons
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, room_for, why_not
@@ -194,6 +193,20 @@ class ClaimRunner:
             pytest.fail("\n".join(broken), pytrace=False)
 
 
+class _Ours:
+    """Andon's trainer. Its first run imports it: the extra `judge` does not install the libraries that it needs."""
+
+    name = "andon"
+
+    def __init__(self, pools: RankPools) -> None:
+        self._pools = pools
+
+    def run(self, case: Case) -> Trace:
+        from andon_falsify.ranks.trainer import AndonTrainer
+
+        return AndonTrainer(self._pools).run(case)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of `andon falsify` that make sense for tests."""
     group = parser.getgroup("andon", "try to prove a data-parallel trainer wrong (andon_falsify)")
@@ -299,7 +312,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def subject() -> Iterator[Remembering]:
     """Our trainer; it does not run a case twice."""
     with RankPools() as pools:
-        yield Remembering(AndonTrainer(pools))
+        yield Remembering(_Ours(pools))
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ from andon_falsify.loops.parameters import (
 )
 from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
 from andon_falsify.subjects.case import PAD, Case, Rows
-from andon_falsify.subjects.trace import CutOff, Values, digest
+from andon_falsify.subjects.trace import CutOff, Values, bytes_of, digest
 
 IGNORED_LABEL = -100
 """A row with this label has no loss in torch's cross entropy, so it is not trained on."""
@@ -158,7 +158,8 @@ class ForwardPasses:
 
 
 def _generator() -> str:
-    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return hashlib.blake2b(b"".join(map(bytes_of, states)), digest_size=8).hexdigest()
 
 
 class Observer:

@@ -19,8 +19,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from andon_falsify.ranks.processes import kill
 from andon_falsify.ranks.rank import Answer, RankSpec, serve
-from andon_falsify.ranks.server import SERVER, RankProcess, Stray, kill
+from andon_falsify.ranks.server import SERVER, RankProcess, Stray
 
 _DEADLINE_S = 90.0
 _START_S = 60.0

@@ -215,13 +215,15 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
     cut_short: list the claims that no trial has judged yet by name only. rest: where the other counterexamples are.
     """
     cells = report.cells
+    several = len({cell.subject for cell in cells}) > 1
     untried = [cell for cell in cells if not any(finding.place for finding in cell.findings)] if cut_short else []
     shared = "" if cut_short else _shared_reason(cells)
     if shared:
         yield f"no claim can be judged: {shared}"
     for cell in cells:
         if cell not in untried:
-            yield f"{cell.claim} v{cell.findings[0].version}: {_outcome(cell, shared)}{_expected(cell)}"
+            of = f"{cell.subject.short}: " if several else ""
+            yield f"{of}{cell.claim} v{cell.findings[0].version}: {_outcome(cell, shared)}{_expected(cell)}"
             yield from counterexample_lines(cell.verdict, rest)
     fell = [cell.expected for cell in cells if cell.verdict.outcome is Outcome.FALSIFIED]
     if any(expected is not None and not expected.excused for expected in fell):

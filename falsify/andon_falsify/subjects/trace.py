@@ -10,6 +10,7 @@ line of this one.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -17,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from andon_falsify.history import History, chain_digest, read_lines
@@ -35,13 +35,18 @@ _REALS = ("lr", "loss", "grad_norm")
 Line = Mapping[str, Any]
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor on the CPU, without numpy, which torch does not require."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+
+
 def digest(tensors: Tensors) -> str:
     """16 hexadecimal digits over names, types, shapes and bytes of `tensors`, sorted by name."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         found.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
-        found.update(value.view(torch.uint8).numpy().tobytes() if value.dim() else repr(value.item()).encode())
+        found.update(bytes_of(value) if value.dim() else repr(value.item()).encode())
     return found.hexdigest()[:16]
 
 
