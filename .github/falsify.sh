@@ -18,11 +18,12 @@ code=${PIPESTATUS[0]}
 
 {
     case $code in
-        0) echo "### Andon: no claim is falsified" ;;
+        0) echo "### Andon: all claims that apply hold, or are excused" ;;
         1) echo "### Andon: a claim is falsified" ;;
-        2) echo "### Andon: a claim could not be decided" ;;
+        2) echo "### Andon: a claim could not be decided, or none applies" ;;
         3) echo "### Andon: an excused claim holds; remove its --expected-failed" ;;
-        *) echo "### Andon: the campaign did not end ($code)" ;;
+        64) echo "### Andon: wrong arguments; nothing was run" ;;
+        *) echo "### Andon: the campaign was ended ($code)" ;;
     esac
     if [ -f "$REPORTS/falsify.md" ]; then cat "$REPORTS/falsify.md"; fi
     echo '```text'

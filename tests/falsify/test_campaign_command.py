@@ -54,7 +54,7 @@ def exact(case: object, *more: str) -> tuple[int, list[str], str]:
 def test_0_where_every_claim_holds() -> None:
     code, lines, _ = exact(SMALL, "--claim", "gradient-law", "--claim", "replicas-agree")
     assert code == 0
-    assert lines[0].startswith("andon 0.1.0 on inline; exactly one case, seed 0: 1 trials, 2 of 16 claims")
+    assert lines[0].startswith("andon 0.1.0 on inline; exactly one case, seed 0: 1 trial, 2 of 16 claims")
     assert "gradient-law v1: holds" in lines[2]
     assert lines[-2].startswith("not selected (14): samples-once, ")
     assert lines[-1] == "checked 2 of 16 claims, 1 run, 0 not applicable, 0 unknown"
@@ -235,6 +235,11 @@ def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:
         (["--json", "/nowhere/at/all.json"], "--json: /nowhere/at is not a folder"),
         (["--backend", "glo"], "there is no backend 'glo'; did you mean gloo?"),
         (["--claim", "gradient"], "there is no claim 'gradient'; did you mean gradient-law?"),
+        (
+            ["--subject", "ddp", "--claim", "losses-close,layout-equal,chain-intact"],
+            "no claim 'chain-intact' about this kind",
+        ),
+        (["--subject", "examples.mytrainer:nope"], "mytrainer.py defines no 'nope'; check the name"),
         ([*HERE, "--case", '{"lr": "x"}'], "--case: lr must be a valid number, not 'x'"),
         ([*HERE, "--case", "[" * 100_000], "--case: is not JSON"),
     ],

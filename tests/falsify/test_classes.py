@@ -27,7 +27,7 @@ TWICE, OTHER = {"grad_norm": 2.0}, {"grad_norm": 1.063}
         ({"a": {}, "b": TWICE}, "", 1, "ratio 2.000 = --batch 2 or world 2"),
         ({"a": {}, "b": TWICE}, "expected_failed: later", 0, "as expected: later"),
         ({"a": {}, "b": OTHER}, "", 1, "(the rows are not known)"),
-        ({"a": {}, "b": {**OTHER, "draws": "dropout in drop"}}, "", 2, "dropout in drop. Switch this off"),
+        ({"a": {}, "b": {**OTHER, "draws": "dropout in drop"}}, "", 2, "dropout in drop. Switch dropout off"),
         ({"a": {}, "a.next": TWICE, "b": TWICE}, "", 2, "not seeded: two runs of 'a --batch 8' differ"),
         ({"a": {}}, "", 2, "b --batch 4: the command ended with 1: FileNotFoundError"),
     ],

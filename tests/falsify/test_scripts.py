@@ -14,8 +14,10 @@ from xml.etree import ElementTree
 
 import psutil
 import pytest
+import torch
 
 from andon.console.messages import InputError
+from andon_contracts.digest import hex64, mix64
 from andon_falsify.campaign.script_bench import Command, ScriptBench, run
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
 from andon_falsify.claims.evidence import SCRIPT
@@ -71,6 +73,7 @@ def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> N
         ("run", ["{world}", "{local_batch}"]),
         ("run {world} {local_batch} {resume:again}", ["{folder}"]),
         ("run {world} {local_batch} 'x", ["quotation"]),
+        ("run {world} {local_batch} {folder} {resume --again}", ["a space in a placeholder: write {resume:WORDS}"]),
         ("run {world} {local_batch} {foo}", ["{foo} is not a placeholder", "{folder}, {resume:", "write {{foo}}"]),
     ],
 )
@@ -107,7 +110,7 @@ def test_a_number_that_differs_falls_with_its_ratio(base: Fields, other: Fields,
 
 
 DRAWN = {"draws": "dropout in drop (p = 0.1)"}
-SAID = ["dropout in drop (p = 0.1). Switch this off (p = 0) while you compare runs"]
+SAID = ["dropout in drop (p = 0.1). Switch dropout off (p = 0) while you compare runs"]
 
 
 @pytest.mark.parametrize(
@@ -177,13 +180,54 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
     assert samples(ledger(*({"ids": batch} for batch in batches))).outcome is outcome
 
 
+SHUFFLED, RISING = [3, 1, 4, 0, 5, 2, 6, 7], [*range(0, 8, 2), *range(1, 8, 2)]
+
+
 @pytest.mark.parametrize(
     ("epochs", "said"),
-    [([1, 1], "two epochs have the same order"), ([1, -1], ""), ([1], "orders of epochs were not compared")],
+    [
+        ([SHUFFLED, SHUFFLED], "falsified\n  epoch 1: the rows have the order of epoch 0"),
+        ([RISING, RISING], "holds (two epochs have the same rising order"),
+        ([SHUFFLED, RISING], "holds"),
+        ([SHUFFLED], "holds (orders of epochs were not compared"),
+    ],
 )
-def test_epochs_in_one_order_are_noted(epochs: list[int], said: str) -> None:
-    verdict = samples(ledger(*({"ids": [3, 1, 4, 0, 5, 2, 6, 7][::step]} for step in epochs)))
-    assert (verdict.outcome, verdict.why[: len(said)], bool(verdict.why)) == (Outcome.HOLDS, said, bool(said))
+def test_an_order_that_comes_again_falls_unless_each_rank_reads_in_rising_order(
+    epochs: list[list[int]], said: str
+) -> None:
+    steps = [{"ids": rows, "ranks": [{"rank": r, "ids": rows[4 * r : 4 * r + 4]} for r in (0, 1)]} for rows in epochs]
+    assert str(samples(ledger(*steps))).startswith(f"samples-once: {said}")
+
+
+def drawn(rows: list[int], size: int, reached: int, lr: float = 1.0) -> Fields:
+    """An update with the state that a watch writes of the rows that a data loader drew."""
+    mixed = int(mix64(torch.tensor(rows)).sum())
+    return {**PLAIN, "lr": lr, "state": {"rows": hex64(mixed), "in pass": f"{reached}", "of": f"{size}"}}
+
+
+OWN = [*range(12, 36), *range(12), *range(36, 48)]
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"),
+    [
+        ([OWN, OWN[::-1]], "holds (rows as its data loader drew them)"),
+        ([OWN, OWN], "falsified\n  epoch 1: the rows have the order of epoch 0"),
+        ([sorted(OWN)] * 2, "holds (rows as its data loader drew them; two epochs have the same rising order"),
+        ([OWN[1:] + OWN[1:2]] * 2, "not applicable"),
+    ],
+)
+def test_rows_that_a_data_loader_draws_are_judged_by_their_sums(passes: list[list[int]], said: str) -> None:
+    """The first update is unknown, as to `-m andon watch`, which begins in it."""
+    steps = [drawn(rows[at : at + 12], 48, at + 12) for rows in passes for at in range(0, 48, 12)]
+    assert str(samples(ledger(PLAIN, *steps[1:]))).startswith(f"samples-once: {said}")
+
+
+def test_drawn_rows_show_a_mean_of_means_and_other_rows() -> None:
+    first, last = drawn([3, 1, 2, 0], 9, 4), drawn([4, 5, 6, 7, 8], 9, 9)
+    assert "5 rows on 2 ranks" in str(same(ledger(first, last), ledger(first, {**last, "grad_norm": 1.1})))
+    other = {**drawn([4, 5, 6, 7, 0], 9, 9), "grad_norm": 1.1}
+    assert "its data loader drew other rows" in same(ledger(first, last), ledger(first, other)).why
 
 
 @pytest.mark.parametrize(
@@ -256,6 +300,27 @@ def test_a_gradient_in_bf16_is_judged_by_the_noise_that_was_measured(
     assert (verdict.outcome, said in str(verdict)) == (outcome, True), verdict
     again = iter([base, *others, *others])
     assert check_class(base, run, {"world": 2}, lambda _: next(again)).outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lr": 0.5}, "the learning-rate schedule (0.5, not 1)"),
+        (drawn([7], 9, 1), "the position in the data"),
+        ({"digests": {"gradient": "0" * 16, "weights": "9" * 16}}, "the state of the optimizer"),
+        (
+            {"state": {"random stream of torch": "9"}},
+            "random streams (torch), from which the forward passes draw: dropout",
+        ),
+        ({}, "weights and buffers"),
+    ],
+)
+def test_a_resume_that_goes_on_otherwise_names_what_it_may_not_restore(changes: Fields, said: str) -> None:
+    state = {"random stream of torch": "1", "rows": "2"}
+    whole = {**PLAIN, **DRAWN, "digests": {"gradient": "0" * 16, "weights": "0" * 16}, "state": state}
+    again = {**whole, "digests": {"gradient": "9" * 16, "weights": "9" * 16}, **changes}
+    (found,) = resumed(ledger(whole, whole), ledger(whole), ledger(again)).counterexamples
+    assert f"(likely not restored: {said}" in found.what
 
 
 def test_a_script_that_is_not_seeded_is_not_judged_on_being_taken_up() -> None:

@@ -127,7 +127,6 @@ def read_classes(path: Path, budget: str | None, seed: str | None, only: Sequenc
 
 
 def _member(file: _File, own: Any) -> tuple[Member, list[str]]:
-    """A member and everything that is wrong with it."""
     if not isinstance(own, Mapping) or not all(isinstance(each, str | int | float) for each in own.values()):
         return Member("", ""), [f"must be a text, or placeholders with their values, not {shown(own)}"]
     places = {found["name"] for found in PLACE.finditer(file.command)}
@@ -160,10 +159,9 @@ class ClassCampaign:
 
     @property
     def opening_line(self) -> str:
-        file, count = self.requested, len(self.requested.classes)
+        file, n = self.requested, len(self.requested.classes)
         seeds = " to ".join(map(str, dict.fromkeys((file.seeds[0], file.seeds[-1]))))
-        what = f"{count} class{'es' * (count != 1)} of command lines"
-        return f"{file.name}; budget {file.budget.name}, seed {seeds}: {what}"
+        return f"{file.name}; budget {file.budget.name}, seed {seeds}: {n} class{'es' * (n != 1)} of command lines"
 
     def run(self) -> Iterator[tuple[Class, Mapping[str, Verdict]]]:
         """Compare every member with the first of its class, and yield the class with the verdict."""
@@ -229,7 +227,6 @@ def _finding(verdict: Verdict, title: str, seed: int = 0, world: int = 0) -> Fin
 
 
 def _numbers(first: Sequence[str], other: Sequence[str], worlds: Sequence[int]) -> dict[str, int]:
-    """The factors by which numbers of two command lines differ, by option, and the larger number of ranks."""
     ours, theirs = (
         {name: int(value) for name, value in pairwise(" ".join(words).replace("=", " ").split()) if value.isdecimal()}
         for words in (first, other)

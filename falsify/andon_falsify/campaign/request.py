@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from andon.console.messages import InputError, Problem, install_hint
 from andon_falsify.campaign.trial import BUDGETS, Budget
+from andon_falsify.claims import CHECKS
 from andon_falsify.claims.clauses import ALIASES
 from andon_falsify.peers.registry import PEERS, installed
 
@@ -86,7 +87,8 @@ def check_names(option: str, given: Sequence[str], known: Collection[str], what:
     wrong = []
     for name in given:
         if name not in known:
-            wrong.append(Problem(option, f"there is no {what} {name!r}; {_meant(name, known, 'there')}"))
+            other = " about this kind of subject" if name in CHECKS else ""
+            wrong.append(Problem(option, f"there is no {what} {name!r}{other}; {_meant(name, known, 'there')}"))
     return wrong
 
 
@@ -117,9 +119,7 @@ def _words(given: str | None) -> tuple[str, ...]:
 
 def _numbers(option: str, given: str | None, wrong: list[Problem]) -> tuple[int, ...]:
     words = _words(given)
-    if given is not None and (
-        not words or not all(_is_number(word) and 1 <= int(word) <= _MOST_RANKS for word in words)
-    ):
+    if given is not None and not (words and all(_is_number(each) and 1 <= int(each) <= _MOST_RANKS for each in words)):
         wrong.append(Problem(option, f"must be numbers from 1 to {_MOST_RANKS}, as in 2,3; not {reprlib.repr(given)}"))
         return ()
     return tuple(dict.fromkeys(map(int, words)))

@@ -46,6 +46,7 @@ _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip
 _RESUME, _ELASTIC = "{resume:", "{resume_any:"
 _PLACES = ("world", "local_batch", "accumulation", "folder")
 PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
+_SPACED = re.compile(r"\{\s*(world|local_batch|accumulation|folder|resume|resume_any)\s")
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 UNPERTURBED = "0:0"
 """The value of ANDON_PROBE with which the watch writes a sketch, and leaves the weights as they are."""
@@ -161,7 +162,6 @@ class ScriptBench(Bench):
 
 
 def _sound(done: Done, case: Case, what: str = "") -> Evidence:
-    """The evidence of a run that ended well and has a ledger of its layout. Raises `RunUnavailable`."""
     worlds = {step.world for step in done.history.steps} - {case.world}
     why = unusable(done)
     if not why and worlds:
@@ -181,7 +181,7 @@ def unusable(done: Done) -> str:
 
 
 def _evidence(done: Done, case: Case) -> Evidence:
-    name = f"{case.world} ranks x {case.accumulation} x {case.local_batch} rows"
+    name = f"{case.world} rank{'s' * (case.world > 1)} x {case.accumulation} x {case.local_batch} rows"
     layout = {"world": case.world, "accumulation": case.accumulation}
     return Evidence(None, replace(done.history, name=name), "script", layout=layout)
 
@@ -222,6 +222,9 @@ class Command:
         for name in sorted(names - {*_PLACES}):
             what = f"is not a placeholder; known are {known}. For a literal {{{name}}} write {{{{{name}}}}}"
             wrong.append(Problem("--script", f"{{{name}}} {what}"))
+        for found in _SPACED.finditer(text):
+            colon = f": write {{{found[1]}:WORDS}}" if found[1].startswith("resume") else ""
+            wrong.append(Problem("--script", f"{{{found[1]} ...}} has a space in a placeholder{colon}"))
         if _RESUME in text and "{folder}" not in text:
             wrong.append(Problem("--script", "has {resume:...} but no {folder}, where checkpoints are written"))
         try:
@@ -272,7 +275,6 @@ def _parts(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _newest(word: str) -> str:
-    """The newest path that matches the pattern `word`; `word` itself if nothing matches."""
     return max(glob.glob(word), key=os.path.getmtime) if "*" in word and glob.glob(word) else word
 
 
@@ -337,7 +339,6 @@ def run(
 
 
 def _with_sketch(history: History, ledger: Path) -> History:
-    """`history` with what the watch has written beside its ledger."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads(Path(f"{ledger}.sketch").read_bytes())
         return replace(history, sketch=tuple(map(float, found["sums"])), bits=int(found["bits"]))
@@ -369,7 +370,6 @@ def _adopting_orphans() -> Iterator[Callable[[], list[Process]]]:
 
 
 def _keep_end(pipe: IO[bytes], output: bytearray) -> None:
-    """Read `pipe` to its end into `output`, of which the last bytes are kept."""
     with pipe:
         while part := pipe.read1(_MOST_OUTPUT):  # type: ignore[attr-defined]
             output += part
@@ -406,7 +406,6 @@ def _end_all(running: Callable[[], list[Process]], process: subprocess.Popen[byt
 
 
 def _last_words(output: bytes) -> str:
-    """The error, if the output has a traceback; otherwise the last line that says something."""
     found = [line.strip() for line in output.decode("utf-8", "backslashreplace").splitlines()]
     lines = [line for line in found if not _NO_REASON.match(line)]
     lines = _without_launcher(lines) or lines or ["it printed nothing"]
@@ -415,7 +414,6 @@ def _last_words(output: bytes) -> str:
 
 
 def _without_launcher(lines: list[str]) -> list[str]:
-    """`lines` without the final report of torchrun, which begins with its own traceback."""
     end = next((index for index, line in enumerate(lines) if line.endswith(_LAUNCHERS_END)), None)
     if end is None:
         return lines

@@ -212,7 +212,6 @@ def draw(seed: int, budget: Budget, layouts: Layouts, kinds: Collection[str]) ->
 
 
 def _case(seed: int, number: int, variant: Variant, world: int, accumulation: int) -> Case:
-    """One or two whole batches; if ragged, with a rest that does not divide evenly among the micro-batches."""
     drawn = random.Random(f"case {seed} {number} {variant.name} {world} {accumulation}")
     leaves = world * accumulation
     batch = leaves * drawn.randint(2 if leaves == 1 else 1, 3)

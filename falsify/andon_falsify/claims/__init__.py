@@ -47,6 +47,4 @@ def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
 
 def judged(evidence: Evidence, claims: Iterable[Claim] | None = None) -> dict[str, Verdict]:
     """The verdicts on `evidence` by claim: of `claims`, by default all that there are of its kind of subject."""
-    return {
-        claim.name: judged_by(claim, evidence) for claim in (claims_of(evidence.kind) if claims is None else claims)
-    }
+    return {each.name: judged_by(each, evidence) for each in (claims_of(evidence.kind) if claims is None else claims)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -12,7 +13,16 @@ from andon_falsify.claims.halt_together import stops
 from andon_falsify.claims.rounding import Rounding, roughly
 from andon_falsify.claims.updates import DIGESTS, INPUTS, QUANTITIES, bits, different_numbers, different_rows, unseeded
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
+from andon_falsify.verdict import (
+    Claim,
+    Clause,
+    Counterexample,
+    Outcome,
+    Verdict,
+    conclude,
+    merge,
+    not_applicable,
+)
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
@@ -76,7 +86,6 @@ def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
 
 
 def _check_ledgers(runs: Sequence[Evidence]) -> Verdict:
-    """Each resumed run by itself and, if there is one, against the first that was not resumed."""
     histories = [run.history for run in runs]
     cut = [each for each in histories if any(run.resumed for run in each.runs) or disowned(each)]
     whole = [history for history in histories if history not in cut]
@@ -199,16 +208,16 @@ def check_script(whole: History, cut: History, resumed: History, between: Histor
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
     world, elsewhere = every[0].world or 1, [step.world for step in (*second, *again) if step.world != every[0].world]
     exact, noise = world <= _ONE_ORDER and not elsewhere, roughly(whole.bits)
-    if why := unseeded(f"two runs on {world} ranks", whole, cut, exact=exact):
-        return conclude(CLAIM, 0, [], why)
+    if open_ := unseeded(CLAIM, f"two runs on {world} ranks", whole, cut, exact=exact):
+        return open_
+    draws = next((step.draws for step in every if step.draws), "")
     # A killed run does not show where it began. It is compared from the update with which it agrees longest.
     starts = [every[first : first + len(second)] for first in range(len(done) + 1)]
-    differences = partial(_differences, exact=exact, noise=noise)
+    differences = partial(_differences, exact=exact, noise=noise, draws=draws)
     middle = max(starts, key=lambda part: _agreeing(part, second, differences)) if second else []
     found = next(differences(middle, second[: len(middle)], "resumed once"), None)
     if found is None:
         found = next(differences(every[-len(again) :], again, "resumed twice" if second else "resumed"), None)
-    draws = next((step.draws for step in every if step.draws), "")
     if found and elsewhere and draws and found.quantity not in INPUTS:
         why = f"{found.where}: {found.what}. The random numbers of the forward passes depend on the number of ranks"
         return conclude(CLAIM, 0, [], f"{why}: {draws}")
@@ -229,15 +238,31 @@ def _agreeing(
 
 
 def _differences(
-    whole: list[StepEvent], again: list[StepEvent], how: str, *, exact: bool, noise: Rounding
+    whole: list[StepEvent], again: list[StepEvent], how: str, *, exact: bool, noise: Rounding, draws: str
 ) -> Iterator[Counterexample]:
     for number, (ours, theirs) in enumerate(zip(whole, again, strict=True), start=1):
-        where = f"step {ours.number}, {how}"
+        where, cause = f"step {ours.number}, {how}", _likely(ours, theirs, draws)
         yield from different_rows(ours, theirs, where)
-        yield from [] if exact else different_numbers(ours, theirs, where, number, noise)[1].values()
+        numbers = {} if exact else different_numbers(ours, theirs, where, number, noise)[1]
+        yield from (replace(each, what=f"{each.what}{cause}") for each in numbers.values())
         for name in DIGESTS if exact else ():
             held, seen = ours.digests.get(name), theirs.digests.get(name)
             if held != seen:
-                what = f"the {name} is not that of the run without the kill"
-                what += f" (random streams are used: {ours.draws}; does it restore them?)" if ours.draws else ""
+                what = f"the {name} digest differs from that of the run without the kill{cause}"
                 yield Counterexample(what, where, str(held), str(seen), quantity=QUANTITIES[name])
+
+
+def _likely(ours: StepEvent, theirs: StepEvent, draws: str) -> str:
+    """Which state it may not restore, from what the two updates have in common. draws: see `StepEvent`."""
+    streams = [name for name, held in ours.state.items() if "stream" in name and theirs.state.get(name, held) != held]
+    what = "weights and buffers"
+    if ours.lr and theirs.lr and ours.lr.hex != theirs.lr.hex:
+        what = f"the learning-rate schedule ({theirs.lr}, not {ours.lr})"
+    elif "rows" in theirs.state and ours.state.get("rows", "") != theirs.state["rows"]:
+        what = "the position in the data (its data loader drew other rows)"
+    elif ours.digests.get("gradient") == theirs.digests.get("gradient") is not None:
+        what = "the state of the optimizer (the gradient is the same)"
+    elif streams and draws:
+        names = ", ".join(name.removeprefix("random stream of ") for name in streams)
+        what = f"random streams ({names}), from which the forward passes draw: {draws}"
+    return f" (likely not restored: {what})"

@@ -53,19 +53,19 @@ COMPARED = 50
 """Updates whose norms and losses are compared; later ones may differ by what rounding made of earlier differences."""
 _SCALED = {"grad_norm", "loss"}
 """Means over a batch, so a wrong mean shows as a product of the layout's numbers."""
-_REPORT = "report the rows of each micro-batch with w.batch(ids)"
+_REPORT = "Report the rows of each micro-batch with w.batch(ids): rows that are known to be the same decide more"
 _DEAL = (
     "Draw the rows of every global batch from one seed, whatever the number of ranks, and deal them to the ranks "
     "(DistributedSampler; Accelerate: DataLoaderConfiguration(use_seedable_sampler=True))"
 )
 _DRAWS = (
-    "dropout or augmentation may draw other numbers, or a mean of per-rank means weighs rows unequally. Switch dropout "
-    "and augmentation off, or report the loss with w.loss: an equal loss shows that no other numbers were drawn"
+    "Switch dropout and augmentation off, or report the loss with w.loss(loss_sum, count): an equal loss shows that no "
+    "other numbers were drawn, so that the gradient is a mean of per-rank means"
 )
 _SCHEDULED = "a different number of updates: a schedule as long as the run then gives other learning rates"
 _GRADIENT = "the reduced gradient differs"
 _NOISY = "Train in fp32 or with larger batches while you compare runs"
-_NO_DRAWS = "Switch this off (p = 0) while you compare runs"
+_NO_DRAWS = "Switch dropout off (p = 0) while you compare runs"
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -78,8 +78,8 @@ def check(evidence: Evidence) -> Verdict:
         verdict = check_layouts(alone, evidence.history, evidence.layout)
         if verdict.outcome is Outcome.HOLDS:
             return verdict
-        if why := unseeded("two runs on one rank", alone, evidence.other("again").history):
-            return unknown(CLAIM, why)
+        if open_ := unseeded(CLAIM, "two runs on one rank", alone, evidence.other("again").history):
+            return open_
         draws = any(step.draws for step in alone.steps) and verdict.outcome is Outcome.UNKNOWN
         if alone.bits >= FP32_BITS or draws:  # the noise of rounding would decide nothing
             return verdict
@@ -205,7 +205,7 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
         if rows := different_rows(step, twin, where):
             said = f"{where}: the rows differ (expected {rows[0].expected}, seen {rows[0].seen})"
-            return unknown(CLAIM, f"{said}, so that nothing can be compared. {_DEAL}", checked)
+            return unknown(CLAIM, said, checked, _DEAL)
         compared, apart = different_numbers(step, twin, where, number, noise)
         parallel = False
         if not place and gradients is not None:
@@ -217,7 +217,7 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
                 apart["gradient"] = Counterexample(_GRADIENT, where, *shown, ratio, quantity="gradient")
         if place >= COMPARED:
             compared, apart = bool(step.lr and twin.lr), {name: apart[name] for name in apart if name == "lr"}
-        checked += compared + bool(step.ids and twin.ids)
+        checked += compared + step.same_rows(twin)
         if apart:
             if found := list(apart.values()) if parallel else _proven(apart, step, theirs, layout, noise):
                 if "lr" in apart and len(ours) != len(theirs):
@@ -225,17 +225,19 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
                     found.insert(0, Counterexample(_SCHEDULED, other.name, *counts))
                 return conclude(CLAIM, checked, found)
             draws = next((each.draws for history in (base, other) for each in history.steps if each.draws), "")
-            return unknown(CLAIM, _unproven(apart, step, twin, layout, draws), checked)
+            why, remedy = _unproven(apart, step, twin, layout, draws)
+            return unknown(CLAIM, why, checked, remedy)
     if len(ours) != len(theirs):
         what, counts = "a different number of updates", (str(len(ours)), str(len(theirs)))
         if not all(step.ids for step in (*ours.values(), *theirs.values())):
             said = f"{other.name}: {what} (expected {counts[0]}, seen {counts[1]}), and the rows are not known"
-            return unknown(CLAIM, f"{said}. {_REPORT}", checked)
+            return unknown(CLAIM, said, checked, _REPORT)
         return conclude(CLAIM, checked, [Counterexample(what, other.name, *counts)])
     if noise.factor > BLIND:
         why = f"one rounding changes the first gradient by {noise.factor:.1%}, so that smaller mistakes cannot be seen"
-        return unknown(CLAIM, f"{why}. {_NOISY}", checked)
-    told = {"rows (w.batch)": ours[min(ours)].ids, "losses (w.loss)": ours[min(ours)].loss}
+        return unknown(CLAIM, why, checked, _NOISY)
+    known = any(ours[number].same_rows(theirs[number]) for number in ours.keys() & theirs.keys())
+    told = {"rows (w.batch)": known, "losses (w.loss)": ours[min(ours)].loss}
     untold = " and ".join(name for name, value in told.items() if not value)
     notes = [f"not reported, so not compared: {untold}"] if untold else []
     notes += [f"{other.name}: {said}" for said in [noise.note(gradients)] if said]
@@ -253,8 +255,8 @@ def check_class(base: History, other: History, numbers: Mapping[str, int], again
     verdict, noise = check_layouts(base, other, numbers), EXACT
     if verdict.outcome is Outcome.HOLDS:
         return verdict
-    if why := unseeded(f"two runs of {base.name!r}", base, again("")):
-        return unknown(CLAIM, why)
+    if open_ := unseeded(CLAIM, f"two runs of {base.name!r}", base, again("")):
+        return open_
     draws = any(each.draws for each in (*base.steps, *other.steps))
     if base.bits < FP32_BITS and not draws:
         noise = measured(base, [again(f"{seed}:{base.bits}") for seed in range(1, 1 + len(PERTURBED))])
@@ -288,7 +290,7 @@ def _proven(
     same_gradient = apart.keys().isdisjoint(("grad_norm", "gradient"))
     if same_gradient and step.grad_norm is not None and twin.grad_norm is not None:
         return list(apart.values())
-    if step.ids and twin.ids:
+    if step.same_rows(twin):
         if uneven := _unequal_means(theirs, step.number):
             return [replace(found, what=f"{found.what} ({uneven})") for found in apart.values()]
         if "loss" not in apart and step.loss is not None and twin.loss is not None:
@@ -304,24 +306,27 @@ def _proven(
 
 def _unproven(
     apart: Mapping[str, Counterexample], step: StepEvent, twin: StepEvent, layout: Mapping[str, int], draws: str
-) -> str:
-    """Why the numbers that are `apart` prove nothing, and what the script would have to do."""
+) -> tuple[str, str]:
     first = next(iter(apart.values()))
     numbers = " and ".join(f"{name} {value}" for name, value in layout.items() if value > 1)
     ratio = "" if first.ratio is None else f", ratio {show_ratio(first.ratio)}"
     ratio += f", which no product of {numbers} gives" if ratio and numbers else ""
     said = f"{first.where}: {first.what} (expected {first.expected}, seen {first.seen}{ratio})"
     if draws:
-        return f"{said}. The forward passes draw random numbers, which differ between layouts: {draws}. {_NO_DRAWS}"
-    if step.ids and twin.ids:
-        return f"{said}. The rows are the same: {_DRAWS}"
-    return f"{said}, and the rows are not known. {_DEAL}, or {_REPORT}"
+        return f"{said}; the forward passes draw random numbers: {draws}", _NO_DRAWS
+    if step.same_rows(twin):
+        return f"{said}, although the rows are the same", _DRAWS
+    drawn = "rows" in step.state and "rows" in twin.state
+    return f"{said}; {'its data loader drew other rows' if drawn else 'the rows are not known'}", f"{_DEAL}. {_REPORT}"
 
 
 def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
-    """What distinguishes the first update that differs, "" unless its rows alone do not divide among the ranks."""
-    uneven = {each: len(step.ids) % (step.world or 1) != 0 for each, step in theirs.items() if each <= number}
+    rows, before = dict[int, int](), 0
+    for each, step in theirs.items():
+        reached = int(step.state.get("in pass", 0))
+        rows[each], before = len(step.ids) or reached - before * (before < reached), reached
+    uneven = {each: rows[each] % (step.world or 1) != 0 for each, step in theirs.items() if each <= number}
     if len(uneven) < 2 or not uneven.pop(number) or any(uneven.values()):
         return ""
-    ranks = f"{len(theirs[number].ids)} rows on {theirs[number].world} ranks"
+    ranks = f"{rows[number]} rows on {theirs[number].world} ranks"
     return f"{ranks}, the first batch that does not divide evenly: is a mean of per-rank means used?"

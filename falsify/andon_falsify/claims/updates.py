@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from andon_falsify.claims.rounding import EXACT, Rounding, roughly
 from andon_falsify.claims.samples_once import listed
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import Counterexample, Quantity
+from andon_falsify.verdict import Claim, Counterexample, Quantity, Verdict, unknown
 
 NUMBERS: Mapping[str, tuple[Quantity, str]] = {
     "lr": ("learning rate", "the learning rate"),
@@ -103,7 +103,8 @@ def first_difference(first: History, again: History, *, exact: bool = False) -> 
     return ""
 
 
-def unseeded(runs: str, first: History, again: History, *, exact: bool = False) -> str:
-    """Why `runs` of one layout that differ prove nothing, and what to do about it; "" if they do not differ."""
+def unseeded(claim: Claim, runs: str, first: History, again: History, *, exact: bool = False) -> Verdict | None:
+    """Unknown if `runs` of one layout differ, which then prove nothing. None if they do not differ."""
     difference = first_difference(first, again, exact=exact)
-    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}" if difference else ""
+    why = f"your script is not seeded: {runs} differ, first in {difference}"
+    return unknown(claim, why, remedy=_SEED) if difference else None

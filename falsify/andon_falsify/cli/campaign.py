@@ -18,7 +18,7 @@ from andon_contracts.legible import legible_line
 from andon_falsify.campaign.classes import Class, ClassCampaign, Classes
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
-from andon_falsify.campaign.trial import Trial
+from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Column, Report, verdict_lines
 from andon_falsify.report.junit import write_junit
@@ -51,13 +51,10 @@ class ReportFiles:
 
     def write(self, report: Report, *, html: bool = True) -> None:
         """Raises `InputError` for the first file that cannot be written."""
+        writers = {"--json": write_json, "--junit": write_junit, "--markdown": write_markdown}
         for option, path in self.paths.items():
-            if option == "--json":
-                write_json(report, path)
-            elif option == "--junit":
-                write_junit(report, path)
-            elif option == "--markdown":
-                write_markdown(report, path)
+            if option in writers:
+                writers[option](report, path)
             elif html:
                 from andon_falsify.report.page import write_html
 
@@ -66,7 +63,7 @@ class ReportFiles:
     def write_so_far(self, campaign: Campaign | ClassCampaign) -> None:
         """Write the files that can be read before the end. An error is logged once, and the next call tries again."""
         try:
-            if self.paths.keys() & {"--json", "--junit", "--markdown"}:
+            if self.paths.keys() - {"--html"}:
                 self.write(campaign.report("the campaign is still running", explained=False), html=False)
         except InputError as error:
             if str(error) not in self._refused:
@@ -87,11 +84,18 @@ def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None
         put(opening_line(campaign))
         progress.begin(len(campaign.trials))
         try:
-            written = 0
+            written, began = 0, time.monotonic()
             files.write_so_far(campaign)
             judged: Iterator[tuple[Trial | Class, Mapping[str, Verdict]]] = campaign.run()
             for done, (trial, verdicts) in enumerate(judged, start=1):
                 progress.told(trial, verdicts)
+                if done == 1 and isinstance(request, Request) and request.script and isinstance(campaign, Campaign):
+                    # Each layout and one rank once, and three runs to resume; a difference takes further runs.
+                    resumed = sum(each.kind == RESUME for each in campaign.trials) * ("{resume" in request.script)
+                    runs, made = len({each.place for each in campaign.trials}) + 1 + 3 * resumed, campaign.bench.runs
+                    if runs > made > 0:
+                        took = (time.monotonic() - began) / made
+                        say(f"about {runs} runs of your command, {took:.0f} s each: {took * runs:.0f} s in all")
                 if done - written >= max(1, done // _SHARE):
                     written = done
                     files.write_so_far(campaign)
@@ -177,8 +181,9 @@ def opening_line(campaign: Campaign | ClassCampaign) -> str:
     shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
     name = f"{Column(bench.subject, '').short} {bench.version}".strip()
     how = "exactly one case" if campaign.exact else f"budget {campaign.budget.name}"
+    counted = f"{len(campaign.trials)} trial{'s' * (len(campaign.trials) != 1)}"
     claims = f"{len(campaign.claims)} of {len(bench.claims)} claims"
-    return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {len(campaign.trials)} trials, {claims}"
+    return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {counted}, {claims}"
 
 
 class Progress:
@@ -194,7 +199,6 @@ class Progress:
         self._logger = threading.Thread(target=self._log, daemon=True)
 
     def __enter__(self) -> Progress:
-        """Itself; nothing is shown yet."""
         return self
 
     def begin(self, trials: int) -> None:
@@ -209,8 +213,11 @@ class Progress:
         self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
         if self._bar is not None:
             bar, task = self._bar
+            outcomes = [each.outcome for each in verdicts.values()]
+            counts = ", ".join(f"{outcomes.count(each)} {each.value}" for each in Outcome if each in outcomes)
+            line = f"andon: {legible_line(f'{trial.title}: {counts}')}"
             with suppress(*BROKEN_STREAM):
-                bar.console.print(f"andon: {legible_line(_trial_line(trial, verdicts))}", markup=False, highlight=False)
+                bar.console.print(line, markup=False, highlight=False)
                 bar.update(task, completed=self._done, description=self._summary())
 
     def __exit__(self, *_: object) -> None:
@@ -232,13 +239,6 @@ class Progress:
     def _summary(self) -> str:
         then = "; searching for smaller counterexamples" if self._done == self._trials else ""
         return f"falsified: {', '.join(sorted(self._fallen))}{then}" if self._fallen else "none falsified"
-
-
-def _trial_line(trial: Trial | Class, verdicts: Mapping[str, Verdict]) -> str:
-    """`law at gloo, world 2, accumulation 1: 13 holds, 1 falsified`."""
-    counts = {outcome: sum(each.outcome is outcome for each in verdicts.values()) for outcome in Outcome}
-    counted = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
-    return f"{trial.title}: {counted}"
 
 
 def _bar(trials: int) -> Any:

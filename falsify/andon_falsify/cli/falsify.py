@@ -25,7 +25,6 @@ class FalsifyCommand(click.Command):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -33,7 +32,6 @@ class FalsifyCommand(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """See click."""
         try:
             return super().invoke(ctx)
         except (Ended, click.Abort, click.ClickException):
@@ -97,8 +95,8 @@ def falsify(
 ) -> None:
     """Try to prove a trainer wrong.
 
-    Exit codes: 0 all claims hold, 1 one is falsified, 2 one is unknown, 3 one of --expected-failed holds,
-    64 wrong arguments, 70 internal error.
+    Exit codes: 0 all claims that apply hold, 1 one is falsified, 2 one is unknown, none applies or the deadline passed,
+    3 one of --expected-failed holds, 64 wrong arguments, 70 internal error, 130 Ctrl-C, 143 SIGTERM.
     """
     # Not at the top: `andon --help` imports this module, and needs none of these.
     from andon_falsify.campaign.classes import Classes, read_classes

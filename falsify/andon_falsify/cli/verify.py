@@ -48,8 +48,8 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
     for verdict in (each for each in verdicts if each.claim not in inapplicable):
         compared = f"{verdict.checked} comparisons" if verdict.checked else ""
         why = "; ".join(filter(None, (compared, verdict.why)))
-        shown = f" ({why})" if why else ""
-        lines.append(f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}{shown}")
+        named = f"{verdict.claim} v{versions[verdict.claim]}"
+        lines.append(f"{named}: {verdict.outcome.value}" + (f" ({why})" if why else ""))
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")

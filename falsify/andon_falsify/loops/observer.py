@@ -198,11 +198,9 @@ class Observer:
             yield
 
     def rows(self, ids: Sequence[int]) -> None:
-        """See `Told.rows`."""
         self._told_rows = [int(row) for row in ids]
 
     def loss(self, value: float | Tensor) -> None:
-        """See `Told.loss`."""
         # A rank without rows has no forward pass. If it has reported the last update's loss, this is of the next one.
         later = self._phase == "update" or self._step in self._seen.told_losses
         self._seen.told_losses[max(1, self._step + later)] = float(value)
@@ -232,7 +230,6 @@ class Observer:
         self._passes.end(output, training=module.training)
 
     def _begin(self) -> None:
-        """The first forward pass of an update: the place to save, to cut the run off, and to plant poison."""
         case, step = self._case, self._step
         self._settle()
         statistics = buffers(unwrapped(self._loop.model), running=True)

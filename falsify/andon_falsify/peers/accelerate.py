@@ -128,7 +128,6 @@ class RightAccelerateLoop(PlainLoop):
                     return
 
     def _update_with(self, window: list[dict[str, Tensor]]) -> Tensor:
-        """One update with this rank's micro-batches; the mean loss of the rows of all ranks."""
         count = torch.stack([(batch["labels"] != IGNORED_LABEL).sum() for batch in window]).sum()
         rows = self.accelerator.reduce(count, reduction="sum")
         averaged = self.case.accumulation * self.accelerator.num_processes

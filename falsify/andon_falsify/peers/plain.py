@@ -42,7 +42,6 @@ class PlainLoop:
                 self.done = update
 
     def _update(self, batch: list[int]) -> Tensor:
-        """One update with the rows `batch`, the same on every rank; their mean loss."""
         total = torch.zeros((), device=self.device)
         for piece in cut(self._mine(batch), self.case.local_batch):
             loss = self._loss_sum(piece) / len(batch)
@@ -56,7 +55,6 @@ class PlainLoop:
         return batch[dist.get_rank() :: dist.get_world_size()]
 
     def _batches(self) -> Iterator[list[int]]:
-        """The global batches of all epochs, equal on every rank and for every number of ranks."""
         batches = []
         for epoch in range(self.case.epochs):
             order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.case.seed + epoch))
@@ -72,7 +70,6 @@ class PlainLoop:
         return cross_entropy(self.model(**batch).logits, labels, self.weights, reduction="sum")
 
     def _add_over_ranks(self, total: Tensor) -> None:
-        """All-reduce gradients and loss in place; a rank without rows adds 0."""
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -94,7 +94,6 @@ class RankPool:
             self._end()
 
     def _start(self) -> dict[int, Answer]:
-        """Returns the ranks' answers if one failed to start, else nothing."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
             spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self.deadline_s, self.backend)
@@ -108,7 +107,6 @@ class RankPool:
         return answers if any(answer.error for answer in answers.values()) else {}
 
     def _collect(self, answers: dict[int, Answer], deadline_s: float) -> None:
-        """Add the answers that are missing, of ranks that do not answer in time an error."""
         began = time.monotonic()
         deadline = began + deadline_s
         while len(answers) < self.world:
@@ -138,7 +136,6 @@ class RankPool:
         return answer
 
     def _end(self) -> list[Stray]:
-        """End the ranks. Kill and return what they have left behind."""
         pids = self.pids
         for rank in self._ranks:
             rank.pipe.close()  # the sign to leave

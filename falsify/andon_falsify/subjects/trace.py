@@ -238,7 +238,11 @@ def _events(
     for told in updates:
         reached = step = told["step"]
         by_rank = {rank: part.of(rank, step) for part in parts for rank in part.ranks}
-        ranks = [_rank_part(by_rank[rank]) for rank in sorted(by_rank)]
+        ranks = []
+        for rank, own in sorted(by_rank.items()):
+            digests = {"weights": own.weights, "optimizer": own.optimizer, "gradient": own.gradient}
+            used = [row for leaf in own.leaves for row in leaf]
+            ranks.append({"rank": rank, "leaves": [], "ids": used, **_known(digests)})
         known = {name: value for name, value in told.items() if value is not None}
         event = {
             "kind": "step",
@@ -256,11 +260,6 @@ def _events(
         yield {"kind": "violation", "clause": clause, "step": step, "ranks": [], "tensor": "", "seen": message}
     elif case.stop_after is None:
         yield {"kind": "end", "step": reached, "reason": "finished", "digests": {}}
-
-
-def _rank_part(own: RankUpdate) -> Line:
-    digests = {"weights": own.weights, "optimizer": own.optimizer, "gradient": own.gradient}
-    return {"rank": own.rank, "leaves": [], "ids": [row for leaf in own.leaves for row in leaf], **_known(digests)}
 
 
 def _real(value: float) -> Line:
@@ -298,7 +297,6 @@ class Remembering:
         self.runs = 0
 
     def run(self, case: Case) -> Trace:
-        """See `Subject.run`."""
         if case in self._held:
             return self._held[case]
         self.runs += 1
