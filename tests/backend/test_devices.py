@@ -87,10 +87,9 @@ def test_default_placement(
 @pytest.mark.parametrize(
     ("backend", "workers", "names", "gpus", "message"),
     [
-        ("nccl", 3, None, 2, "3 workers for 2 GPUs"),
+        ("nccl", 3, None, 2, "3 workers for 2 GPUs of this host"),
         ("nccl", 2, None, 0, "nccl needs a GPU, and torch sees none here; use --backend auto"),
-        ("nccl", 128, None, 4096, "at most 127 GPUs of one host"),
-        ("gloo", 3, ["cpu", "cpu"], 0, "2 devices for 3 workers"),
+        ("gloo", 3, ["cpu", "cpu"], 0, "names 2 devices for the 3 workers of this host"),
         ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),
         ("nccl", 1, [0], 0, "GPU 0 does not exist"),
     ],
@@ -99,7 +98,24 @@ def test_what_cannot_be_placed_is_refused(
     backend: str, workers: int, names: list[str | int] | None, gpus: int, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
-        placement(Run().model_copy(update={"backend": backend, "workers": workers, "devices": names}), gpus)
+        placement(Run().model_copy(update={"backend": backend, "devices": names}), gpus, on_host=workers)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "gpus", "devices"),
+    [(2, 2, (_gpu(0), _gpu(1))), (2, 8, (_gpu(0), _gpu(1))), (2, 1, (_gpu(0), _gpu(0))), (1, 1, (_gpu(0),))],
+    ids=["a host of two", "more GPUs than ranks", "each process sees its own", "one GPU a host"],
+)
+def test_workers_of_several_hosts_are_placed_host_by_host(
+    on_host: int, gpus: int, devices: tuple[torch.device, ...]
+) -> None:
+    assert placement(Run(backend="nccl", workers=4), gpus, on_host=on_host) == ("nccl", devices, "")
+
+
+def test_more_workers_than_gpus_are_planned_for_several_hosts() -> None:
+    _, devices, note = placement(Run(backend="nccl", workers=3), 2)
+    assert devices == (_gpu(0), _gpu(1), _gpu(0))
+    assert note == "3 workers for 2 GPUs of this host: the run needs further hosts (torchrun --nnodes), or --workers 2"
 
 
 # Deterministic kernels are demanded before anything is computed.
@@ -163,6 +179,14 @@ def test_a_busy_one_and_a_small_one_are_different_findings() -> None:
     assert first.endswith("that the run needs; take a larger one")
     assert second.startswith("run.devices[2]: GPU 3 (H200) has 20.00 GiB of 140.00 GiB free and the run needs 20.00")
     assert second.endswith("another process may hold the rest")
+
+
+def test_two_ranks_do_not_share_a_gpu_whatever_index_they_see_it_under() -> None:
+    mine = Accelerator(0, "H200", 140 * GIB, 139 * GIB, host="a", uuid="one")
+    elsewhere = Accelerator(0, "H200", 140 * GIB, 139 * GIB, host="b", uuid="two")
+    refuse_unfit("nccl", {0: mine, 1: elsewhere}, None)
+    (said,) = refusal("nccl", {0: mine, 1: elsewhere, 2: mine}, None)
+    assert said == "rank 2 on a: GPU 0 is also used by rank 0; nccl needs one for each"
 
 
 def test_unequal_models_are_refused_where_bits_are_promised() -> None:

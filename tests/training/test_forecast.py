@@ -90,15 +90,16 @@ def test_compiled_passes_are_bounded_by_eager_ones_and_the_graphs_that_stay(data
     assert graphs.graphs > 0
 
 
-def test_too_few_gpus_are_a_problem_of_that_number_alone(data: Path) -> None:
+def test_more_workers_than_gpus_are_planned_with_a_note_and_the_hosts_share_of_ram(data: Path) -> None:
     one, two, three = plans(
         configured(data, "run.backend=nccl", "run.workers=1"), [1, 2, 3], Machine((LARGE,) * 2, LARGE)
     )
     assert one.fits
     assert two.fits
     assert two.devices[0].each_rank.outside - one.devices[0].each_rank.outside == forecast.NCCL_BUFFERS
-    assert "3 workers for 2 GPUs" in three.problem
-    assert not three.fits
+    assert "3 workers for 2 GPUs of this host" in three.note
+    assert three.fits
+    assert [(need.kind, need.ranks) for need in three.devices] == [("cuda", 3), ("host", 2)]
 
 
 def test_what_updates_on_the_cpu_is_planned_there(data: Path) -> None:

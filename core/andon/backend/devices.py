@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -26,10 +27,9 @@ _CUBLAS_SETTINGS = (":4096:8", ":16:8")  # with these, results are reproducible
 NO_GPU = "use --backend auto to train on the CPU, or --set run.cpu_fallback=true to keep nccl and allow the CPU"
 """What to do if no GPU can be used."""
 _LOG = logging.getLogger(__name__)
-_MOST_GPUS = 127  # torch stores a device index as a signed 8-bit integer
 _NAME = re.compile(r"(?P<cpu>cpu(:0)?)|cuda|(cuda:)?(?P<index>[0-9]{1,9})")
 _NAME_CHARACTERS, _FAULT_CHARACTERS = 80, 200
-_MESSAGE_BYTES = 2048  # fits a name and a fault; JSON may escape a character as six bytes
+_MESSAGE_BYTES = 4096  # fits a fault and three names; JSON may escape a character as six bytes
 
 
 def named_devices(
@@ -77,37 +77,41 @@ Placement = tuple[str, tuple[torch.device, ...], str]
 """The backend to use, a device for each worker, and a note for the user (or "")."""
 
 
-def _explain_placement(run: Run, result: Placement) -> Finding:
+def _explain_placement(run: Run, on_host: int | None, result: Placement) -> Finding:
     chosen, devices, note = result
     shown = f"and says {note!r}" if note else "and says nothing"
     became = f"became {chosen} on {', '.join(map(str, devices))}"
-    return Finding(f"{run.backend} with {run.workers} workers {became} {shown}")
+    return Finding(f"{run.backend} with {on_host or run.workers} workers {became} {shown}")
 
 
 @clause("cpu-fallback", _explain_placement)
-def _fallback_is_allowed_and_told(run: Run, result: Placement) -> bool:
+def _fallback_is_allowed_and_told(run: Run, on_host: int | None, result: Placement) -> bool:
+    """Without a GPU, nccl becomes gloo on the CPU if allowed, and mixed uses CPUs only. Both need a note."""
+    workers = run.workers if on_host is None else on_host
     chosen, devices, note = result
     on_cpu = all(device.type == "cpu" for device in devices)
     if chosen != run.backend or run.backend == "nccl":
         same = chosen == run.backend and not any(device.type == "cpu" for device in devices)
-        return len(devices) == run.workers and (
-            same or (run.cpu_fallback and chosen == "gloo" and on_cpu and note != "")
-        )
-    return len(devices) == run.workers and (run.backend != "mixed" or bool(run.devices) or not on_cpu or note != "")
+        return len(devices) == workers and (same or (run.cpu_fallback and chosen == "gloo" and on_cpu and note != ""))
+    return len(devices) == workers and (run.backend != "mixed" or bool(run.devices) or not on_cpu or note != "")
 
 
 @ensure(_fallback_is_allowed_and_told)
-def placement(run: Run, gpus: int | None = None) -> Placement:
-    """The backend and a device for each worker (F-DP-004). gpus: how many there are (None: ask torch).
+def placement(run: Run, gpus: int | None = None, *, on_host: int | None = None) -> Placement:
+    """The backend and a device for each worker of one host (F-DP-004).
 
-    `nccl` without named devices needs a GPU for each worker. With `run.cpu_fallback` it becomes `gloo` on the CPU if
-    there is no GPU at all. Raises `InputError` otherwise, and for a named device that does not exist.
+    gpus: how many this process sees (None: ask torch). on_host: the number of workers on this host (None: all of
+    `run.workers`, of which the GPUs of this host are reused in turn if there are fewer).
+    `nccl` without named devices gives each worker of a host a GPU, in order of local rank. A process that sees one GPU
+    uses it, whatever its local rank: its launcher gave each process its own. With `run.cpu_fallback`, `nccl` becomes
+    `gloo` on the CPU if there is no GPU at all. Raises `InputError` otherwise, and for a named device that does not
+    exist.
     """
-    cpu, backend, workers = torch.device("cpu"), run.backend, run.workers
+    cpu, backend, workers = torch.device("cpu"), run.backend, run.workers if on_host is None else on_host
     if run.devices:
         devices = named_devices(run.devices, gpus)
         if len(devices) != workers:
-            raise InputError(f"run.devices: {len(devices)} devices for {workers} workers")
+            raise InputError.at("run.devices", f"names {len(devices)} devices for the {workers} workers of this host")
         if backend == "nccl" and cpu in devices:
             raise InputError("run.devices: nccl needs a GPU for each worker, not cpu; for both kinds there is mixed")
         return backend, devices, ""
@@ -118,14 +122,15 @@ def placement(run: Run, gpus: int | None = None) -> Placement:
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
             return "gloo", (cpu,) * workers, note
-        if workers > _MOST_GPUS:
-            raise InputError(f"run.workers: {workers} workers; torch numbers at most {_MOST_GPUS} GPUs of one host")
+        note = ""
         if count < workers:
-            what = f"{workers} workers for {count} GPU{'s' * (count > 1)}; nccl needs a GPU for each: --workers {count}"
-            raise InputError.at("run.workers", f"{what}, or --backend gloo for CPUs")
-        return backend, tuple(torch.device("cuda", index) for index in range(workers)), ""
+            few = f"{workers} workers for {count} GPU{'s' * (count > 1)} of this host"
+            if on_host is not None and count > 1:
+                raise InputError.at("run.workers", f"{few}; nccl needs a GPU for each, or use --backend gloo for CPUs")
+            note = f"{few}: the run needs further hosts (torchrun --nnodes), or --workers {count}" * (on_host is None)
+        return backend, tuple(torch.device("cuda", index % count) for index in range(workers)), note
     if backend == "mixed":
-        accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1, _MOST_GPUS)))
+        accelerators = tuple(torch.device("cuda", index) for index in range(min(count, workers - 1)))
         note = "" if accelerators else "no GPU is used: all workers of mixed are on the CPU (clause cpu-fallback)"
         return backend, accelerators + (cpu,) * (workers - len(accelerators)), note
     note = f"{count} GPUs are here and not used (--backend auto)" if count else ""
@@ -158,13 +163,15 @@ def demand_determinism(devices: Sequence[torch.device]) -> None:
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU as its rank reports it: its index on its machine, its model, and bytes (0: the query failed)."""
+    """A GPU as its rank reports it: its index in that process, its model, and bytes (0: the query failed)."""
 
     index: int
     name: str
     total: int
     free: int
     fault: str = ""  # the driver's error if the GPU cannot be used
+    host: str = ""
+    uuid: str = ""  # of the GPU itself, whatever index a process sees it under
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -172,13 +179,15 @@ class Accelerator:
 
 def look_at(index: int) -> Accelerator:
     """Query GPU `index` and run a small kernel. An error becomes its `fault`. Starts CUDA on it."""
+    host = socket.gethostname()[:_NAME_CHARACTERS]
     try:
         free, total = torch.cuda.mem_get_info(index)
         torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
-        return Accelerator(index, torch.cuda.get_device_name(index)[:_NAME_CHARACTERS], total, free)
+        of_gpu = torch.cuda.get_device_properties(index)
+        return Accelerator(index, of_gpu.name[:_NAME_CHARACTERS], total, free, host=host, uuid=str(of_gpu.uuid))
     except (RuntimeError, AssertionError) as error:
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Accelerator(index, "", 0, 0, line[:_FAULT_CHARACTERS])
+        return Accelerator(index, "", 0, 0, line[:_FAULT_CHARACTERS], host)
 
 
 def gpus_here() -> Sequence[Accelerator]:
@@ -212,9 +221,13 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
     needed: bytes that must be free on each, from the plan; None: unknown. remedy: what to do if a GPU is too small.
     """
     problems = ProblemList()
+    several_hosts = len({each.host for each in found.values()}) > 1
+    users: dict[str, int] = {}
     for rank, each in sorted(found.items()):
-        where = f"run.devices[{rank}]"
-        if each.fault:
+        where = f"rank {rank} on {each.host}" if several_hosts else f"run.devices[{rank}]"
+        if each.uuid and users.setdefault(each.uuid, rank) != rank:
+            problems.add(where, f"GPU {each.index} is also used by rank {users[each.uuid]}; nccl needs one for each")
+        elif each.fault:
             problems.add(where, f"GPU {each.index} cannot be used: {each.fault}")
         elif needed is not None and each.free < needed:
             have = f"GPU {each.index} ({each.name}) has {in_gib(each.free)} of {in_gib(each.total)} free"
@@ -223,7 +236,8 @@ def refuse_unfit(backend: str, found: Mapping[int, Accelerator], needed: int | N
             problems.add(where, small if each.total < needed else busy)
     working = {rank: each.name for rank, each in sorted(found.items()) if not each.fault}
     if backend == "nccl" and len(set(working.values())) > 1:
-        held = ", ".join(f"rank {rank} {name}" for rank, name in working.items())
+        on = {rank: f" on {each.host}" if several_hosts else "" for rank, each in found.items()}
+        held = ", ".join(f"rank {rank}{on[rank]} {name}" for rank, name in working.items())
         problems.add(
             "run.devices", f"GPUs of different models give different bits ({held}); choose equal ones or mixed"
         )

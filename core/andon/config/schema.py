@@ -343,7 +343,7 @@ class Run(Section):
         for gpu in gpus:
             if gpus.count(gpu) > 1:
                 yield "devices", f"GPU {gpu} is there {gpus.count(gpu)} times ({list(self.devices)})"
-        if len(names) != self.workers:
+        if not names or self.workers % len(names):  # a run on several hosts names those of one host
             yield "devices", f"names {len(names)} devices for {self.workers} workers ({list(self.devices)})"
 
 

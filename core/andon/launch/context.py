@@ -37,11 +37,12 @@ _MOST = 1 << 31
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank: 0 <= rank < world_size, 0 <= local_rank < ranks on this host."""
+    """One rank: 0 <= rank < world_size; 0 <= local_rank < local_world_size, the number of ranks on this host."""
 
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
     run_id: str
     launcher_pid: int
 
@@ -79,7 +80,7 @@ class RankContext:
         if not variables.get(RUN_ID):
             problems.add(RUN_ID, unset)
         problems.raise_if_any()
-        return cls(rank, local_rank, world, variables[RUN_ID], launcher)
+        return cls(rank, local_rank, world, local_world, variables[RUN_ID], launcher)
 
 
 def is_rank(environ: Mapping[str, str] | None = None) -> bool:

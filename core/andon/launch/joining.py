@@ -53,13 +53,15 @@ class Refused(RuntimeError):
     ends_with = Exit.RANK_LOST
 
 
-def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
+def join(kinds: str, timeout_s: float, problem: str = "") -> tuple[SignedStore, int, int]:
     """Initialise the default process group from the environment variables of torch's launcher, or of ours.
 
+    kinds: the backends of the group. problem: why this rank cannot train, or empty; the other ranks report it, too.
     Returns the store of this world alone, with a separate connection and signed values; this rank; the number of ranks.
 
-    Raises `InputError` on a rank whose network interface does not exist, `Refused` on the others, and `Absent` after
-    `timeout_s`, which names the missing ranks unless the store itself cannot be reached.
+    Raises `InputError` on a rank with a problem or whose network interface does not exist, and on all ranks if they
+    chose different `kinds`; `Refused` on the others; `Absent` after `timeout_s`, which names the missing ranks unless
+    the store itself cannot be reached.
     """
     timeout = timedelta(seconds=timeout_s)
     context, address = RankContext.from_environment(), os.environ.get(STORE, "")
@@ -69,8 +71,10 @@ def join(kinds: str, timeout_s: float) -> tuple[SignedStore, int, int]:
     # Gloo does not report an interface that does not exist.
     interfaces = [name for _, name in socket.if_nameindex()]
     wrong = [name for name in os.environ.get(_INTERFACE, "").split(",") if name and name not in interfaces]
-    absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(interfaces)}"
-    ours = Meeting(store, rank, world, timeout_s).meet(absent if wrong else "")
+    if wrong:
+        absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(interfaces)}"
+        problem = f"{_INTERFACE}: {absent}"
+    ours = Meeting(store, rank, world, timeout_s, kinds).meet(problem)
     reached = store_link.open_store() if rank == 0 else ""
     if reached:
         say(f"warning: {reached}")
@@ -102,17 +106,23 @@ class Word(Part):
 
 @dataclass(frozen=True)
 class Here(Part):
-    """A rank has arrived. `problem`: why it cannot join, or empty."""
+    """A rank has arrived. `problem`: why it cannot join, or empty. `kinds`: the backends that it chose."""
 
     problem: str
+    host: str
+    kinds: str
 
 
 @dataclass(frozen=True)
 class Verdict(Part):
-    """The outcome of a rendezvous on rank 0: which ranks are missing, and why others cannot join, by rank."""
+    """The outcome of a rendezvous on rank 0: which ranks are missing, and why others cannot join, by rank.
+
+    choices: the backends that hosts chose, if they differ; else empty.
+    """
 
     missing: tuple[Count, ...]
     problems: Mapping[str, str]
+    choices: str
 
 
 @dataclass
@@ -123,6 +133,7 @@ class Meeting:
     rank: int
     world: int
     timeout_s: float
+    kinds: str
     _word: str = field(default_factory=lambda: secrets.token_hex(8))
     _reader: StrictReader = field(default_factory=StrictReader)
 
@@ -133,20 +144,21 @@ class Meeting:
         """
         name = self._word if self.rank == 0 else self._called()
         ours = PrefixStore(f"andon/world/{name}", self.store)
+        mine = Here(problem, socket.gethostname(), self.kinds)
         try:
-            _put(ours, f"here {self.rank}", Here(problem))
+            _put(ours, f"here {self.rank}", mine)
             if problem and self.rank != 0:  # rank 0 tells the others
-                raise InputError.at(_INTERFACE, problem)
-            verdict = self._gathered(ours, problem) if self.rank == 0 else self._verdict(ours)
+                raise InputError.of_text(problem)
+            verdict = self._gathered(ours, mine) if self.rank == 0 else self._verdict(ours, mine)
         except _STORE_ERRORS as error:
             raise Absent(f"the ranks' store stopped answering while they met: {_line(error)}") from error
         finally:
             if self._reader.dropped:
                 say(self._reader.account(self.rank))
-        if problem:
-            raise InputError.at(_INTERFACE, problem)
+        if problem or verdict.choices:
+            raise InputError.of_text(problem or verdict.choices)
         for rank, text in verdict.problems.items():
-            raise Refused(f"rank {rank} of {self.world} cannot join: {_INTERFACE}: {text}")
+            raise Refused(f"rank {rank} of {self.world} cannot join: {InputError.of_text(text).line}")
         if verdict.missing:
             raise Absent(f"{named_ranks(verdict.missing)} of {self.world} did not come within {self.timeout_s:g} s")
         return ours
@@ -166,9 +178,10 @@ class Meeting:
         except _STORE_ERRORS as error:
             raise Absent(f"{late}: {_line(error)}") from error
 
-    def _gathered(self, ours: Store, problem: str) -> Verdict:
+    def _gathered(self, ours: Store, mine: Here) -> Verdict:
+        """On rank 0: answer calls until all ranks have arrived or the time is over, then publish the verdict."""
         deadline, pause = time.monotonic() + self.timeout_s, _POLL_S
-        missing, answered, causes = set(range(1, self.world)), set[str](), {0: problem}
+        missing, answered, present = set(range(1, self.world)), set[str](), {0: mine}
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 call = self._read(self.store, f"andon/call {rank}", Word)
@@ -177,21 +190,22 @@ class Meeting:
                     answered.add(call.word)
                 here = self._read(ours, f"here {rank}", Here)
                 if here is not None:
-                    causes[rank] = here.problem
+                    present[rank] = here
                     missing.discard(rank)
             if missing:
                 time.sleep(pause)
                 pause = min(2 * pause, 10 * _POLL_S)
-        verdict = Verdict(tuple(sorted(missing)), {str(rank): causes[rank] for rank in sorted(causes) if causes[rank]})
+        problems = {str(rank): here.problem for rank, here in sorted(present.items()) if here.problem}
+        verdict = Verdict(tuple(sorted(missing)), problems, "" if problems else _choices(present))
         _put(ours, "verdict", verdict)
-        if missing or verdict.problems:
+        if missing or problems or verdict.choices:
             # The store may end with this rank: the others need a moment to read the verdict.
-            others, deadline = [r for r in causes if r and not causes[r]], time.monotonic() + _VERDICT_S / 2
+            others, deadline = [r for r in present if r and str(r) not in problems], time.monotonic() + _VERDICT_S / 2
             while others and not ours.check([f"read {rank}" for rank in others]) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         return verdict
 
-    def _verdict(self, ours: Store) -> Verdict:
+    def _verdict(self, ours: Store, mine: Here) -> Verdict:
         deadline = time.monotonic() + self.timeout_s + _VERDICT_S
         while True:
             verdict = self._read(ours, "verdict", Verdict)
@@ -201,12 +215,23 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise Absent(f"rank 0 of {self.world} fell silent while the ranks met")
             time.sleep(_POLL_S)
-            _put(ours, f"here {self.rank}", Here(""))  # again: another client may have overwritten it
+            _put(ours, f"here {self.rank}", mine)  # again: another client may have overwritten it
 
     def _read(self, store: Store, key: str, form: type[Form]) -> Form | None:
         if not store.check([key]):
             return None
         return self._reader.read(key, store.get(key), lambda body: parse_strict(form, body))
+
+
+def _choices(present: Mapping[int, Here]) -> str:
+    """What hosts chose, if their backends differ, as an input error; else empty."""
+    first: dict[str, str] = {}
+    for rank, here in sorted(present.items()):
+        first.setdefault(here.kinds.rpartition(":")[2], f"(rank {rank} on {here.host})")
+    if len(first) < 2:
+        return ""
+    chosen = " and ".join(f"{kind} {who}" for kind, who in first.items())
+    return f"run.backend: ranks chose {chosen}: name one for all hosts, as in --backend gloo; nccl needs GPUs on each"
 
 
 def _put(store: Store, key: str, part: Part) -> None:

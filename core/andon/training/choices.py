@@ -7,6 +7,7 @@ config.yaml, and a resume keeps them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from andon.config.load import identity
 from andon.config.schema import SFT, Config, Section
 from andon.console.messages import InputError
 from andon.data.hub import at_hand
+from andon.launch.context import RankContext, is_rank
 from andon.launch.portable import can_take_effect, obstacles
 
 _CAP = 512
@@ -76,10 +78,10 @@ def _where_unset(config: Config, values: Mapping[str, Any]) -> Config:
 def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
     """Choose backend and workers. Returns `config` with them, and a line on the choice, or "" if it needs none.
 
-    gpus: their number (None: those of this machine). By default a run on the user's own data or base uses all GPUs, at
-    most one per micro-batch (min(8, batch_size), the smallest number that can be chosen). On CPUs a pretrained base
-    gets a worker for each physical core and micro-batch, as far as memory holds their fp32 copies of it with the state
-    of full or LoRA training; the embedded model gets two.
+    gpus: their number (None: those that this process sees). By default a run on the user's own data or base uses all
+    GPUs, at most one per micro-batch (min(8, batch_size), the smallest number that can be chosen). On CPUs a pretrained
+    base gets a worker for each physical core and micro-batch, as far as memory holds their fp32 copies of it with the
+    state of full or LoRA training; the embedded model gets two.
     """
     run, base = config.run, config.model.base
     named, counted = is_set(config, "run.backend"), is_set(config, "run.workers")
@@ -101,8 +103,8 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         why = "no GPU is usable here (clause cpu-fallback)"
     elif backend == "gloo" and not counted and base is not None:
         why = f"{available} GPUs are not used" if available else ""
-    elif backend == "nccl" and not named and counted and workers > available:
-        why = f"{workers} workers were requested, and there are {available} GPUs" if available else ""
+    elif backend == "nccl" and not named and counted and _workers_here(workers) > available:
+        why = f"{_workers_here(workers)} workers are on this host, and it has {available} GPUs" if available else ""
     else:
         line = ""
         if backend == "nccl" and available and not counted:
@@ -236,3 +238,11 @@ def settings_line(config: Config) -> str:
         f"rows {layout} in {training.micro_batches} micro-batches, max_length {model.max_length}, {model.dtype}, "
         f"compile {training.compile}"
     )
+
+
+def _workers_here(workers: int) -> int:
+    """Of `workers` those on this host; 1 if a launcher gave each process a GPU of its own."""
+    if not is_rank():
+        return workers
+    only_own = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(", ").isdigit()
+    return 1 if only_own else RankContext.from_environment().local_world_size

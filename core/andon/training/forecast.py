@@ -360,7 +360,8 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
             phases.append({"weights": on_cpu.weights, "gradient": on_cpu.gradient, "moments": on_cpu.moments})
         most = max(phases, key=lambda phase: sum(phase.values()))
         host = MemoryPlan(**most, outside=PROCESS)
-        add("host", len(gpus), len(gpus) * host.needed, machine.ram, host)
+        on_host = len(set(gpus))  # ranks of one host: fewer than all, if the run needs several
+        add("host", on_host, on_host * host.needed, machine.ram, host)
     ranks = workers - len(gpus)
     if ranks:
         plan = replace(planner.plan(config, "cpu", workers), outside=PROCESS)

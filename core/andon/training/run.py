@@ -21,6 +21,7 @@ import torch
 from andon.backend.base import Backend, GroupBackend, InlineBackend, groups_of
 from andon.backend.devices import (
     NO_GPU,
+    Placement,
     demand_determinism,
     look_at,
     none_works,
@@ -145,19 +146,30 @@ def assembled(
         clock = StepClock(compiles=compiling != "off")
 
         # The backend
-        name, devices, note = placement(own)
+        launched = RankContext.from_environment() if own.backend != "inline" else None
+        chosen: Placement = (own.backend, (torch.device("cpu"),), "")
+        problem = ""
+        try:
+            chosen = placement(own, on_host=None if launched is None else launched.local_world_size)
+            refuse_without_nccl(chosen[0])
+        except InputError as error:
+            if launched is None:
+                raise
+            problem = str(error)  # the ranks of other hosts learn it when they meet
+        name, devices, note = chosen
+        if launched is not None:
+            devices = (devices[launched.local_rank % len(devices)],)
         demand_determinism(devices)
         backend: Backend = InlineBackend(devices)
-        if name != "inline":
-            refuse_without_nccl(name)
-            store, rank, world = join(groups_of(name), own.timeout_s)
+        if launched is not None:
+            store, rank, world = join(groups_of(name), own.timeout_s, problem)
             timeouts = Timeouts(own.timeout_s, own.step_deadline_s)
             watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
             if note and rank == 0:
                 say(note)
             if world != own.workers:
                 raise InputError(f"run.workers: {own.workers} were requested, {world} ranks were started")
-            name, device = _usable(config, name, devices, rank)
+            name, device = _usable(config, name, devices[0], rank)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             backend = joined = GroupBackend(name, device, clock=clock)
@@ -179,10 +191,10 @@ def assembled(
         model = run.primary.model
         task.require_fit(model, run.primary.device)
         if logs:
-            chosen = [settings_line(config)] if config.model.base is not None else []
+            settings = [settings_line(config)] if config.model.base is not None else []
             of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
             of_model = (*facts_of(model).notes, *warnings_of(model, material.tokenizer))
-            for line in (*chosen, *of_model, *task.notes, *of_rows, *skip_notes(material.unusable)):
+            for line in (*settings, *of_model, *task.notes, *of_rows, *skip_notes(material.unusable)):
                 say(line)
             skipped = (*material.rows.skipped, *material.unusable)
             if skipped and writing:
@@ -203,11 +215,13 @@ def assembled(
         )
 
 
-def _usable(config: Config, name: str, devices: Sequence[torch.device], rank: int) -> tuple[str, torch.device]:
+def _usable(config: Config, name: str, device: torch.device, rank: int) -> tuple[str, torch.device]:
     """Run a first kernel on this rank's device. Returns backend and device; the CPU if no GPU works and `cpu_fallback`.
-    Collective with GPUs. Raises `InputError` on every rank if only some GPUs work or their models differ (`nccl`)."""
-    device = devices[rank]
-    if all(each.type != "cuda" for each in devices):
+
+    Collective under `nccl` and `mixed`. Raises `InputError` on every rank if only some GPUs work, if those named in
+    `run.devices` do not, if two ranks use one GPU, and for GPUs of different models under `nccl`.
+    """
+    if name not in ("nccl", "mixed") and not config.run.devices:
         return name, device
     looks = of_all_ranks(look_at(device.index or 0) if device.type == "cuda" else None)
     fault = "" if config.run.devices else none_works(looks)
