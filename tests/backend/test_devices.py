@@ -88,7 +88,7 @@ def test_default_placement(
     ("backend", "workers", "names", "gpus", "message"),
     [
         ("nccl", 3, None, 2, "3 workers for 2 GPUs of this host"),
-        ("nccl", 2, None, 0, "nccl needs a GPU, and torch sees none here; use --backend auto"),
+        ("nccl", 2, None, 0, "nccl needs a GPU, and torch sees none on .*; use --backend auto"),
         ("gloo", 3, ["cpu", "cpu"], 0, "names 2 devices for the 3 workers of this host"),
         ("nccl", 2, [0, "cpu"], 1, "nccl needs a GPU for each worker"),
         ("nccl", 1, [0], 0, "GPU 0 does not exist"),
