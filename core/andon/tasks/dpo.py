@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from andon.data.chat import show_row
+from andon.data.conversations import PAIR
 from andon.data.tokens import Tokenizer
 from andon.metrics.scores import Scores
 from andon.model.build import evaluating
@@ -114,8 +116,9 @@ class DpoTask(SftTask):
             return row_log_probs(model, batch, 2)
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-        for place in (2 * row, 2 * row + 1):
-            yield from super().shown(place, tokenizer)
+        for side, name in enumerate(PAIR):
+            yield f"{name}:"
+            yield from show_row(tokenizer, replace(self._rows.row(2 * row + side), id=row))
 
     def score(self, ids: Sequence[int], outputs: torch.Tensor) -> PreferenceScores:  # type: ignore[override]
         pairs = [self._packs[pack][0] for pack in ids]

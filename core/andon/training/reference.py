@@ -31,7 +31,6 @@ from andon.training.build import Run
 from andon.training.material import Material
 from andon.training.token_cache import mapped
 from andon.training.trainer import gathered_outputs
-from andon_contracts.legible import counted
 
 COLUMNS: Mapping[str, str] = {"trained": "d", "scored": "d"}
 """The `array` type code of each column: two values a pair of the training file, and of the evaluation rows' file."""
@@ -63,14 +62,11 @@ def add_references(material: Material, run: Run, batching: EvaluationBatching, f
     backend = run.backend
     there = backend.gather([torch.tensor([int(found is not None)], device=device) for device in backend.devices])
     if not all(map(bool, there)):  # on every rank, since the passes are dealt to all
-        models = [replica.model for replica in run.replicas]
-        rows = -(-min(run.plan.batch_size, len(run.plan.ids)) // run.plan.micro_batches)
-        items = trained_items(run)
         if run.writes:
-            say(f"computing the reference log-probabilities of {counted(len(items), 'training item')}")
-        compute_references(backend, models, material.task, items, rows)
+            say("computing the log-probabilities of all answers under the model before training")
+        compute_references(run, material.task)
         for each, ids in {task: material.validation_ids, scored: material.evaluation_ids}.items():
-            score_references(backend, models, each, ids, batching)
+            score_references(backend, [replica.model for replica in run.replicas], each, ids, batching)
         found = None if folder is None else load_or_build(folder, key, COLUMNS, make, load)
     material.tokenizer.read.append(found or references_digest(material)["reference"])
 
@@ -82,22 +78,17 @@ def references_digest(material: Material) -> dict[str, str]:
     return {"reference": hashlib.sha256(b"".join(values)).hexdigest()} if values else {}
 
 
-def trained_items(run: Run) -> list[int]:
-    """The items of `run`'s updates, each once, of all copies of a pair the first."""
+def compute_references(run: Run, task: DpoTask) -> None:
+    """Set the references of the pairs that `run` trains, by training passes of its models as they are. Collective."""
     plan, first = run.plan, dict[object, int]()
     for step in range(1, min(plan.total_steps, plan.steps_per_epoch) + 1):
         for item in plan.batch(step).ids:
-            first.setdefault(run.task.rows_of(item), item)  # type: ignore[attr-defined]
-    return list(first.values())
-
-
-def compute_references(
-    backend: Backend, models: Sequence[nn.Module], task: DpoTask, items: Sequence[int], rows: int
-) -> None:
-    """Set the references of the pairs in `items` by training passes over batches of `rows` items. Collective."""
-    ordered = sorted(range(len(items)), key=lambda place: -int(task.lengths[items[place]]))
-    batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
-    _, table = gathered_outputs(backend, models, task, items, batches, _by_training_pass(task), task.most_rows)
+            first.setdefault(task.rows_of(item), item)  # of all copies of a pair, the first
+    items = sorted(first.values(), key=lambda item: (-int(task.lengths[item]), item))
+    rows = -(-min(plan.batch_size, len(plan.ids)) // plan.micro_batches)
+    batches = [range(place, min(place + rows, len(items))) for place in range(0, len(items), rows)]
+    models = [replica.model for replica in run.replicas]
+    _, table = gathered_outputs(run.backend, models, task, items, batches, _by_training_pass(task), task.most_rows)
     for item, values in zip(items, table, strict=True):
         pairs = list(task.rows_of(item))
         task.references[pairs] = values[: 2 * len(pairs)].view(-1, 2)
