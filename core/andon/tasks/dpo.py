@@ -71,11 +71,6 @@ class DpoTask(SftTask):
     def _members(self, pack: int) -> Sequence[int]:
         return [row for pair in self._packs[pack] for row in (2 * pair, 2 * pair + 1)]
 
-    @property
-    def most_rows(self) -> int:
-        """Answers of the pack that has most."""
-        return 2 * max(map(len, self._packs))
-
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
         """As `SftTask.load`, with `references`: int64 [packs, n], the bits of each row's reference, 0 for no row."""
         batch = super().load(ids, torch.device("cpu"))
@@ -106,10 +101,6 @@ class DpoTask(SftTask):
         pairs = torch.arange(margins.shape[1], device=margins.device) * 2 < batch["rows"].amax(dim=1, keepdim=True)
         losses = -nn.functional.logsigmoid(self._beta * margins) * pairs
         return LeafLoss(losses.sum().float(), ((margins > 0) & pairs).sum(), pairs.sum())
-
-    def log_probs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """fp64 [packs, `most_rows`]: log p of each answer by the kernels of training passes, but without dropout."""
-        return row_log_probs(model, batch, self.most_rows)
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with evaluating(model, batch["input_ids"].device):

@@ -23,6 +23,7 @@ from andon.backend.base import Backend
 from andon.config.load import config_digest
 from andon.console.messages import say
 from andon.model.build import evaluating
+from andon.model.causal import row_log_probs
 from andon.model.masks import EvaluationBatching
 from andon.run.columns import Columns, Numbers, key_of, load_if_there, load_or_build
 from andon.step.micro_batch import Batch
@@ -88,7 +89,15 @@ def compute_references(run: Run, task: DpoTask) -> None:
     rows = -(-min(plan.batch_size, len(plan.ids)) // plan.micro_batches)
     batches = [range(place, min(place + rows, len(items))) for place in range(0, len(items), rows)]
     models = [replica.model for replica in run.replicas]
-    _, table = gathered_outputs(run.backend, models, task, items, batches, _by_training_pass(task), task.most_rows)
+    draws = run.config.model.dropout + run.config.adapter.dropout > 0
+
+    def log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
+        # Compiled passes need gradients and training mode, in which dropout would draw.
+        with evaluating(model, batch["input_ids"].device) if draws else nullcontext():
+            return row_log_probs(model, batch, most).detach()
+
+    most = 2 * max(len(task.rows_of(item)) for item in items)
+    _, table = gathered_outputs(run.backend, models, task, items, batches, log_probs, most)
     for item, values in zip(items, table, strict=True):
         pairs = list(task.rows_of(item))
         task.references[pairs] = values[: 2 * len(pairs)].view(-1, 2)
@@ -102,18 +111,3 @@ def score_references(
         batches = batching.of(task.lengths[list(ids)].tolist())
         _, table = gathered_outputs(backend, models, task, ids, batches, task.outputs, task.width)
         task.references[list(ids)] = table
-
-
-def _by_training_pass(task: DpoTask) -> Callable[[nn.Module, Batch], torch.Tensor]:
-    def log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
-        # Compiled passes need gradients and training mode, in which dropout would draw.
-        draws = any(_draws(module) for module in model.modules())
-        with evaluating(model, batch["input_ids"].device) if draws else nullcontext():
-            return task.log_probs(model, batch).detach()
-
-    return log_probs
-
-
-def _draws(module: nn.Module) -> bool:
-    rates = [getattr(module, name, 0.0) for name in ("p", "attention_dropout")]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
