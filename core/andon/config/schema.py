@@ -204,7 +204,7 @@ class Optimizer(Section):
     """How weights change."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = auto(2.5e-3, "peak learning rate; auto: LoRA 1e-3, sft 2e-4, dpo 5e-6; all weights 5e-5, 2e-5, 5e-7")
+    lr: Positive = auto(2.5e-3, "peak; auto: LoRA 1e-3, sft 2e-4, dpo 5e-6; all weights 5e-5, 2e-5, 5e-7")
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = setting((0.9, 0.999), "adamw")
     eps: Positive = setting(1e-8, "adamw")
     weight_decay: NotNegative = 0.01
@@ -235,9 +235,7 @@ class Training(Section):
     max_steps: Steps | None = setting(None, "end after this many steps; null: after the epochs")
     batch_size: Steps = setting(32, "rows of one step, over all workers, before they are packed")
     micro_batches: Size = auto(8, "parts of a batch, on which the result depends; auto: 8, more for long rows")
-    packing: bool = auto(
-        False, "sft, dpo: rows share sequences of max_length tokens, pairs twice that; auto, with a base: on"
-    )
+    packing: bool = auto(False, "sft, dpo: rows share a sequence of max_length tokens; auto, with a base: on")
     group_by_length: bool = auto(False, "rows of similar length share a batch, another order; auto, with a base: on")
     pad_to_multiple_of: Size = setting(
         8, "padded lengths are multiples of this; 1 wastes least; compile has its own lengths"

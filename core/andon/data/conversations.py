@@ -123,14 +123,20 @@ def add_form(sha: hashlib._Hash, form: Form) -> None:
 
 def add_row(sha: hashlib._Hash, row: Conversation) -> None:
     """Update the digest of a data set with a row: every message in order, each part preceded by its length."""
-    for messages in filter(None, (row.messages, row.rejected)):
-        sha.update(len(messages).to_bytes(8, "little"))
-        for message in messages:
-            _add(sha, message.role.encode())
-            _add(sha, message.content.encode())
-            _add(sha, struct.pack("<d", message.weight))
-            for part in filter(None, (message.extra, message.tools)):  # unambiguous: JSON begins unlike any role
-                _add(sha, part.encode())
+    _add_messages(sha, row.messages)
+    if row.rejected:
+        _add(sha, b"rejected")  # is no role
+        _add_messages(sha, row.rejected)
+
+
+def _add_messages(sha: hashlib._Hash, messages: tuple[Message, ...]) -> None:
+    sha.update(len(messages).to_bytes(8, "little"))
+    for message in messages:
+        _add(sha, message.role.encode())
+        _add(sha, message.content.encode())
+        _add(sha, struct.pack("<d", message.weight))
+        for part in filter(None, (message.extra, message.tools)):  # unambiguous: JSON begins unlike any role
+            _add(sha, part.encode())
 
 
 def _add(sha: hashlib._Hash, part: bytes) -> None:
