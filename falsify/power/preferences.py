@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import andon.tasks.dpo
+import andon.training.reference
 from andon.data.chat import EncodedRow
 from andon.model.causal import row_log_probs
 from andon.step.micro_batch import Batch
-from andon.step.replica import Replica
 from andon.tasks.dpo import DpoTask
 from andon.tasks.sft import TokenRows
 from andon.training.reference import compute_references
@@ -45,39 +45,36 @@ def _of_other_rows(row: Callable[[int], int], weights: Callable[[Sequence[float]
 
 
 def _mean_of_tokens(parts: TrainerUnderTest, stack: ExitStack) -> None:
-    def means(model: nn.Module, batch: Batch, count: int) -> torch.Tensor:
+    def means(model: nn.Module, hidden: torch.Tensor, batch: Batch, count: int) -> torch.Tensor:
         numbers = torch.arange(1, count + 1)[:, None]
         counts = ((batch["rows"] * (batch["weights"] != 0))[:, None] == numbers).sum(dim=2)
-        return row_log_probs(model, batch, count) / counts.clamp(min=1)
+        return row_log_probs(model, hidden, batch, count) / counts.clamp(min=1)
 
-    patched(stack, andon.tasks.dpo, "row_log_probs", means)
+    for module in (andon.tasks.dpo, andon.training.reference):
+        patched(stack, module, "row_log_probs", means)
     compute_references(parts, parts.task.inner)
 
 
 def _trained_reference(parts: TrainerUnderTest, _: ExitStack) -> None:
-    """The reference is of an adapter that is not that of step 0."""
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(parts.primary.parameters.size, generator=generator) / 10
+    """The reference is of another adapter than that of step 0."""
+    noise = torch.randn(parts.primary.parameters.size, generator=torch.Generator().manual_seed(0)) / 10
     kept = parts.primary.parameters.weights.detach().clone()
-    for factor in (1, 0):
-        for replica in parts.replicas:
-            replica.parameters.weights.data.copy_(kept + factor * noise)
-        if factor:
-            compute_references(parts, parts.task.inner)
+    for replica in parts.replicas:
+        replica.parameters.weights.data.copy_(kept + noise)
+    compute_references(parts, parts.task.inner)
+    for replica in parts.replicas:
+        replica.parameters.weights.data.copy_(kept)
 
 
 def _reference_of_the_resume(parts: TrainerUnderTest, _: ExitStack) -> None:
     """A resume computes the reference again, from the weights that it has restored."""
 
-    def restored(inner: Callable[..., None], replica: Replica, *args: Any) -> None:
+    def restored(inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
-        task: DpoTask = parts.task.inner
-        for item in range(len(task)):
-            batch = task.load([item], replica.device)
-            task.references[list(task.rows_of(item))] = task.outputs(replica.model, batch)
+        compute_references(parts, parts.task.inner)
 
     for replica in parts.replicas:
-        around(replica, "restore", lambda inner, *args, replica=replica: restored(inner, replica, *args))
+        around(replica, "restore", restored)
 
 
 _OFF = r"step 1: \d+ of 14 tensors .*"

@@ -126,15 +126,15 @@ def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
     return table.view(packs, length, 3).sum(dim=1)
 
 
-def row_log_probs(model: nn.Module, batch: Batch, count: int) -> Tensor:
+def row_log_probs(model: nn.Module, hidden: Tensor, batch: Batch, count: int) -> Tensor:
     """fp64 [packs, count]: of each pack's first `count` rows, the sum of log p of the trained tokens; 0 for no row.
 
-    With gradients enabled it has its graph. The logits are computed in chunks, as those of `loss_sum`.
+    hidden: of `hidden_of`. With gradients enabled the result has its graph. Logits are computed in chunks.
     """
     packs, length = batch["rows"].shape
-    head, parts, hidden, targets, weights = _predictions(model, hidden_of(model, batch), batch)
+    head, parts, hidden, targets, weights = _predictions(model, hidden, batch)
     with computing(model, hidden.device):
-        if hidden.requires_grad:
+        if torch.is_grad_enabled():
             learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
             losses = _TokenLosses.apply(model, parts, hidden, targets, weights, *learning)  # type: ignore[no-untyped-call]
         else:

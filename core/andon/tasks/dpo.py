@@ -24,7 +24,7 @@ from andon.data.conversations import PAIR
 from andon.data.tokens import Tokenizer
 from andon.metrics.scores import Scores
 from andon.model.build import evaluating
-from andon.model.causal import row_log_probs
+from andon.model.causal import hidden_of, row_log_probs
 from andon.model.masks import placed
 from andon.step.micro_batch import Batch, LeafLoss
 from andon.tasks.sft import SftTask, TokenRows
@@ -96,7 +96,7 @@ class DpoTask(SftTask):
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
         references = batch["references"].view(torch.float64)
-        gains = row_log_probs(model, batch, references.shape[1]) - references
+        gains = row_log_probs(model, hidden_of(model, batch), batch, references.shape[1]) - references
         margins = gains[:, 0::2] - gains[:, 1::2]
         pairs = torch.arange(margins.shape[1], device=margins.device) * 2 < batch["rows"].amax(dim=1, keepdim=True)
         losses = -nn.functional.logsigmoid(self._beta * margins) * pairs
@@ -104,7 +104,7 @@ class DpoTask(SftTask):
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         with evaluating(model, batch["input_ids"].device):
-            return row_log_probs(model, batch, 2)
+            return row_log_probs(model, hidden_of(model, batch), batch, 2)
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         for side, name in enumerate(PAIR):

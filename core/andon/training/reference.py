@@ -23,7 +23,7 @@ from andon.backend.base import Backend
 from andon.config.load import config_digest
 from andon.console.messages import say
 from andon.model.build import evaluating
-from andon.model.causal import row_log_probs
+from andon.model.causal import hidden_of, row_log_probs
 from andon.model.masks import EvaluationBatching
 from andon.run.columns import Columns, Numbers, key_of, load_if_there, load_or_build
 from andon.step.micro_batch import Batch
@@ -94,7 +94,9 @@ def compute_references(run: Run, task: DpoTask) -> None:
     def log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
         # Compiled passes need gradients and training mode, in which dropout would draw.
         with evaluating(model, batch["input_ids"].device) if draws else nullcontext():
-            return row_log_probs(model, batch, most).detach()
+            hidden = hidden_of(model, batch).detach()
+        with torch.no_grad():
+            return row_log_probs(model, hidden, batch, most)
 
     most = 2 * max(len(task.rows_of(item)) for item in items)
     _, table = gathered_outputs(run.backend, models, task, items, batches, log_probs, most)
