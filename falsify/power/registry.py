@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import instructions, own_promises, seed_mutants
+from . import instructions, own_promises, preferences, seed_mutants
 from .planting import Fault
 
 FAULTS: tuple[Fault, ...] = (
@@ -12,6 +12,7 @@ FAULTS: tuple[Fault, ...] = (
     *own_promises.MEMORY,
     *own_promises.FAULTS,
     *instructions.FAULTS,
+    *preferences.FAULTS,
 )
 
 _BY_NAME = {fault.name: fault for fault in FAULTS}

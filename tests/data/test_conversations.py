@@ -144,6 +144,61 @@ def test_what_other_trainers_read_is_read_as_messages(tmp_path: Path, name: str)
     assert read_prompts(lines(tmp_path, theirs)) == (wanted.rows[0].messages[:-1],)
 
 
+NO = {"role": "assistant", "content": "no"}
+PAIRS: dict[str, tuple[dict[str, object], ...]] = {
+    "texts": (
+        {"prompt": "The sky is", "chosen": " blue.", "rejected": " black."},
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."},
+    ),
+    "messages": (
+        {"prompt": [SYSTEM, ASKED], "chosen": [SAID], "rejected": [NO]},
+        {"chosen": [SYSTEM, ASKED, SAID], "rejected": [SYSTEM, ASKED, NO]},
+        {"prompt": "why", "chosen": [SYSTEM, ASKED, SAID], "rejected": [SYSTEM, ASKED, NO], "messages": [ASKED, SAID]},
+    ),
+    "a question as a text": (
+        {"prompt": [ASKED], "chosen": [SAID], "rejected": [NO]},
+        {"prompt": "why", "chosen": [SAID], "rejected": [NO]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_preference_is_the_same_in_each_form_of_trl(tmp_path: Path, name: str) -> None:
+    first, *others = (read_conversations(lines(tmp_path, row), pairs=True) for row in PAIRS[name])
+    prompt = PAIRS[name][0]["prompt"]
+    asked = [Message("user", prompt)] if isinstance(prompt, str) else [Message(**each) for each in prompt]  # type: ignore[attr-defined]
+    better, worse = (" blue.", " black.") if name == "texts" else ("so", "no")
+    assert first.rows[0].messages == (*asked, Message("assistant", better))
+    assert first.rows[0].rejected == (*asked, Message("assistant", worse))
+    assert {each.digest for each in others} == {first.digest}
+    assert {each.form for each in others} == {first.form}
+    swapped = {**PAIRS[name][0], "chosen": PAIRS[name][0]["rejected"], "rejected": PAIRS[name][0]["chosen"]}
+    assert read_conversations(lines(tmp_path, swapped), pairs=True).digest != first.digest
+
+
+BAD_PAIRS: dict[str, tuple[dict[str, object], str]] = {
+    "one answer": ({"prompt": "x", "chosen": "a"}, "has no column 'rejected', and task dpo compares 'chosen' and"),
+    "mixed": ({"prompt": "x", "chosen": [SAID], "rejected": "b"}, "make all lists, or all strings"),
+    "equal": ({"prompt": "x", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
+    "nothing shared": ({"chosen": "a b", "rejected": "c b"}, "have no common beginning to be the prompt"),
+    "another prompt": ({"prompt": "who", "chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, "the prompt is none of"),
+    "empty answer": ({"prompt": "x", "chosen": "a", "rejected": ""}, "rejected is empty"),
+    "one begins the other": ({"chosen": [ASKED, SAID], "rejected": [ASKED]}, "rejected is an empty list"),
+    "bad prompt, said once": ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty"),
+    "weight": ({"prompt": [ASKED], "chosen": [{**SAID, "weight": 0.5}], "rejected": [NO]}, "leave the weights out"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PAIRS)
+def test_a_fault_of_a_preference_is_named_with_its_line(tmp_path: Path, name: str) -> None:
+    row, said = BAD_PAIRS[name]
+    with pytest.raises(InputError) as caught:
+        read_conversations(lines(tmp_path, row), pairs=True)
+    (found,) = caught.value.problems
+    assert found.where.endswith("a.jsonl:1")
+    assert said in found.what
+
+
 def test_tables_and_parquet_hold_the_same_rows(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -34,6 +34,7 @@ from andon_falsify.subjects.assembly import model_of, task_of
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome
 from falsify.power.instructions import PACKED, SFT
+from falsify.power.preferences import DPO, PACKED_DPO
 
 ALPHA = 6
 RANK = 3
@@ -459,9 +460,9 @@ def test_a_batch_of_tokens_is_one_sum_divided_once(causal: Subject) -> None:
 
 # 17 epochs are the 50 updates that docs/figures.md quotes; by default 3 of them show the law.
 @pytest.mark.parametrize("epochs", [1, pytest.param(17, marks=pytest.mark.deep)])
-@pytest.mark.parametrize("case", [SFT, PACKED], ids=["rows", "packed"])
+@pytest.mark.parametrize("case", [SFT, PACKED, DPO, PACKED_DPO], ids=["rows", "packed", "pairs", "packed pairs"])
 @pytest.mark.parametrize("rank", [2, 0], ids=["lora", "whole"])
-def test_our_trainer_keeps_every_claim_of_instruction_tuning(case: Case, rank: int, epochs: int) -> None:
+def test_our_trainer_keeps_every_claim_of_instruction_and_preference_tuning(case: Case, rank: int, epochs: int) -> None:
     """On 2 and 3 ranks, with the bits of one: gradients within 2e-6 of the law, losses within 1e-6."""
     case = case.but(rank=rank, layers=2, epochs=epochs)
     bench = AndonBench(AndonTrainer(RankPools()))
@@ -475,6 +476,7 @@ def test_the_rows_are_ragged_and_packs_have_several() -> None:
     weights = [PACKED.token_weights(row) for row in range(len(PACKED.rows))]
     assert len({sum(map(bool, row)) for row in weights}) > 5
     assert {*sum(weights, ())} == {0.0, 0.5, 1.0, 2.0}
-    task = cast(SftTask, task_of(PACKED))
-    assert PACKED.items == tuple(task.rows_of(pack) for pack in range(len(task)))
-    assert len({len(pack) for pack in PACKED.items}) > 1
+    for case in (PACKED, PACKED_DPO):
+        task = cast(SftTask, task_of(case))
+        assert case.items == tuple(task.rows_of(pack) for pack in range(len(task)))
+        assert len({len(pack) for pack in case.items}) > 1

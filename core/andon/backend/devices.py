@@ -118,7 +118,9 @@ def placement(run: Run, gpus: int | None = None, *, on_host: int | None = None) 
     count = torch.cuda.device_count() if gpus is None else gpus
     if backend == "nccl":
         if count == 0 and not run.cpu_fallback:
-            raise InputError.at("run.backend", f"nccl needs a GPU, and torch sees none on {socket.gethostname()}; {NO_GPU}")
+            raise InputError.at(
+                "run.backend", f"nccl needs a GPU, and torch sees none on {socket.gethostname()}; {NO_GPU}"
+            )
         if count == 0:
             note = "no GPU is usable here: training on the CPU with gloo instead of nccl (clause cpu-fallback)"
             return "gloo", (cpu,) * workers, note

@@ -420,13 +420,13 @@ def generate(
 ) -> None:
     """Answer prompts by greedy decoding. Prints a JSON object for each."""
     from andon.cli.results import cell, check_output, put_rows, read_lines
-    from andon.config.schema import SFT
+    from andon.config.schema import CAUSAL
     from andon.data.conversations import read_prompts
     from andon.data.rows import text_fault
     from andon.training.existing import require_run, require_task
 
     folder = require_run(run)
-    require_task(folder, (SFT,), "predict")
+    require_task(folder, CAUSAL, "predict")
     if prompt and data is not None:
         raise InputError.at("--data", f"{data} cannot be combined with a prompt; give one of them")
     check_output(output, data)

@@ -82,7 +82,7 @@ class Model(Section):
     num_attention_heads: Size = 4
     num_key_value_heads: Size = setting(4, "divides num_attention_heads (decoder)")
     intermediate_size: Size = 128
-    dropout: Share = setting(0.1, "of attention; of an encoder's hidden states too")
+    dropout: Share = auto(0.1, "of attention; of an encoder's hidden states too; auto: 0 for dpo")
     max_length: Size = auto(128, "tokens of a row, longer rows are cut; auto, with a base: the longest row")
     dtype: Literal["float32", "bfloat16"] = auto(
         "float32", "of frozen weights, trained ones are float32; auto: on GPUs as the base was saved"
@@ -119,7 +119,7 @@ class Adapter(Section):
     kind: Literal["lora", "none"] = setting("lora", "none trains every weight")
     r: Size = setting(16, "rank")
     alpha: Positive = setting(32.0, "the update is scaled by alpha / r")
-    dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base")
+    dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base, 0 for dpo")
     targets: Literal["all-linear"] | Names | None = setting(
         "all-linear", "modules to adapt: all-linear, or a list of names; null is all-linear"
     )
@@ -204,7 +204,7 @@ class Optimizer(Section):
     """How weights change."""
 
     name: Literal["adamw", "sgd"] = "adamw"
-    lr: Positive = auto(2.5e-3, "peak learning rate; auto: LoRA 2e-4 (sft) or 1e-3, all weights 2e-5 or 5e-5")
+    lr: Positive = auto(2.5e-3, "peak; auto: LoRA 1e-3, sft 2e-4, dpo 5e-6; all weights 5e-5, 2e-5, 5e-7")
     betas: Annotated[tuple[Share, Share], BeforeValidator(_as_tuple)] = setting((0.9, 0.999), "adamw")
     eps: Positive = setting(1e-8, "adamw")
     weight_decay: NotNegative = 0.01
@@ -231,15 +231,16 @@ class Schedule(Section):
 class Training(Section):
     """How long and in which portions."""
 
-    epochs: Steps = auto(2, "auto: 3 with a pretrained base")
+    epochs: Steps = auto(2, "auto: 3 with a pretrained base, 1 for dpo")
     max_steps: Steps | None = setting(None, "end after this many steps; null: after the epochs")
     batch_size: Steps = setting(32, "rows of one step, over all workers, before they are packed")
     micro_batches: Size = auto(8, "parts of a batch, on which the result depends; auto: 8, more for long rows")
-    packing: bool = auto(False, "sft: several rows share one sequence of max_length tokens; auto, with a base: on")
+    packing: bool = auto(False, "sft, dpo: rows share a sequence of max_length tokens; auto, with a base: on")
     group_by_length: bool = auto(False, "rows of similar length share a batch, another order; auto, with a base: on")
     pad_to_multiple_of: Size = setting(
         8, "padded lengths are multiples of this; 1 wastes least; compile has its own lengths"
     )
+    beta: Positive = setting(0.1, "dpo: the larger, the closer the model stays to its start, the reference")
     compile: Literal["off", "kernels", "graphs"] = auto(
         "off", "on GPUs: fused kernels, or these in CUDA graphs; auto: graphs for long runs"
     )
@@ -355,15 +356,17 @@ _EMBEDDED_SFT: Mapping[str, Mapping[str, object]] = {
 }
 """Defaults of the embedded run of `task: sft`, which trains a randomly initialized model."""
 CLASSIFICATION, REGRESSION, MULTI_LABEL = "classification", "regression", "multi-label"
-TOKEN_CLASSIFICATION, SFT = "token-classification", "sft"
+TOKEN_CLASSIFICATION, SFT, DPO = "token-classification", "sft", "dpo"
 """The tasks, as a configuration names them."""
+CAUSAL = (SFT, DPO)
+"""The tasks of causal language models, whose rows are conversations."""
 
 
 class Config(Section):
     """The whole configuration of a run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**63)] = setting(42, "the one seed of a run")
-    task: Literal["classification", "regression", "multi-label", "token-classification", "sft"] | None = setting(
+    task: Literal["classification", "regression", "multi-label", "token-classification", "sft", "dpo"] | None = setting(
         None, "what is learned of a row, one of docs/fine-tune.md; null: as the data says"
     )
     model: Model = Model()

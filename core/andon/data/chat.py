@@ -333,7 +333,7 @@ class _Encoder:
                 lost, kept = weights[most:], (array("i", ids[:most]), array("f", weights[:most]))
                 self._batch.rows.append(EncodedRow(row.id, *kept, len(lost), len(lost) - lost.count(0.0)))
             except TemplateFault as error:
-                self._batch.rows.append((row.id, row.where, str(error)))
+                self._batch.rows.append((row.id, row.where, f"{row.side}: {error}" if row.side else str(error)))
         return self._batch
 
     def _ids_of(self, texts: list[str]) -> list[list[int]]:

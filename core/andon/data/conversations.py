@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,8 @@ _COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt and completion": ("prompt", "completion"),
     "text": ("text",),
 }
+PAIR = ("chosen", "rejected")
+"""The columns of a preference: the better and the worse answer to one prompt."""
 _KEYS = ("role", "content", "weight", "train", "tool_calls", "tool_call_id", "name")
 _SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERS, "function": "tool", "observation": "tool"}
 
@@ -56,13 +59,23 @@ class Message:
 class Conversation:
     """One row. id: its position among all usable rows, from 0. where: its file and line. source: may be empty.
 
-    A row of the form `text` is a single message of the assistant.
+    A row of the form `text` is a single message of the assistant. rejected: of a preference, the conversation with the
+    worse answer; `messages` has the better one. side: of half a preference, its column (`halves`).
     """
 
     id: int
     messages: tuple[Message, ...]
     where: str = ""
     source: str = ""
+    rejected: tuple[Message, ...] = ()
+    side: str = ""
+
+
+def halves(rows: Iterable[Conversation]) -> Iterator[Conversation]:
+    """The two conversations of each preference: for row n, the chosen one with id 2n, the rejected one with 2n + 1."""
+    for row in rows:
+        for place, messages in enumerate((row.messages, row.rejected)):
+            yield Conversation(2 * row.id + place, messages, row.where, row.source, side=PAIR[place])
 
 
 @dataclass(frozen=True)
@@ -110,8 +123,15 @@ def add_form(sha: hashlib._Hash, form: Form) -> None:
 
 def add_row(sha: hashlib._Hash, row: Conversation) -> None:
     """Update the digest of a data set with a row: every message in order, each part preceded by its length."""
-    sha.update(len(row.messages).to_bytes(8, "little"))
-    for message in row.messages:
+    _add_messages(sha, row.messages)
+    if row.rejected:
+        _add(sha, b"rejected")  # is no role
+        _add_messages(sha, row.rejected)
+
+
+def _add_messages(sha: hashlib._Hash, messages: tuple[Message, ...]) -> None:
+    sha.update(len(messages).to_bytes(8, "little"))
+    for message in messages:
         _add(sha, message.role.encode())
         _add(sha, message.content.encode())
         _add(sha, struct.pack("<d", message.weight))
@@ -124,7 +144,9 @@ def _add(sha: hashlib._Hash, part: bytes) -> None:
     sha.update(part)
 
 
-def read_conversations(*paths: str | PathLike[str], selection: RowSelection = ALL_ROWS) -> ConversationSet:
+def read_conversations(
+    *paths: str | PathLike[str], selection: RowSelection = ALL_ROWS, pairs: bool = False
+) -> ConversationSet:
     """Read .jsonl, .json (one object per line, or an array), .parquet, .csv or .tsv files whose rows have one form.
 
     `messages` is a list of objects with a `role`, a `content` and optionally a `weight` (0 or more) or `train` (true or
@@ -134,9 +156,12 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
     read, `chat_template_kwargs` and Alpaca's `history` are faults, and other columns are ignored. A row's id is its
     position among the usable rows, from 0. With several files, rows of a file without any source get its name.
 
+    pairs: rows are preferences. `prompt`, `chosen` and `rejected` are three strings, or three lists of messages.
+    Without `prompt`, `chosen` and `rejected` are whole conversations, and their common beginning is the prompt.
+
     Raises `InputError` with every fault, each as file:line with the offending value.
     """
-    reading = Reading(selection)
+    reading = Reading(selection, pairs=pairs)
     rows = list(reading.rows(list(map(Path, paths))))
     assert reading.form is not None
     origins = reading.origins
@@ -148,8 +173,9 @@ def read_conversations(*paths: str | PathLike[str], selection: RowSelection = AL
 class Reading:
     """One pass over files. form, first: the form and the place of the first usable row. origins: of all rows."""
 
-    def __init__(self, selection: RowSelection = ALL_ROWS) -> None:
+    def __init__(self, selection: RowSelection = ALL_ROWS, *, pairs: bool = False) -> None:
         self.form: Form | None = None
+        self._pairs = pairs
         self.first, self.origins = "", Origins(selection)
 
     def rows(self, paths: Iterable[Path]) -> Iterator[Conversation]:
@@ -160,18 +186,29 @@ class Reading:
     def _parsed(self, table: Table, record: Record) -> tuple[Conversation, list[str]]:
         where = table.place(record.line)
         faults: list[str] = []
-        fields = _as_messages(record.fields, faults)
+        fields = _as_pair(record.fields, faults) if self._pairs else _as_messages(record.fields, faults)
         form = None if faults else _form(fields, faults)
         if form is not None and form != (self.form or form):
             faults.append(f"has {form}, the rows from {self.first} on have {self.form}; use one form for all")
-        messages = () if form is None else _with_tools(_messages(form, fields, faults), fields, faults)
+        answers = PAIR if self._pairs else ("completion",)
+        read = [_messages(form, fields, faults, name) for name in answers] if form is not None else [(), ()]
+        messages, *others = (_with_tools(each, fields, faults) for each in read)
+        rejected = others[0] if self._pairs else ()
+        if self._pairs:
+            faults[:] = dict.fromkeys(faults)  # of a prompt that both conversations have
+            if messages == rejected and not faults:
+                faults.append("chosen and rejected are equal: there is nothing to prefer")
+            if any(each.weight not in (0.0, 1.0) for each in (*messages, *rejected)):
+                faults.append(
+                    "has a message with a weight, and an answer is preferred as a whole; leave the weights out"
+                )
         faults += self.origins.repeated(table, record)
         if form == "text" and fields.get("tools"):
             faults.append("column 'tools' is there, and a text is learned as it is; write tools into the text")
         if not faults and self.form is None:  # only a usable row decides the form of its file
             self.form, self.first = form, where
         source = record.fields.get(SOURCE_COLUMN)
-        return Conversation(len(self.origins), messages, where, "" if source is None else str(source)), faults
+        return Conversation(len(self.origins), messages, where, "" if source is None else str(source), rejected), faults
 
 
 def read_prompts(path: Path, column: str | None = None) -> tuple[tuple[Message, ...], ...]:
@@ -224,6 +261,47 @@ def conversations_in(fields: Mapping[str, object]) -> str:
         return "'conversations' (ShareGPT)"
     alpaca = "instruction" in fields and "output" in fields and "label" not in fields
     return "'instruction' and 'output' (Alpaca)" if alpaca else ""
+
+
+def _as_pair(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
+    """The fields of a preference with a `prompt`, without which `chosen` and `rejected` begin. Its form is that of the
+    prompt with the chosen answer as `completion`."""
+    missing = [name for name in PAIR if fields.get(name) is None]
+    if missing:
+        there = ", ".join(map(shown, fields)) or "none"
+        faults.append(f"has no column {missing[0]!r}, and task dpo compares 'chosen' and 'rejected'; there are {there}")
+        return fields
+    prompt, (chosen, rejected) = fields.get("prompt"), (fields[name] for name in PAIR)
+    lists = [isinstance(each, list) for each in (chosen, rejected)]
+    if lists[0] != lists[1] or (isinstance(prompt, list) and not lists[0]):
+        faults.append("some of prompt, chosen and rejected are lists of messages; make all lists, or all strings")
+        return fields
+    if prompt is None or (isinstance(prompt, str) and lists[0]):
+        whole: Any = chosen
+        shared: Any = _shared(chosen, rejected)
+        if prompt is None or shared:  # both conversations are whole, and a string is one of their messages
+            if not shared:
+                faults.append(
+                    "has no column 'prompt', and chosen and rejected have no common beginning to be the prompt"
+                )
+            elif prompt is not None and all(each.get("content") != prompt for each in shared if isinstance(each, dict)):
+                faults.append("the prompt is none of the messages with which chosen and rejected begin; leave it out")
+            prompt, chosen, rejected = shared, whole[len(shared) :], rejected[len(shared) :]  # type: ignore[index]
+        else:
+            prompt = [{"role": "user", "content": prompt}]
+    kept = {name: value for name, value in fields.items() if name not in ("messages", "text")}
+    return kept | {"prompt": prompt, "completion": chosen, "chosen": chosen, "rejected": rejected}
+
+
+def _shared(chosen: Any, rejected: Any) -> Any:
+    """The common beginning of two lists of messages, or of two texts, which ends where a word does."""
+    both = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+    common = [one for one, _ in both]
+    if isinstance(chosen, list):
+        return common
+    while common and not common[-1].isspace():  # the answers may differ within a word
+        common.pop()
+    return "".join(common).rstrip()
 
 
 def _as_messages(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, object]:
@@ -328,21 +406,22 @@ def _form(fields: Mapping[str, object], faults: list[str]) -> Form | None:
     return "prompt and completion as messages" if all(lists) else "prompt and completion"
 
 
-def _messages(form: Form, fields: Mapping[str, object], faults: list[str]) -> tuple[Message, ...]:
+def _messages(form: Form, fields: Mapping[str, object], faults: list[str], answer: str) -> tuple[Message, ...]:
+    """answer: the column of the completion, if the form has one."""
     before = len(faults)
     if form == "messages":
         messages = _listed("messages", fields["messages"], faults)
     elif form == "prompt and completion as messages":
         prompt = _listed("prompt", fields["prompt"], faults)
-        completion = _listed("completion", fields["completion"], faults)
+        completion = _listed(answer, fields[answer], faults)
         faults += [
-            f"completion[{place}] is from {each.role!r}: a completion is what the model writes and tools say to it"
+            f"{answer}[{place}] is from {each.role!r}: a completion is what the model writes and tools say to it"
             for place, each in enumerate(completion)
             if each.role not in (ANSWERS, "tool")
         ]
         messages = [*(replace(each, weight=0.0) if each.role == ANSWERS else each for each in prompt), *completion]
     else:
-        texts = {name: fields[name] for name in _COLUMNS[form]}
+        texts = {name: fields[name] for name in (("text",) if form == "text" else ("prompt", answer))}
         faults += filter(None, (column_fault(name, text) for name, text in texts.items()))
         roles = [ANSWERS] if form == "text" else ["user", ANSWERS]
         return tuple(Message(role, str(text)) for role, text in zip(roles, texts.values(), strict=True))

@@ -62,8 +62,8 @@ class Examples:
         raise NotImplementedError
 
     def about(self) -> str:
-        """A short summary, for example `5 classes`."""
-        return "task sft"
+        """A short summary, for example `5 classes`; empty for conversations."""
+        return ""
 
     def told(self, id_: int) -> tuple[str, str] | None:
         """(target as text, input text) of a row; None for an unknown id. Not available for tokenised rows."""

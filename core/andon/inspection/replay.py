@@ -121,7 +121,7 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         problems = [
             Problem(key, f"was {before!r} in the run, and is {now!r} now; replay needs the same")
             for key, before, now in identity_changes(session, checkpoint)
-            if key != "run.device_kind"  # the fingerprint reports another machine
+            if key not in ("run.device_kind", "reference")  # the fingerprint reports another machine
         ]
         if problems:
             raise InputError(problems)

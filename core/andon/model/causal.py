@@ -126,6 +126,26 @@ def row_outputs(model: nn.Module, batch: Batch) -> Tensor:
     return table.view(packs, length, 3).sum(dim=1)
 
 
+def row_log_probs(model: nn.Module, hidden: Tensor, batch: Batch, count: int) -> Tensor:
+    """fp64 [packs, count]: of each pack's first `count` rows, the sum of log p of the trained tokens; 0 for no row.
+
+    hidden: of `hidden_of`. With gradients enabled the result has its graph. Logits are computed in chunks.
+    """
+    packs, length = batch["rows"].shape
+    head, parts, hidden, targets, weights = _predictions(model, hidden, batch)
+    with computing(model, hidden.device):
+        if torch.is_grad_enabled():
+            learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
+            losses = _TokenLosses.apply(model, parts, hidden, targets, weights, *learning)  # type: ignore[no-untyped-call]
+        else:
+            losses, _ = _token_losses(head, parts, hidden, targets, weights)
+    # Index 0, the filler's, gets only zeros. Summed over a mask, since adding by index has the device's order.
+    table = torch.zeros(packs * length, dtype=torch.float64, device=losses.device)
+    table = table.index_put((batch["trained"].flatten(),), -losses.double()).view(packs, 1, length)
+    numbers = torch.arange(1, count + 1, device=losses.device)[:, None]
+    return torch.where(batch["rows"][:, None] == numbers, table, 0.0).sum(dim=2)
+
+
 def _predictions(
     model: nn.Module, hidden: Tensor, batch: Batch, kind: str | None = None
 ) -> tuple[nn.Module, list[slice], Tensor, Tensor, Tensor]:
@@ -158,6 +178,29 @@ def _chunk_losses(head: nn.Module, hidden: Tensor, targets: Tensor, weights: Ten
     return losses, (logits.detach().argmax(dim=1) == targets) & (weights != 0)
 
 
+def _with_gradients(
+    head: nn.Module,
+    parts: Sequence[slice],
+    hidden: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    learning: Sequence[Tensor],
+    gradients: list[Tensor],
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield each chunk with its losses and correct tokens. Adds the gradient of their sum to `gradients`: of `hidden`,
+    and of each of `learning`, the head's trained weights."""
+    for part in parts:
+        with torch.enable_grad():
+            inputs = hidden[part].detach().requires_grad_()
+            losses, right = _chunk_losses(head, inputs, targets[part], weights[part])
+            of_chunk = torch.autograd.grad(losses.sum(), (inputs, *learning))
+        gradients[0][part] = of_chunk[0]
+        if learning:
+            torch._foreach_add_(gradients[1:], of_chunk[1:])
+        del of_chunk  # as large as the head: freed before the next chunk's
+        yield part, losses.detach(), right
+
+
 class _LossInChunks(torch.autograd.Function):
     """The loss sum and the number of correct tokens. The forward pass computes the gradient, chunk by chunk."""
 
@@ -168,17 +211,9 @@ class _LossInChunks(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
         gradients = [torch.zeros_like(hidden), *(torch.zeros_like(each) for each in learning)]
-        for part in parts:
-            with torch.enable_grad():
-                inputs = hidden[part].detach().requires_grad_()
-                losses, right = _chunk_losses(head, inputs, targets[part], weights[part])
-                of_chunk = torch.autograd.grad(losses.sum(), (inputs, *learning))
-            gradients[0][part] = of_chunk[0]
-            if learning:
-                torch._foreach_add_(gradients[1:], of_chunk[1:])
-            del of_chunk  # as large as the head: freed before the next chunk's
+        for _, losses, right in _with_gradients(head, parts, hidden, targets, weights, learning, gradients):
             # Summed in fp64 and rounded once at the end: an fp32 sum of thousands of terms loses precision.
-            total += losses.detach().double().sum()
+            total += losses.double().sum()
             correct += right.sum()
         ctx.save_for_backward(*gradients)
         ctx.mark_non_differentiable(correct)
@@ -190,6 +225,43 @@ class _LossInChunks(torch.autograd.Function):
         # In place, since a head's gradient is large; autograd refuses a second backward pass.
         of_hidden, *of_head = (saved.mul_(gradient) for saved in ctx.saved_tensors)
         return None, None, of_hidden, None, None, *of_head
+
+
+class _TokenLosses(torch.autograd.Function):
+    """fp32 [n]: weight * cross entropy of each token, whose gradients the caller weighs differently.
+
+    The forward pass computes the gradient of the hidden states of each token's own loss, which is then only scaled. The
+    gradient of a trained head is a sum over tokens, so the backward pass computes the logits again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, model: nn.Module, parts: Any, hidden: Tensor, targets: Tensor, weights: Tensor, *learning: Tensor
+    ) -> Tensor:
+        head: Any = vocabulary_head(model)
+        ctx.model, ctx.parts, ctx.learning = model, parts, learning
+        if learning:
+            ctx.save_for_backward(hidden, targets, weights)
+            return _token_losses(head, parts, hidden, targets, weights)[0]
+        losses, own = torch.empty(targets.shape, device=hidden.device), torch.zeros_like(hidden)
+        for part, of_part, _ in _with_gradients(head, parts, hidden, targets, weights, (), [own]):
+            losses[part] = of_part
+        ctx.save_for_backward(own)
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.learning:
+            (own,) = ctx.saved_tensors
+            return None, None, own.mul_(gradient[:, None]), None, None
+        hidden, targets, weights = ctx.saved_tensors
+        gradients = [torch.zeros_like(hidden), *(torch.zeros_like(each) for each in ctx.learning)]
+        head: Any = vocabulary_head(ctx.model)
+        with computing(ctx.model, hidden.device):
+            for _ in _with_gradients(head, ctx.parts, hidden, targets, weights * gradient, ctx.learning, gradients):
+                pass
+        return None, None, gradients[0], None, None, *gradients[1:]
 
 
 def check_packing_isolation(model: nn.Module, device: torch.device, longest: int | None = None) -> None:

@@ -91,6 +91,14 @@ def load_or_build(
         os.close(handle)
 
 
+def load_if_there(folder: Path, key: str, kinds: Mapping[str, str], read: Callable[[Columns], Read]) -> Read | None:
+    """The result of `read` on the columns under `key` in `folder`; None if they are missing or damaged."""
+    try:
+        return _read(folder / key, kinds, read)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
 def discard(folder: Path) -> None:
     """Remove a folder of columns, if it exists. Raises `InputError` if the disk fails."""
     if folder.is_dir() and not folder.is_symlink():

@@ -141,6 +141,8 @@ _QUOTED = {
     "exact_match": "exact match",
     "perplexity": "perplexity",
     "token_accuracy": "token accuracy",
+    "reward_accuracy": "reward accuracy",
+    "margin": "reward margin",
     "micro_f1": "micro-F1",
     "subset_accuracy": "subset accuracy",
     "f1": "span F1",

@@ -36,7 +36,7 @@ from andon_contracts.digest import row_digests
 from andon_contracts.fields import Count, json_object, read_field
 from andon_contracts.untrusted import read_json
 
-KINDS: Mapping[str, torch.dtype] = {"i": torch.int32, "q": torch.int64, "f": torch.float32}
+KINDS: Mapping[str, torch.dtype] = {"i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}
 COLUMNS: Mapping[str, str] = {
     "tokens": "i",
     "weights": "f",
@@ -64,6 +64,11 @@ class PaddedRows:
 
     def __len__(self) -> int:
         return self.lengths.numel()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, for `model.max_length`."""
+        return int(self.lengths.max())
 
     def padded_to(self, multiple: int, max_length: int) -> Self:
         """The same rows with batches padded to a multiple of `multiple`, but not beyond `max_length`."""
@@ -274,6 +279,8 @@ class SftTask(PaddedRows):
     _limit: int
     output = "losses"
     width = 3
+    _of_each = 1
+    """Encoded rows of each row of the data."""
 
     def __init__(
         self,
@@ -295,18 +302,24 @@ class SftTask(PaddedRows):
         self._rows = rows if isinstance(rows, TokenRows) else TokenRows.of(rows)
         self._pad_id, self._limit, self._multiple = pad_id, max_length, padding_multiple
         self._sources = tuple(sources)
-        self._set_packs([(place,) for place in range(len(rows))])
+        self._set_packs([(row,) for row in range(len(self._rows) // self._of_each)])
 
     def _set_packs(self, packs: list[tuple[int, ...]]) -> None:
-        self._packs, places = packs, [place for pack in packs for place in pack]
-        self._terms = sums_of(self._rows.trained[places], packs).tolist()
-        self.lengths = sums_of(self._rows.lengths[places], packs)
+        self._packs = packs
+        members = [self._members(pack) for pack in range(len(packs))]
+        places = [place for pack in members for place in pack]
+        self._trained = sums_of(self._rows.trained[places], members).tolist()
+        self.lengths = sums_of(self._rows.lengths[places], members)
+
+    def _members(self, pack: int) -> Sequence[int]:
+        """The positions in `_rows` of a pack's rows."""
+        return self._packs[pack]
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:
         """int64 [len(ids)]: the expected digests of these packs, computed from the stored rows."""
         digests, few = [torch.empty(0, dtype=torch.int64)], 64
         for first in range(0, len(ids), few):
-            laid, counts = self._rows.laid_out([self._packs[pack] for pack in ids[first : first + few]])
+            laid, counts = self._rows.laid_out([*map(self._members, ids[first : first + few])])
             digests.append(row_digests(laid.flatten(1), laid.shape[2] * counts))
         return torch.cat(digests)
 
@@ -321,7 +334,7 @@ class SftTask(PaddedRows):
 
         The packs depend only on `ids` and the rows' lengths. `notes` reports their number and padding.
         """
-        lengths, limit = self._rows.lengths[list(ids)].tolist(), self._limit
+        lengths, limit = self.lengths[list(ids)].tolist(), self._limit
         packs = best_fit(lengths, limit)
         padding = 1 - sum(lengths) / (len(packs) * limit)
         task = copy.copy(self)
@@ -331,7 +344,8 @@ class SftTask(PaddedRows):
         return task
 
     def cut_rows(self, ids: Sequence[int]) -> int:
-        return int((self._rows.cut[[row for pack in ids for row in self._packs[pack]]] > 0).sum())
+        members = [*map(self._members, ids)]
+        return int((sums_of(self._rows.cut[[row for pack in members for row in pack]], members) > 0).sum())
 
     def rows_of(self, pack: int) -> tuple[int, ...]:
         return self._packs[pack]
@@ -339,7 +353,7 @@ class SftTask(PaddedRows):
     def load(self, ids: Sequence[int], device: torch.device) -> Batch:
         """Packs `ids` on `device`, collated by `collate_packs`: int64, right-padded."""
         self._require_known(ids)
-        packs = [[self._rows.tensors(place) for place in self._packs[each]] for each in ids]
+        packs = [[self._rows.tensors(place) for place in self._members(each)] for each in ids]
         return placed(collate_packs(packs, self._pad_id, self._multiple, self._limit), device)
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
@@ -348,8 +362,15 @@ class SftTask(PaddedRows):
     def content(self, batch: Batch) -> torch.Tensor:
         return content(batch)
 
+    @property
+    def longest(self) -> int:
+        return int(self._rows.lengths.max())
+
     def planned_terms(self, ids: Sequence[int]) -> Sequence[int]:
-        return [self._terms[pack] for pack in ids]
+        return self.trained_tokens(ids)
+
+    def trained_tokens(self, ids: Sequence[int]) -> Sequence[int]:
+        return [self._trained[pack] for pack in ids]
 
     def shown(self, row: int, tokenizer: Tokenizer) -> Iterator[str]:
         return show_row(tokenizer, self._rows.row(row))
@@ -357,7 +378,7 @@ class SftTask(PaddedRows):
     def require_fit(self, model: nn.Module, device: torch.device) -> None:
         """Raise `InputError` if the model lets rows of a pack attend to each other, or if its attention span is shorter
         than the longest row."""
-        rows = [row for pack in self._packs for row in pack]
+        rows = [row for pack in range(len(self)) for row in self._members(pack)]
         check_packing_isolation(model, device, int(self._rows.lengths[rows].max()))
 
     def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from andon.config.load import FLAGS
-from andon.config.schema import SFT, Config
+from andon.config.schema import CAUSAL, Config
 from andon.console.messages import Exit, InputError, Problem, ProblemList, install_hint, reading, say, shown
 from andon.data.rows import text_fault
 from andon.launch.context import is_rank
@@ -207,7 +207,7 @@ class TrainingRun:
     def predict(self, texts: Iterable[str]) -> list[Predicted]:
         """The prediction for each text, in order: a label, labels, a tag per word, or a number, by the run's task.
 
-        Raises `InputError` for items that are not valid texts, and for a run of `sft`, which has `generate` instead.
+        Raises `InputError` for items that are not valid texts, and for a run of `sft` or `dpo`, which has `generate`.
         """
         require_task(require_run(self.path, self._checkpoint), TEXT_TASKS, "generate")
         checked = _texts(texts)
@@ -220,9 +220,9 @@ class TrainingRun:
         """The answer to each prompt, in order, by greedy decoding as in `andon generate`.
 
         Raises `InputError` for items that are not valid texts, a prompt that leaves no room for an answer, and a run of
-        another task than `sft`.
+        another task than `sft` and `dpo`.
         """
-        require_task(require_run(self.path), (SFT,), "predict")
+        require_task(require_run(self.path), CAUSAL, "predict")
         checked = _texts(prompts)
         from andon.training.inference import answer
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from andon.backend.base import Backend
-from andon.config.schema import Config
+from andon.config.schema import DPO, Config
 from andon.console.messages import InputError
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
@@ -115,8 +115,14 @@ def build_run(
 
 
 def build_model(config: Config, interface: ModelInterface) -> nn.Module:
-    """Build the model with its adapter on the CPU, with the same bits on every call. Raises `InputError`."""
+    """Build the model with its adapter on the CPU, with the same bits on every call. Raises `InputError`.
+
+    For dpo a base's own dropout becomes `model.dropout`, by default 0: the reference is computed without dropout.
+    """
     model = build_base(config.model, interface, config.seed)
+    for module in model.modules() if config.task == DPO and config.model.base is not None else ():
+        for name in {"p", "attention_dropout"} & vars(module).keys():
+            setattr(module, name, config.model.dropout)
     return attach(model, config.adapter, config.seed, interface.new_tokens)
 
 

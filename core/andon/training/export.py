@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION
+from andon.config.schema import CAUSAL, CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION
 from andon.config.source import is_there, loading
 from andon.console.messages import InputError
 from andon.data.chat import encode_prompt
@@ -54,7 +54,7 @@ _WORDS: Mapping[str, str] = {
     REGRESSION: "number of the run is {largest}",
     MULTI_LABEL: "probability of the run is {largest}, and {changed} rows get other labels",
     TOKEN_CLASSIFICATION: "probability of the run, of a word's tag, is {largest}, and {changed} words get another tag",
-    SFT: "logit of the run is {largest}, and {changed} greedy answers change",
+    **dict.fromkeys(CAUSAL, "logit of the run is {largest}, and {changed} greedy answers change"),
 }
 
 
@@ -96,7 +96,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
     """
     require_place(target)
     result, config = result_of(run.folder), config_of(run.folder)
-    generation = GenerationSettings.read(run.folder.adapter) if run.config.task == SFT else None
+    generation = GenerationSettings.read(run.folder.adapter) if run.config.task in CAUSAL else None
     compared: tuple[Questions, Answers] | str = "it was not compared with the run (--check none)"
     if check != "none":
         questions = _questions_of(run, check)
@@ -188,7 +188,7 @@ def _questions_of(run: TrainedRun, check: str) -> Questions | str:
 
 
 def _answers_of_run(run: TrainedRun, questions: Questions) -> Answers:
-    if run.config.task == SFT:
+    if run.config.task in CAUSAL:
         prompts, most = zip(*questions.prompts, strict=True)
         answers = generate(run.model, prompts, GenerationSettings.read(run.folder.adapter).stops, most)
         with computing(run.model, run.device):
@@ -216,7 +216,7 @@ def _answers_of_written(
             named, dtype = folder / "classifier.json", run.config.model.dtype
             config = transformers.AutoConfig.from_pretrained(named if named.is_file() else str(base), **local)
             model = loader.from_pretrained(str(base), config=config, dtype=dtype, ignore_mismatched_sizes=True, **local)
-            if task == SFT:
+            if task in CAUSAL:
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
                 rows = max(run.tokenizer.ids_of(run.config.model.new_tokens), default=-1) + 1
                 if rows > model.get_input_embeddings().weight.shape[0]:
@@ -226,7 +226,7 @@ def _answers_of_written(
                 model = PeftModel.from_pretrained(model, folder)
     model.to(run.device).eval()
     with torch.no_grad():
-        if task == SFT:
+        if task in CAUSAL:
             answers = []
             for ids, most in questions.prompts:
                 prompt = torch.tensor([ids], device=model.device)
@@ -275,7 +275,7 @@ def _drift(
     largest, size = float((numbers - written).abs().max()), float(numbers.abs().max())
     count, task = len(questions.texts) + len(questions.prompts), run.config.task or CLASSIFICATION
     of = f"{questions.total}" if count == questions.total else f"{count} of {questions.total}"
-    rows = f"prompts, answered with {questions.tokens} tokens at most," if task == SFT else "rows"
+    rows = f"prompts, answered with {questions.tokens} tokens at most," if task in CAUSAL else "rows"
     changed = sum(one != other for one, other in zip(decided, after, strict=True))
     words = _WORDS[task].format(largest=f"{largest:.1e}", changed=changed)
     sentence = f"on {of} evaluation {rows} the largest difference from a {words}"

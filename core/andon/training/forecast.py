@@ -18,7 +18,7 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.backend.devices import gpus_here, in_gib, look_at, of_all_ranks, placement, refuse_unfit
 from andon.backend.host import free_ram
-from andon.config.schema import SFT, Config
+from andon.config.schema import CAUSAL, Config
 from andon.console.messages import InputError, say
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
@@ -26,7 +26,7 @@ from andon.model.masks import EvaluationBatching, padded_length
 from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
 from andon.step.audit import default_every
 from andon.step.plan import efficiency, rank_leaves
-from andon.training.material import Material, idleness, padding_multiple, prepare
+from andon.training.material import Material, idleness, item_length, padding_multiple, prepare
 from andon_contracts.laws.law import Judgement
 from andon_contracts.laws.update import BUDGET, Peaks
 
@@ -57,14 +57,14 @@ class NotPlannable(InputError):
 def largest(material: Material, config: Config) -> tuple[int, int]:
     """Rows and padded length of the largest micro-batch."""
     rows = -(-min(material.plan.batch_size, len(material.plan.ids)) // config.training.micro_batches)
-    longest = min(int(material.task.lengths[list(material.plan.ids)].max()), config.model.max_length)
-    return rows, padded_length(longest, padding_multiple(config), config.model.max_length)
+    longest, limit = int(material.task.lengths[list(material.plan.ids)].max()), item_length(config)
+    return rows, padded_length(min(longest, limit), padding_multiple(config), limit)
 
 
 def evaluation_batching(material: Material, config: Config) -> EvaluationBatching:
     """The evaluation batching of `config`, which depends on micro-batches, rows and lengths only."""
     rows, length = largest(material, config)
-    return EvaluationBatching(rows * length, padding_multiple(config), config.model.max_length)
+    return EvaluationBatching(rows * length, padding_multiple(config), item_length(config))
 
 
 class MemoryPlanner:
@@ -110,13 +110,12 @@ class MemoryPlanner:
         # Evaluation scores rows without packing.
         scored = [(material.validation_task, material.validation_ids)]
         scored += [(material.evaluation_task, material.evaluation_ids)]
-        lengths = [task.lengths[list(ids)].clamp(max=config.model.max_length).tolist() for task, ids in scored if ids]
+        lengths = [task.lengths[list(ids)].clamp(max=item_length(config)).tolist() for task, ids in scored if ids]
         batching = evaluation_batching(material, config)
         evaluated = max(map(batching.largest, lengths), key=lambda shape: (shape[0] * shape[1], shape[1]))
-        if config.task == SFT:
-            terms = max(
-                max(task.planned_terms(ids)) for task, ids in [(material.task, material.plan.ids), *scored] if ids
-            )
+        if config.task in CAUSAL:
+            trained_ids = [(material.task, material.plan.ids), *scored]
+            terms = max(max(task.trained_tokens(ids)) for task, ids in trained_ids if ids)  # type: ignore[union-attr]
             terms = padded_length(terms, padding_multiple(config))
         key = (config.model.dtype, config.adapter, checkpointing, trained, evaluated, kind, terms, retained)
         if key not in self._traced:
@@ -148,7 +147,7 @@ def uses_cuda_graphs(config: Config, kind: str, activations: int | None) -> bool
         return False
     if training.compile != "off" or training.activation_checkpointing:
         return False
-    repeats = config.task != SFT or training.packing
+    repeats = config.task not in CAUSAL or training.packing
     return choice == "always" or (activations is not None and activations <= _CAPTURED_BYTES and repeats)
 
 

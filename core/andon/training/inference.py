@@ -14,7 +14,7 @@ from torch import nn
 
 from andon.backend.base import InlineBackend
 from andon.backend.devices import named_devices
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
+from andon.config.schema import CLASSIFICATION, DPO, MULTI_LABEL, REGRESSION, TOKEN_CLASSIFICATION, Config
 from andon.console.messages import InputError, Problem, ProblemList, say
 from andon.data.chat import encode_prompt
 from andon.data.conversations import Message
@@ -29,6 +29,7 @@ from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled, read_provenance, read_summary
 from andon.step.replica import WEIGHTS
+from andon.tasks.dpo import DpoTask
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
@@ -44,6 +45,7 @@ from andon.training.material import (
     usable_ids,
     warnings_of,
 )
+from andon.training.reference import score_references
 from andon.training.rows import Rows, read_files, read_rows, selection_of, skip_notes
 from andon.training.trainer import evaluate
 from andon_contracts.digest import hex64
@@ -255,7 +257,12 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     for note in (*skip_notes([*skipped_of(task).values()], 20), cut_note(task, ids, run.config)):
         if note:
             say(note)
-    scores = evaluate(InlineBackend([run.device]), [run.model], task, ids)
+    backend = InlineBackend([run.device])
+    if isinstance(task, DpoTask):
+        interface = interface_of(run.config, HEADS[DPO], (), run.tokenizer)
+        initial = build_model(run.config, interface).to(run.device)
+        score_references(backend, [initial], task, ids, EvaluationBatching())
+    scores = evaluate(backend, [run.model], task, ids)
     if len(weights) < len(run.labels):
         say(f"note: no loss: its class weights ({kind}) need the training rows, which are missing or have changed")
         assert isinstance(scores, ClassificationScores)

@@ -11,12 +11,21 @@ from typing import Any
 from torch import nn
 
 from andon.config.load import device_kind
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
+from andon.config.schema import (
+    CAUSAL,
+    CLASSIFICATION,
+    DPO,
+    MULTI_LABEL,
+    REGRESSION,
+    SFT,
+    TOKEN_CLASSIFICATION,
+    Config,
+)
 from andon.config.source import MOST_BYTES as MOST_SETTINGS
 from andon.config.source import is_folder
 from andon.console.messages import InputError, Problem, ProblemList
 from andon.data.chat import EncodedRow, encode_each
-from andon.data.conversations import ConversationSet
+from andon.data.conversations import ConversationSet, halves
 from andon.data.origins import RowSelection
 from andon.data.rows import DataSet, Draw, Examples, LabelSets, Tagged, Targets, class_weights
 from andon.data.tokens import Tokenizer, byte_tokenizer, pretrained_tokenizer
@@ -24,6 +33,7 @@ from andon.metrics import scores as confusion
 from andon.model.build import ModelInterface, facts_of, facts_of_shape, labels_in_own_order, require_decoder
 from andon.model.masks import length_step, padded_length, padding_note
 from andon.step.plan import BatchPlan, Schedule
+from andon.tasks.dpo import DpoTask
 from andon.tasks.sft import GenerationSettings, SftTask, TokenRows
 from andon.tasks.text import (
     NO_TAG,
@@ -36,7 +46,7 @@ from andon.tasks.text import (
     TaggingTask,
 )
 from andon.training.choices import Base, capped, for_rows, with_micro_batches
-from andon.training.rows import Rows, cache_of, read_rows, task_of_run
+from andon.training.rows import Rows, cache_of, read_rows, task_of_run, with_task
 from andon.training.token_cache import TokenisedConversations, encoded_texts, tokenised
 from andon_contracts.legible import counted
 from andon_contracts.record import MAX_LINE
@@ -142,7 +152,7 @@ class Material:
 def tokenizer_of(config: Config, task: str) -> Tokenizer:
     own = config.model
     if own.base is None:
-        tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task == SFT)
+        tokenizer = byte_tokenizer(pairs=config.data.text_pair_column is not None, begins=task in CAUSAL)
     else:
         tokenizer = pretrained_tokenizer(own.base, local_only=is_folder(Path(own.base)), revision=own.revision)
     return tokenizer.with_tokens(own.new_tokens) if own.new_tokens else tokenizer
@@ -153,7 +163,10 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
 
     cache: folder of the token cache, unless the configuration names one; None: tokenize every time.
     """
+    config = with_task(config)
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
+    if name == DPO and config.data.train_on == "all":
+        raise InputError.at("data.train_on", "all is for task sft: both answers of a pair follow the same prompt")
     if own.new_tokens and name != SFT:
         what = f"are for conversations (task sft), and the task is {name} ({', '.join(map(repr, own.new_tokens))})"
         raise InputError.at("model.new_tokens", what)
@@ -165,20 +178,20 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         return Base(*facts_of_shape(own, interface_of(config, HEADS[name], labels, tokenizer)))
 
     base = None
-    if name == SFT:
+    if name in CAUSAL:
         # Conversations are tokenized while they are read, which needs max_length.
         if own.base is not None:
             require_decoder(own.base, own.revision)  # before an error about a missing chat template
         base = base_with(())
-        config = capped(config, SFT, base)
+        config = capped(config, name, base)
 
     def conversations(paths: Sequence[Path], selection: RowSelection) -> Examples:
         limit, positions = config.model.max_length, None if base is None else base.positions
-        train_on = config.data.train_on
-        return tokenised(cache, paths, selection, tokenizer, max_length=limit, train_on=train_on, positions=positions)
+        how: dict[str, Any] = {"train_on": config.data.train_on, "positions": positions, "pairs": name == DPO}
+        return tokenised(cache, paths, selection, tokenizer, max_length=limit, **how)
 
     rows = read_rows(config, conversations, cache)
-    if name != SFT:
+    if name not in CAUSAL:
         labels = rows.train.labels
         if own.base is not None and name != REGRESSION:
             # In the order of the base, if it has the same classes, so that its head stays valid.
@@ -197,16 +210,16 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
-    longest = max(int(each.lengths.max()) for each in (whole, scored))
+    longest = max(each.longest for each in (whole, scored))
     config = for_rows(config, name, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
-    training, padding = config.training, (padding_multiple(config), config.model.max_length)
+    training, padding = config.training, (padding_multiple(config), item_length(config))
     whole, scored = whole.padded_to(*padding), scored.padded_to(*padding)
 
     # Training uses packs, or copies of rows by weight; scoring uses the rows themselves, or some of them.
     task, train_ids = whole, rows.train_ids
     if training.packing:
         if not isinstance(whole, SftTask):
-            raise InputError.at("training.packing", f"is for conversations (task sft), not {name}; set false")
+            raise InputError.at("training.packing", f"is for conversations (task sft or dpo), not {name}; set false")
         task = whole.packed([rows.row_of(id_) for id_ in train_ids])
         train_ids = tuple(range(len(task)))
     elif rows.copies > 1:
@@ -256,6 +269,11 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         plan=plan,
         interface=interface_of(config, HEADS[name], rows.train.labels, tokenizer),
     )
+
+
+def item_length(config: Config) -> int:
+    """The most tokens of an item of the plan: of a row or a pack, and of the two answers of a pair."""
+    return config.model.max_length * (2 if config.task == DPO else 1)
 
 
 def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
@@ -329,28 +347,28 @@ def task_of(
 
 
 def _conversations(config: Config, data: TokenisedConversations | ConversationSet, tokenizer: Tokenizer) -> SftTask:
-    limit, train_on = config.model.max_length, config.data.train_on
+    limit, train_on, pairs = config.model.max_length, config.data.train_on, config.task == DPO
     if isinstance(data, TokenisedConversations):
         tokens, encoding = data.tokens, data.encoding
     else:
         rows: list[EncodedRow] = []
-        encoding = encode_each(
-            tokenizer, data.form, data.rows, limit, train_on, rows.append, skip_bad=config.data.bad_rows == "skip"
-        )
+        each = halves(data.rows) if pairs else data.rows
+        skips = config.data.bad_rows == "skip"
+        encoding = encode_each(tokenizer, data.form, each, limit, train_on, rows.append, skip_bad=skips)
         tokens = TokenRows.of(rows)
     new = config.model.new_tokens
     ids = ", ".join(f"{token!r} {id_}" for token, id_ in zip(new, tokenizer.ids_of(new), strict=True))
     added = (f"new tokens, by id: {ids}; each starts as the mean of all rows before them",) if new else ()
-    return SftTask(
-        tokens,
-        pad_id=tokenizer.pad_id,
-        max_length=limit,
-        padding_multiple=padding_multiple(config),
-        sources=data.sources,
-        notes=(f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
-        asked=GenerationSettings(data.form, encoding.stops),
-        skipped={id_: Problem(where, what) for id_, where, what in encoding.skipped},
-    )
+    options: dict[str, Any] = {
+        "pad_id": tokenizer.pad_id,
+        "max_length": item_length(config),
+        "padding_multiple": padding_multiple(config),
+        "sources": data.sources,
+        "notes": (f"trained tokens: {encoding.mask_source}", *added, *encoding.notes),
+        "asked": GenerationSettings(data.form, encoding.stops),
+        "skipped": {id_ // (1 + pairs): Problem(where, what) for id_, where, what in encoding.skipped},
+    }
+    return DpoTask(tokens, beta=config.training.beta, **options) if pairs else SftTask(tokens, **options)
 
 
 HEADS: Mapping[str, str] = {
@@ -358,7 +376,7 @@ HEADS: Mapping[str, str] = {
     REGRESSION: "regression",
     MULTI_LABEL: "multi-label",
     TOKEN_CLASSIFICATION: "tokens",
-    SFT: "causal",
+    **dict.fromkeys(CAUSAL, "causal"),
 }
 """The model's head, by task."""
 
@@ -368,7 +386,7 @@ def padding_multiple(config: Config) -> int:
     training = config.training
     captured = training.packing and device_kind(config.run) == "cuda"
     if training.compile != "off" or captured:
-        return length_step(config.model.max_length, training.compile_lengths)
+        return length_step(item_length(config), training.compile_lengths)
     return training.pad_to_multiple_of
 
 

@@ -18,7 +18,7 @@ from jinja2 import Environment, StrictUndefined
 from torch import nn
 
 from andon.config.load import differences, identity
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
+from andon.config.schema import CAUSAL, CLASSIFICATION, DPO, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.console.messages import InputError
 from andon.data.chat import prompt_format
 from andon.data.origins import short_names
@@ -85,6 +85,11 @@ _SCORES: Mapping[str, tuple[_Score, ...]] = {
         _Score("perplexity", "perplexity", "perplexity", "tokens"),
         _Score("token_accuracy", "token accuracy", of="tokens", share=True),
         _Score("loss", "loss", of="tokens"),
+    ),
+    DPO: (
+        _Score("reward_accuracy", "reward accuracy", of="rows", share=True),
+        _Score("margin", "reward margin"),
+        _Score("loss", "loss"),
     ),
 }
 
@@ -167,7 +172,7 @@ def write_card(
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
     data = provenance.digest("data")  # training rows, then rows of a separate evaluation file
     # The task's name on the hub, which is also the name of its transformers pipeline.
-    pipeline = {TOKEN_CLASSIFICATION: task, SFT: "text-generation"}.get(task, "text-classification")
+    pipeline = {TOKEN_CLASSIFICATION: task, **dict.fromkeys(CAUSAL, "text-generation")}.get(task, "text-classification")
 
     header: dict[str, Any] = {
         "library_name": "transformers" if form in (Form.WHOLE, Form.MERGED) else "peft",

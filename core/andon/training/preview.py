@@ -49,8 +49,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     own = f"{len(material.evaluation_ids)} to evaluate on"
     scored = "on which the result is scored too" if rows.evaluation is None else own
     held = f"{len(material.validation_ids)} to validate, {scored}"
-    about = f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about()}"
-    yield from filter(None, (task_notice(config), about, class_counts(rows)))
+    about = f"data: {len(rows.train_ids)} rows to train on, {held}; {rows.train.about() or f'task {rows.task}'}"
+    yield from filter(None, (task_notice(original), about, class_counts(rows)))
     origins = rows.train.origins
     if rows.weights and origins is not None:
         kept_back = Counter(origins.file_of(id_) for id_ in rows.validation_ids)

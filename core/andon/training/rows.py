@@ -15,10 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import andon.data
-from andon.config.schema import CLASSIFICATION, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config, Data
+from andon.config.schema import (
+    CAUSAL,
+    CLASSIFICATION,
+    DPO,
+    MULTI_LABEL,
+    REGRESSION,
+    SFT,
+    TOKEN_CLASSIFICATION,
+    Config,
+    Data,
+)
 from andon.console.messages import InputError, Problem, ProblemList
 from andon.data import rewriting, shell
-from andon.data.conversations import conversations_in, read_conversations
+from andon.data.conversations import PAIR, conversations_in, read_conversations
 from andon.data.formats import first_record
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.readers import TAGS, TOKENS, read, shown_names
@@ -205,8 +215,8 @@ def read_files(
     task: str, data: Data, paths: Sequence[Path], labels: tuple[str, ...] | None, selection: RowSelection
 ) -> Examples:
     """Read the rows of files for a task. labels: of the training rows, for an evaluation file; else None."""
-    if task == SFT:
-        return read_conversations(*paths, selection=selection)
+    if task in CAUSAL:
+        return read_conversations(*paths, selection=selection, pairs=task == DPO)
     return read(TEXT_TASKS[task], *paths, **data.model_dump(include=_COLUMNS), labels=labels, selection=selection)
 
 
@@ -215,6 +225,7 @@ _EMBEDDED: Mapping[str, Callable[[int], tuple[Examples, Examples]]] = {
     SFT: rewriting.embedded,
 }
 _EXAMPLES = {TOKEN_CLASSIFICATION: "tags.jsonl", MULTI_LABEL: "multi_label.jsonl", REGRESSION: "regression.csv"}
+_EXAMPLES |= {DPO: "preferences.jsonl"}
 """An example file in examples/data for each task without embedded rows."""
 _INFERRED: dict[str, tuple[str, str]] = {}
 """Cache of `inferred_task` in this process."""
@@ -253,7 +264,11 @@ def _implied_by(first: Mapping[str, object], data: Data) -> tuple[str, str]:
     named = ("label", "labels") if data.label_column is None else (data.label_column,)
     if any(isinstance(first.get(name), list) for name in named):
         return MULTI_LABEL, "labels are lists"
-    source = conversations_in(first) if data.text_column is None and data.label_column is None else ""
+    if data.text_column is not None or data.label_column is not None:
+        return CLASSIFICATION, ""
+    if all(first.get(name) is not None for name in PAIR):
+        return DPO, "rows have 'chosen' and 'rejected'"
+    source = conversations_in(first)
     return (SFT, f"rows {'are' if source == 'conversations' else 'have'} {source}") if source else (CLASSIFICATION, "")
 
 
@@ -288,8 +303,8 @@ def data_files(config: Config) -> list[Path]:
 
 
 def is_tokenised_as_read(config: Config) -> bool:
-    """Whether one process per host reads and tokenises the data in one pass (SFT on files)."""
-    return bool(config.data.files) and task_of_run(config) == SFT
+    """Whether one process per host reads and tokenises the data in one pass (conversations in files)."""
+    return bool(config.data.files) and task_of_run(config) in CAUSAL
 
 
 def cache_of(config: Config, own: Path | None) -> Path | None:
@@ -316,14 +331,14 @@ def read_rows(
 
     def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
         selection = selection_of(data, train=labels is None)
-        if conversations is not None and task == SFT:
+        if conversations is not None and task in CAUSAL:
             return conversations(paths, selection)
 
         def read_once() -> Examples:
             rows = None if known is None else known.train if labels is None else known.evaluation
             return read_files(task, data, paths, labels, selection) if rows is None else rows
 
-        if folder is None or task == SFT:
+        if folder is None or task in CAUSAL:
             return read_once()
         return _cached_rows(folder, task, data, paths, labels, selection, read_once)
 

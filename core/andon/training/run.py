@@ -67,12 +67,14 @@ from andon.training.material import (
     eval_rows_note,
     few_updates,
     idleness,
+    item_length,
     learns_nothing,
     padding_multiple,
     prepare,
     warnings_of,
 )
 from andon.training.outputs import form_of, write_card, write_model_files
+from andon.training.reference import add_references, references_digest
 from andon.training.rows import changed_since, is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
 from andon.training.trainer import (
     Evaluator,
@@ -185,11 +187,14 @@ def assembled(
             say("mixed: dropout differs between GPUs and CPUs, so the result depends on which rank computes which rows")
         captured = uses_cuda_graphs(config, backend.devices[0].type, memory.activations if memory else None)
         captured = captured and (memory is None or memory.graphs > 0)  # a GPU may have no room for them
-        lengths = padded_lengths(config.model.max_length, padding_multiple(config))
+        lengths = padded_lengths(item_length(config), padding_multiple(config))
         shapes = shapes_of(plan.batch_size, plan.micro_batches, lengths)
         run = build_run(config, material.interface, backend, task, plan, shapes=shapes, capture=captured)
         model = run.primary.model
         task.require_fit(model, run.primary.device)
+        batching = evaluation_batching(material, config)
+        clock.at(0, "reference")
+        add_references(material, run, batching, folder.tokens if writing else None)
         if logs:
             settings = [settings_line(config)] if config.model.base is not None else []
             of_rows = notes(material.rows) if is_tokenised_as_read(config) else ()
@@ -210,7 +215,7 @@ def assembled(
             started=started,
             began=time.time() - (time.monotonic() - started),
             clock=clock,
-            evaluator=Evaluator(backend, run.replicas, evaluation_batching(material, config)),
+            evaluator=Evaluator(backend, run.replicas, batching),
             planned_bytes=memory.total if memory else 0,
         )
 
@@ -374,6 +379,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
 def _digests(session: Session) -> dict[str, str]:
     weights = {"base": session.run.base, "initial_weights": session.run.initial_weights}
     digests = {"data": session.material.rows.digest, "tokenizer": session.material.tokenizer.digest}
+    digests |= references_digest(session.material)
     return {name: hex64(digest) for name, digest in weights.items()} | digests
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from andon.config.schema import SFT, Config
+from andon.config.schema import CAUSAL, Config
 from andon.console.messages import Exit, InputError, Problem, command_line, say
 from andon.data.origins import Stamp, require_unchanged, stamps
 from andon.integrations.trackers import require
@@ -276,5 +276,5 @@ def report_result(folder: RunFolder, config: Config) -> None:
     if config.run.progress == "verbose":
         say(f"weights {summary.weights_digest}, {sum(summary.contracts.values())} checks of contracts")
     say(f"run folder {folder.path}")
-    use = "generate" if config.task == SFT else "predict"
+    use = "generate" if config.task in CAUSAL else "predict"
     say(f"next: {command_line('andon', use, folder.path, '--data', 'FILE')}")

@@ -27,7 +27,7 @@ import torch
 import andon.data
 from andon.console.messages import say
 from andon.data.chat import EncodedRow, Encoding, TrainOn, encode_each
-from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, input_text
+from andon.data.conversations import Conversation, Form, Reading, add_form, add_row, halves, input_text
 from andon.data.origins import Origins, RowSelection, require_unchanged, stamps
 from andon.data.rows import Examples, Tagged, TextRows, fingerprint
 from andon.data.tokens import EncodedTexts, Tokenizer
@@ -106,11 +106,13 @@ def tokenised(
     max_length: int,
     train_on: TrainOn,
     positions: int | None = None,
+    pairs: bool = False,
 ) -> TokenisedConversations:
     """Load the tokenised rows of `paths` from the cache in `folder`, or tokenise them and write the cache.
 
     folder: None uses a temporary folder that is deleted on return; the mapped memory stays valid. max_length, train_on,
-    positions: see `encode_each`. Blocks while another process writes the cache. Raises `InputError` with every fault of
+    positions: see `encode_each`. pairs: rows are preferences; the tokens of row n are those of rows 2n, chosen, and
+    2n + 1, rejected. Blocks while another process writes the cache. Raises `InputError` with every fault of
     the rows, and if a data file changes while it is read.
     """
     before = stamps(paths)
@@ -122,6 +124,7 @@ def tokenised(
         tokenizer=tokenizer.digest,
         max_length=max_length,
         train_on=train_on,
+        pairs=pairs,
     )
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
@@ -129,7 +132,7 @@ def tokenised(
         if size > _BIG:
             cores = len(os.sched_getaffinity(0))
             say(f"reading and tokenising {size / 1e6:.0f} MB of conversations on {cores} cores")
-        reading, sha = Reading(selection), hashlib.sha256()
+        reading, sha = Reading(selection, pairs=pairs), hashlib.sha256()
         origins, rows = reading.origins, reading.rows(paths)
         first = next(rows)  # files without rows raise `InputError`
         assert reading.form is not None
@@ -162,7 +165,7 @@ def tokenised(
         encoding = encode_each(
             tokenizer,
             form,
-            digested_rows(),
+            halves(digested_rows()) if pairs else digested_rows(),
             max_length,
             train_on,
             keep,
@@ -188,7 +191,7 @@ def tokenised(
         names = ["" if place < 0 else str(facts["names"][place]) for place in column(columns, "sources", "i")]
         skipped = tuple((int(id_), str(where), str(what)) for id_, where, what in stored["skipped"])
         return TokenisedConversations(
-            tokens=TokenRows({name: _mapped(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}),
+            tokens=TokenRows({name: mapped(columns, name, kind) for name, kind in TOKEN_COLUMNS.items()}),
             encoding=Encoding(str(stored["mask_source"]), tuple(stored["stops"]), tuple(stored["notes"]), skipped),
             form=facts["form"],
             digest_of_all=str(facts["digest"]),
@@ -228,8 +231,8 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
 
     def load(columns: Columns) -> EncodedTexts:
         tokenizer.read.append(columns.digest)
-        ends, word_ends, cut = (_mapped(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
-        tokens, types, firsts = (_mapped(columns, name, "i") for name in ("tokens", "types", "firsts"))
+        ends, word_ends, cut = (mapped(columns, name, "q").tolist() for name in ("ends", "ends_of_words", "cut"))
+        tokens, types, firsts = (mapped(columns, name, "i") for name in ("tokens", "types", "firsts"))
         of_types = FlatRows(types, ends) if types.numel() else ()
         return EncodedTexts(FlatRows(tokens, ends), of_types, cut, FlatRows(firsts, word_ends))
 
@@ -241,7 +244,8 @@ def encoded_texts(folder: Path | None, data: TextRows[Any], tokenizer: Tokenizer
     return result
 
 
-def _mapped(columns: Columns, name: str, kind: str) -> torch.Tensor:
+def mapped(columns: Columns, name: str, kind: str) -> torch.Tensor:
+    """A column as a memory-mapped tensor. kind: its `array` type code."""
     size, dtype = columns.counts[name], KINDS[kind]
     if not size:  # an empty file cannot be mapped
         return torch.empty(0, dtype=dtype)

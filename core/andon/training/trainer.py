@@ -37,6 +37,7 @@ from andon.run.checkpoint import MANIFEST, Checkpoint, prune, save_checkpoint
 from andon.run.folder import RunFolder, metrics_lines
 from andon.run.ledger import UNKNOWN, LedgerError, LedgerWriter, Repeats, digested_ledger
 from andon.run.summary import EVALUATION, LAST_VALIDATION, quoted
+from andon.step.micro_batch import Batch
 from andon.step.plan import GlobalBatch
 from andon.step.replica import Replica
 from andon.step.step import Pending, RankFailed, StepResult
@@ -402,11 +403,31 @@ def evaluate(
 ) -> Scores:
     """Scores of the rows `ids` by the replicas' `models`, with the same bits for any number of ranks. Collective.
 
-    Each rank evaluates whole batches. The raw outputs are gathered, and every rank scores the same table. Raises
-    `Violation` unless the table has each row once, in order, and all rows are scored (`evaluation-once`), and outputs
-    are finite (`finite`).
+    Every rank scores the same table of outputs. Raises `Violation` as `gathered_outputs` does, and unless all rows are
+    scored (`evaluation-once`).
     """
     batches = (batching or EvaluationBatching()).of(task.lengths[list(ids)].tolist())
+    rows, outputs = gathered_outputs(backend, models, task, ids, batches, task.outputs, task.width)
+    result = task.score(rows, outputs)
+    reported, counted = {"rows": [float(result.rows)]}, {"rows": float(len(ids))}
+    enforce(Judgement(EVALUATED, Scored(0, (tuple(rows),), len(ids), reported, counted, planned=tuple(ids))))
+    return result
+
+
+def gathered_outputs(
+    backend: Backend,
+    models: Sequence[nn.Module],
+    task: ScoredTask,
+    ids: Sequence[int],
+    batches: Sequence[Sequence[int]],
+    outputs: Callable[[nn.Module, Batch], torch.Tensor],
+    width: int,
+) -> tuple[list[int], torch.Tensor]:
+    """`ids`, and fp64 [ids, width] on the CPU: `outputs` of these rows. Collective; every rank gets all of them.
+
+    batches: indices of `ids`; a rank computes whole ones. Raises `Violation` unless each row is there once, in order
+    (`evaluation-once`), and outputs are finite (`finite`).
+    """
     # Dealt round-robin, since batches are sorted by length.
     owned = [batches[rank :: backend.world_size] for rank in range(backend.world_size)]
     most = max(sum(map(len, each)) for each in owned)
@@ -414,12 +435,12 @@ def evaluate(
     def outputs_of(index: int) -> torch.Tensor:
         device = backend.devices[index]
         # Filled with -1, since a gather needs equal shapes on all ranks. fp64 holds ids and fp32 outputs exactly.
-        table = torch.full((most, 1 + task.width), -1.0, dtype=torch.float64, device=device)
+        table = torch.full((most, 1 + width), -1.0, dtype=torch.float64, device=device)
         row = 0
         for batch in owned[backend.ranks[index]]:
             rows = [ids[place] for place in batch]
             table[row : row + len(rows), 0] = torch.tensor(rows, dtype=torch.float64, device=device)
-            table[row : row + len(rows), 1:] = task.outputs(models[index], task.load(rows, device)).double()
+            table[row : row + len(rows), 1:] = outputs(models[index], task.load(rows, device)).double()
             row += len(rows)
         return table
 
@@ -428,16 +449,13 @@ def evaluate(
     places = torch.tensor([place for each in owned for batch in each for place in batch], dtype=torch.int64)
     if len(table) == len(places):  # a table of another length is left for the contract to reject
         table = table[places.argsort()]
-    row_ids, outputs = [int(value) for value in table[:, 0].tolist()], table[:, 1:]
+    row_ids, values = [int(value) for value in table[:, 0].tolist()], table[:, 1:]
     evaluation = Scored(0, (tuple(row_ids),), len(ids), {}, {}, planned=tuple(ids))
     enforce(Judgement(EVALUATED, evaluation))
-    finite = outputs.isfinite().all(dim=1).tolist()
+    finite = values.isfinite().all(dim=1).tolist()
     not_finite = tuple(row for row, is_finite in zip(row_ids, finite, strict=True) if not is_finite)
     enforce(Judgement(OUTPUT, Output(task.output, len(row_ids), not_finite)))
-    result = task.score(row_ids, outputs)
-    counted = {"rows": float(len(ids))}
-    enforce(Judgement(EVALUATED, replace(evaluation, reported={"rows": [float(result.rows)]}, counted=counted)))
-    return result
+    return row_ids, values
 
 
 _SILENT_S = 12.0

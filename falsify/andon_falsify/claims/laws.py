@@ -22,9 +22,9 @@ from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
 from andon_falsify.reference.models import Decoder, Encoder, Lora, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
-from andon_falsify.reference.training import Piece, RowGradients, row_gradients, token_gradients
+from andon_falsify.reference.training import Piece, RowGradients, pair_gradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
-from andon_falsify.subjects.case import PAD, Case, Rows
+from andon_falsify.subjects.case import BETA, PAD, Case, Rows
 from andon_falsify.subjects.trace import LeafMasks, Tensors, Trace, digest
 
 SAME_FORWARD = "from the loop's own forward pass in float64: same forward, not independent"
@@ -182,7 +182,12 @@ class TrainerLaw(RunLaw):
         if case.task != "classification":
             assert isinstance(self.model, Decoder)
             rows = tuple(row for item in self.rows(step) for row in case.items[item])
-            of_tokens = [(case.rows.tokens[row], case.token_weights(row)) for row in rows]
+            weighted = [(tokens, case.token_weights(row)) for row, tokens in enumerate(case.rows.tokens)]
+            if case.task.endswith("dpo"):
+                pairs = [(weighted[2 * row], weighted[2 * row + 1]) for row in rows]
+                law = pair_gradients(self.model, before, self.trainable, pairs, self.initial, BETA)
+                return RowGradients(rows, *law)
+            of_tokens = [weighted[row] for row in rows]
             return RowGradients(rows, *token_gradients(self.model, before, self.trainable, of_tokens))
         leaves = shares(self.rows(step), case.micro_batches)
         observed = [self._masks.get((step, ids)) for ids in leaves]

@@ -114,6 +114,35 @@ def token_gradients(
     return gradients_of(losses, params, trainable)
 
 
+def pair_gradients(
+    model: Decoder,
+    params: Params,
+    trainable: Collection[str],
+    pairs: Sequence[tuple[TokenRow, TokenRow]],
+    start: Params,
+    beta: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `row_gradients`, of pairs of a preferred and another answer (DPO, Rafailov et al. 2023, equation 7).
+
+    The loss of a pair is -log sigmoid(beta * x). x is by how much log p(preferred) - log p(other) has risen since the
+    parameters `start`. log p is the weighted sum over the tokens of a row, each row computed alone.
+    """
+
+    def log_prob(held: Params, row: TokenRow) -> Tensor:
+        ids = torch.tensor(row[0], dtype=torch.int64)
+        chances = model.next_token_logits(held, ids)[:-1].log_softmax(-1)
+        return (torch.tensor(row[1][1:]).double() * chances[torch.arange(len(ids) - 1), ids[1:]]).sum()
+
+    def losses(held: Params) -> Iterator[Tensor]:
+        for better, worse in pairs:
+            risen = (log_prob(held, better) - log_prob(start, better)) - (
+                log_prob(held, worse) - log_prob(start, worse)
+            )
+            yield torch.log1p(torch.exp(-beta * risen))[None]
+
+    return gradients_of(losses, params, trainable)
+
+
 def gradients_of(
     losses: Callable[[Params], Iterable[Tensor]], params: Params, trainable: Collection[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:

@@ -19,10 +19,12 @@ from andon.model.memory import plan_bytes
 from andon.step.micro_batch import Task
 from andon.step.plan import BatchPlan
 from andon.step.replica import Replica
-from andon.tasks.sft import SftTask
+from andon.tasks.dpo import DpoTask
+from andon.tasks.sft import SftTask, TokenRows
 from andon.tasks.text import ClassificationTask
 from andon.training.build import Run, build_model, build_run
-from andon_falsify.subjects.case import PAD, VOCABULARY, Case
+from andon.training.reference import compute_references
+from andon_falsify.subjects.case import BETA, PAD, VOCABULARY, Case
 from andon_falsify.subjects.meter import StorageMeter, activation_bytes
 from andon_falsify.subjects.placing import devices_of, place_of_bits
 from andon_falsify.subjects.trace import Observations
@@ -104,8 +106,12 @@ def task_of(case: Case) -> Task:
         EncodedRow(row, array("i", tokens), array("f", case.token_weights(row)))
         for row, tokens in enumerate(case.rows.tokens)
     ]
-    task = SftTask(rows, pad_id=PAD, max_length=case.longest)
-    return task.packed(range(len(rows))) if case.task == "packed sft" else task
+    if case.task.endswith("dpo"):
+        pairs = TokenRows.of(rows[: len(rows) // 2 * 2])
+        task: SftTask = DpoTask(pairs, beta=BETA, pad_id=PAD, max_length=2 * case.longest)
+    else:
+        task = SftTask(rows, pad_id=PAD, max_length=case.longest)
+    return task.packed(range(len(task))) if case.task.startswith("packed") else task
 
 
 def plan_of(case: Case) -> BatchPlan:
@@ -122,6 +128,8 @@ def put_together(case: Case, backend: Backend, *, late: bool | None = None) -> T
     watcher = Watcher(case, seen, plan, meters)
     watched = watcher.backend(backend), watcher.task(task)
     run = build_run(_config(case), _interface(case), *watched, plan, late=late, model=model_of(case))
+    if isinstance(task, DpoTask):
+        compute_references(run, task)
     if case.values:
         for replica in run.replicas:
             watcher.record_masks(replica.model)

@@ -14,6 +14,8 @@ FromZero = Annotated[FiniteFloat, Ge(0)]
 VOCABULARY = 127
 """Token ids of rows are 33 to 126, the printable characters of ASCII, so a row is also a text."""
 PAD = VOCABULARY
+BETA = 0.3
+"""Of the loss of preferences."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,16 @@ class Poison:
 class Case:
     """One run. The first block of fields defines its result. World and backend must not change it.
 
-    task: what the rows teach: their class, or (`sft`) their tokens, see `token_weights`; `packed sft` trains several
-    rows as one item. hidden, heads, inner, layers: of the embedded model. rank: of LoRA, 0 trains every weight.
-    dropout: in attention and adapter. stop_after: the run is cut off after that update, as by a kill. values: record
-    gradients, weights and masks; memory: count live bytes. folder: for the files of a run that is to be resumed. fault:
-    what is planted: in our trainer `named(NAME).plant` of a module, written as `package.module:NAME`; a loop reads the
-    text itself.
+    task: what the rows teach: their class, or (`sft`) their tokens, see `token_weights`, or (`dpo`) that row 2n is
+    preferred to row 2n + 1; `packed` trains several rows or pairs as one item. hidden, heads, inner, layers: of the
+    embedded model. rank: of LoRA, 0 trains every weight. dropout: in attention and adapter. stop_after: the run is cut
+    off after that update, as by a kill. values: record gradients, weights and masks; memory: count live bytes. folder:
+    for the files of a run that is to be resumed. fault: what is planted: in our trainer `named(NAME).plant` of a
+    module, written as `package.module:NAME`; a loop reads the text itself.
     """
 
     rows: Rows = field(default_factory=lambda: make_rows(13))
-    task: Literal["classification", "sft", "packed sft"] = "classification"
+    task: Literal["classification", "sft", "packed sft", "dpo", "packed dpo"] = "classification"
     batch_size: PositiveInt = 5
     micro_batches: PositiveInt = 4
     epochs: PositiveInt = 1
@@ -121,13 +123,16 @@ class Case:
 
     @property
     def items(self) -> tuple[tuple[int, ...], ...]:
-        """What a plan orders: single rows, or packs of rows with at most `longest` tokens (best-fit decreasing)."""
-        sizes = [len(tokens) for tokens in self.rows.tokens]
-        if self.task != "packed sft":
+        """What a plan orders: single rows or pairs, or packs of them (best-fit decreasing) with at most `longest`
+        tokens, or twice that for pairs. Pair n has the rows 2n and 2n + 1."""
+        each = 2 if self.task.endswith("dpo") else 1
+        lengths = [len(tokens) for tokens in self.rows.tokens]
+        sizes = [sum(lengths[row : row + each]) for row in range(0, len(lengths) - each + 1, each)]
+        if not self.task.startswith("packed"):
             return tuple((row,) for row in range(len(sizes)))
         packs: list[list[int]] = []
         for row in sorted(range(len(sizes)), key=lambda row: -sizes[row]):
-            left = [self.longest - sum(sizes[each] for each in pack) for pack in packs]
+            left = [each * self.longest - sum(sizes[other] for other in pack) for pack in packs]
             fitting = [(free, place) for place, free in enumerate(left) if free >= sizes[row]]
             if not fitting:
                 packs.append([])
