@@ -25,7 +25,6 @@ from andon.config.source import is_folder, require_model_folder
 from andon.console.messages import InputError, ProblemList
 from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
 from andon.run.checkpoint import bytes_of, safetensors_parts
-from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
 _WRAPPERS = ("base_layer", "original_module", "token_adapter")
@@ -201,12 +200,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters in canonical order: sorted by their full name."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return dict(sorted(named, key=itemgetter(0)))
-
-
-def base_digest(model: nn.Module) -> int:
-    """The 64-bit digest of frozen parameters and all buffers, by name."""
-    frozen: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    return tree_digest(frozen | dict(model.named_buffers()))
 
 
 def export_adapter(

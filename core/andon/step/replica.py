@@ -19,7 +19,7 @@ from andon.step.flat import REPLACED, FlatParameters, Master, counts_updates, mo
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Batch, Leaf, LeafResult, PassResult, Task, keyed_randomness, reports_of_leaves
 from andon.step.reduce import Node, fold
-from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
+from andon_contracts.digest import join, tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # the names of the two parts of a state
@@ -72,10 +72,8 @@ class Replica:
         # Buffers of the gradient's size, reused every step: at most one per tree level and per root.
         self._spare: list[torch.Tensor] = []
         owned = {id(parameter) for parameter in trainable.values()}
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._frozen = {name: tensor for name, tensor in named if id(tensor) not in owned}
-        for name, tensor in self._frozen.items():
-            if tensor.requires_grad:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.requires_grad and id(tensor) not in owned:
                 what = "requires a gradient but is not among the trainable parameters; freeze it or train it"
                 raise ValueError(f"{name} {what}")
         for name, module in model.named_modules():
@@ -296,15 +294,42 @@ class Replica:
         return tree_digest(self.optimizer_state())
 
     def base_digest(self) -> int:
-        return tree_digest(self.frozen())
+        return base_digest(self.model)
 
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
         """The optimizer's gradient by parameter name, sharing storage."""
         return self.parameters.views(self.master.gradient)
 
     def frozen(self) -> dict[str, torch.Tensor]:
-        """Frozen weights and buffers by name, detached."""
-        return {name: tensor.detach() for name, tensor in self._frozen.items()}
+        """`frozen_tensors` of the model."""
+        return frozen_tensors(self.model)
+
+
+def frozen_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Frozen parameters and all buffers by name, sharing storage, with the scales of packed weights.
+
+    A packed weight keeps its scales in its attribute `quant_state`, neither as parameters nor as buffers.
+    """
+    frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
+    frozen |= {name: each.detach() for name, each in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        states = {f"{name}.quant_state": getattr(parameter, "quant_state", None)}
+        while states:
+            path, state = states.popitem()
+            for key, value in vars(state).items() if state is not None else ():
+                if isinstance(value, torch.Tensor):
+                    frozen[f"{path}.{key}"] = value
+                elif type(value) is type(state):  # the scales of the scales
+                    states[f"{path}.{key}"] = value
+    return frozen
+
+
+def base_digest(model: nn.Module, device: torch.device | None = None) -> int:
+    """The 64-bit digest of `frozen_tensors`. device: computes it, one tensor at a time; None: where they are."""
+    frozen = frozen_tensors(model)
+    if device is None:
+        return tree_digest(frozen)
+    return join({name: tensor_digest(each.to(device)) for name, each in frozen.items()})
 
 
 def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:

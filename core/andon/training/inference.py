@@ -21,14 +21,14 @@ from andon.data.conversations import Message
 from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
-from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
+from andon.model.adapter import load_adapter, read_labels, trainable_parameters
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
 from andon.model.masks import EvaluationBatching, predictions
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled, read_provenance, read_summary
-from andon.step.replica import WEIGHTS
+from andon.step.replica import WEIGHTS, base_digest
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
