@@ -136,7 +136,7 @@ BAD = {
     "training.eval_steps=3": "unknown key; did you mean 'training.evaluate_every'?",
     "learning_rate=3": "unknown key; did you mean 'optimizer.lr'?",
     "gradient_accumulation_steps=4": "unknown key; training.batch_size is the rows of one update over all workers",
-    "model.load_in_4bit=true": "unknown key; quantized weights are not supported",
+    "model.load_in_4bit=true": "unknown key; did you mean 'model.quantize'?",
     "optimiser.lr=1": "unknown key; did you mean 'optimizer'?",
     "seed.a=3": "must be an integer",
 }

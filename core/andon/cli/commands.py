@@ -241,7 +241,7 @@ def check(
     in_a_child("check")
     from andon.training.preview import describe
 
-    require(loaded.run.report_to)
+    require(loaded.run.report_to, loaded.model.quantize)
     for line in describe(loaded, show_row):
         put(line)
 

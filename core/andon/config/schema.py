@@ -85,7 +85,10 @@ class Model(Section):
     dropout: Share = setting(0.1, "of attention; of an encoder's hidden states too")
     max_length: Size = auto(128, "tokens of a row, longer rows are cut; auto, with a base: the longest row")
     dtype: Literal["float32", "bfloat16"] = auto(
-        "float32", "of frozen weights, trained ones are float32; auto: on GPUs as the base was saved"
+        "float32", "of frozen weights, trained ones are float32; auto: on GPUs as saved; nf4: bfloat16"
+    )
+    quantize: Literal["none", "nf4"] = setting(
+        "none", "nf4: frozen linear layers in 4 bits, computed in dtype; needs andon[qlora]"
     )
     new_tokens: Names = setting((), "sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train")
 
@@ -97,6 +100,8 @@ class Model(Section):
                 yield "new_tokens", f"names {token!r} twice ({list(self.new_tokens)})"
         if self.revision is not None and self.base is None:
             yield "revision", f"needs model.base, a model on the hub ({self.revision!r})"
+        if self.quantize != "none" and self.base is None:
+            yield "quantize", f"needs model.base: the embedded model is small ({self.quantize})"
         if self.base is None:
             heads = self.num_attention_heads
             if self.hidden_size % heads:
@@ -402,6 +407,20 @@ class Config(Section):
             yield "schedule.min_lr", self.rate_fault
         if self.run.portable and self.model.dtype != "float32":
             yield "run.portable", f"needs model.dtype=float32: CPUs compute {self.model.dtype} each in its way"
+        if self.model.quantize != "none":
+            packed, places = self.model.quantize, {str(each) == "cpu" for each in self.run.devices or ()}
+            if self.adapter.kind == "none":
+                yield (
+                    "model.quantize",
+                    f"is for frozen weights, and adapter.kind=none has none ({packed})",
+                )
+            if self.run.portable:
+                yield "run.portable", f"needs model.quantize=none: each type of CPU computes {packed} in its own way"
+            if self.run.backend == "mixed" or len(places) > 1:
+                yield (
+                    "model.quantize",
+                    f"needs devices of one kind: CPUs and GPUs pack weights differently ({packed})",
+                )
         patience = self.training.early_stopping_patience
         if patience is not None and self.data.validation_fraction == 0:
             what = f"needs rows to validate on: a data.validation_fraction above 0 ({patience})"

@@ -24,6 +24,7 @@ from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
 from andon.console.messages import InputError, ProblemList
 from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
+from andon.model.quantize import silence_library
 from andon.run.checkpoint import bytes_of, safetensors_parts
 
 ALL_LINEAR = "all-linear"
@@ -44,6 +45,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     consecutive ids after the tokenizer's own. Raises `InputError` for a target that matches no Linear (with the nearest
     names), for a model without a head, and if peft refuses the adapter.
     """
+    silence_library()
     from peft import LoraConfig, TaskType, get_peft_model
 
     if new_tokens:

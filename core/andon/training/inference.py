@@ -25,6 +25,7 @@ from andon.model.adapter import load_adapter, read_labels, trainable_parameters
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
 from andon.model.masks import EvaluationBatching, predictions
+from andon.model.quantize import NONE, quantize
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled, read_provenance, read_summary
@@ -138,12 +139,18 @@ def device_named(name: str) -> torch.device:
 
 
 def load_run(
-    folder: RunFolder, base: str | None = None, *, checkpoint: str | None = None, device: str = "cpu"
+    folder: RunFolder,
+    base: str | None = None,
+    *,
+    checkpoint: str | None = None,
+    device: str = "cpu",
+    as_loaded: bool = False,
 ) -> TrainedRun:
     """Rebuild the run's base, check its digest, load the trained weights, and move the model to `device`.
 
     base: current path of the base; None: as configured. checkpoint: `best`, `last` or a step; None: the run's result,
-    from its adapter folder; only a finished run has this. device: see `device_named`. Raises `InputError` if the base
+    from its adapter folder; only a finished run has this. device: see `device_named`. as_loaded: do not quantize the
+    base of a run that did. Raises `InputError` if the base
     is not the one that was trained on, if the run needs no `base`, and for a missing or damaged checkpoint.
     """
     place, step, saved, finished = device_named(device), None, None, folder.adapter.is_dir()
@@ -209,6 +216,8 @@ def load_run(
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
+    if config.model.quantize != NONE and not as_loaded:
+        quantize(model, place)
     model = model.to(place).eval()
     for warning in warnings_of(model, tokenizer):
         say(warning)
@@ -290,10 +299,11 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
 
     A prompt is a list of messages, or a text that becomes a user message, in the format of the training conversations.
     In fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in half precision
-    a merge would lose part of it. Raises `InputError` for a prompt that leaves no position for an answer.
+    or 4 bits a merge would lose part of it. Raises `InputError` for a prompt that leaves no position for an answer.
     """
     merged = any(getattr(each, "merged", False) for each in run.model.modules())
-    if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
+    rounding = half_of(run.model) or run.config.model.quantize != NONE
+    if hasattr(run.model, "merge_adapter") and not (merged or rounding):
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
     base = run.tokenizer.base
     setup, limit = GenerationSettings.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize

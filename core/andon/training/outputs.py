@@ -105,6 +105,17 @@ def form_of(config: Config) -> Form:
     return Form.COMPLETE if config.model.base is None else Form.ADAPTER
 
 
+def packing_note(config: Config, form: Form) -> str:
+    """For a card: how to load the base of an adapter that was trained on a quantized base. Empty for other models."""
+    if config.model.quantize == "none" or form is not Form.ADAPTER:
+        return ""
+    return (
+        "it was trained on its base in nf4 with double quantization: for the same outputs load the base with "
+        'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+        f"bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.{config.model.dtype})"
+    )
+
+
 def write_model_files(
     path: Path,
     model: nn.Module,
