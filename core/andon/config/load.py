@@ -192,6 +192,11 @@ _BY_ANSWER = {
     "adapter.alpha": "lora_alpha",
     "adapter.dropout": "lora_dropout",
     "adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear",
+    "adapter.exclude": "exclude_modules",
+    "adapter.modules_to_save": "lora_modules_to_save modules_to_save",
+    "adapter.dora": "use_dora peft_use_dora",
+    "adapter.rslora": "use_rslora lora_use_rslora peft_use_rslora",
+    "adapter.init": "lora_model_dir adapter_name_or_path",
     "data.train": "train_file datasets dataset dataset_name",
     "data.eval": "validation_file eval_dataset test_datasets",
     "data.text_column": "dataset_text_field",
@@ -211,7 +216,7 @@ _BY_ANSWER = {
     "attention needs no setting: torch chooses the kernel": "flash_attention flash_attn attn_implementation",
     "nothing is uploaded; `andon export` writes a folder that you can upload": "push_to_hub hub_model_id",
     "the tokenizer's own chat template is used; to change it, edit the model's folder": "chat_template",
-    "not supported": "neftune_noise_alpha use_dora use_rslora lora_use_rslora modules_to_save lora_modules_to_save",
+    "not supported": "neftune_noise_alpha",
 }
 FOREIGN_NAMES: Mapping[str, str] = {name: meant for meant, names in _BY_ANSWER.items() for name in names.split()}
 """By setting of the HF Trainer, TRL or Axolotl: Andon's key, or a sentence if none corresponds."""
@@ -392,7 +397,7 @@ def _entries(values: Section, indent: str) -> Iterator[str]:
 
 NAMING = frozenset(
     f"data.{key}" for key in ("train", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
-) | {"model.base", "model.revision"}
+) | {"model.base", "model.revision", "adapter.init"}
 """Keys that name data and models. These may move, so the digests of their contents are compared instead."""
 PLACING = NAMING.union(
     ("data.cache", "training.keep_checkpoints", "training.checkpoint_every", "training.checkpoint_minutes"),
@@ -405,7 +410,8 @@ PLACING = NAMING.union(
 def identity(config: Config) -> dict[str, Any]:
     """JSON values, by dotted key, that define the run: every key that is not in `PLACING`, and some derived ones.
 
-    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `data.weights`: weights of the
+    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `adapter.new`: whether it is drawn.
+    `data.weights`: weights of the
     training files, unless it is one file of weight 1. `run.device_kind`: results have the same bits on any number of
     devices of one kind, but not across kinds.
     """
@@ -420,6 +426,7 @@ def identity(config: Config) -> dict[str, Any]:
     return defining | {
         "data.embedded": config.data.train is None,
         "model.embedded": config.model.base is None,
+        "adapter.new": config.adapter.init is None,
         "run.device_kind": device_kind(config.run),
     }
 

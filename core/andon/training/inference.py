@@ -33,6 +33,7 @@ from andon.step.replica import WEIGHTS, base_digest
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
+from andon.training.choices import with_values
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
@@ -201,7 +202,8 @@ def load_run(
         own = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
         model = build_base(config.model.model_copy(update=own), interface, config.seed)
     else:
-        model = build_model(config, interface)
+        # Its weights are loaded below, so an adapter that the run went on from may be gone.
+        model = build_model(with_values(config, {"adapter.init": None}), interface)
         recorded, digest = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
         if digest != recorded:
             what = f"the base model has digest {digest}, the adapter was trained on {recorded}"

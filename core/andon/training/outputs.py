@@ -282,6 +282,7 @@ def _command(config: Config, result: Summary, base: str | None) -> str:
     words += [word for flag, value in named.items() if value for word in (flag, value)]
     settings = {
         "model.revision": config.model.revision,
+        "adapter.init": config.adapter.init and Path(config.adapter.init).name,
         "data.text_pair_column": config.data.text_pair_column,
         "data.label_separator": config.data.label_separator,
     }
@@ -292,7 +293,7 @@ def _command(config: Config, result: Summary, base: str | None) -> str:
     if config.model.base is not None:  # automatic values may differ on other machines, so all are set
         default = {key: value for key, value in default.items() if key not in automatic_keys(config)}
     for key, _, value in differences(default, identity(config)):
-        if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights")):
+        if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights", ".new")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
 

@@ -714,7 +714,7 @@ def resolved(config: Config, folder: RunFolder) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).resolve())
 
-    data, base = config.data, config.model.base
+    data, base, adapter = config.data, config.model.base, config.adapter.init
     values: dict[str, object] = {"run.dir": absolute(str(folder.path))}
     if data.eval is not None:
         values["data.eval"] = absolute(data.eval)
@@ -724,4 +724,6 @@ def resolved(config: Config, folder: RunFolder) -> Config:
         values["data.train"] = tuple(each.model_copy(update={"path": absolute(each.path)}) for each in data.train)
     if base is not None and Path(base).is_dir():
         values["model.base"] = absolute(base)
+    if adapter is not None:
+        values["adapter.init"] = absolute(adapter)
     return with_values(config, values)
