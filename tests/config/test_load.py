@@ -167,6 +167,23 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
             ["run.portable=true", "model.dtype=bfloat16"],
             "run.portable: needs model.dtype=float32: CPUs compute bfloat16 each in its way",
         ),
+        (["model.quantize=nf4"], "model.quantize: needs model.base: the embedded model is small (nf4)"),
+        (
+            ["model.quantize=nf4", "model.base=b", "adapter.kind=none"],
+            "model.quantize: is for frozen weights, and adapter.kind=none has none (nf4)",
+        ),
+        (
+            ["model.quantize=nf4", "model.base=b", "run.devices=[0, cpu]", "run.backend=mixed"],
+            "model.quantize: needs devices of one kind: CPUs and GPUs pack weights differently (nf4)",
+        ),
+        (
+            ["adapter.dora=true", "model.quantize=nf4", "model.base=b"],
+            "adapter.dora: needs adapter.dropout=0 with nf4, else each layer keeps its weight unpacked (0.1)",
+        ),
+        (
+            ["adapter.exclude=[o_proj]", "adapter.kind=none"],
+            "adapter.exclude: is of an adapter, and adapter.kind=none trains every weight without one (['o_proj'])",
+        ),
         (["run.devices=[0, 1]", "run.workers=3"], "run.devices: names 2 devices for 3 workers ([0, 1])"),
         (
             ["training.early_stopping_patience=2", "data.validation_fraction=0"],
