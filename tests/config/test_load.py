@@ -343,7 +343,7 @@ def test_every_key_of_the_schema_either_defines_or_places() -> None:
         f"{name}.{key}" for name, part in parts.items() if isinstance(part, dict) for key in part
     }
     assert keys.issuperset(PLACING)
-    facts = {"data.embedded", "model.embedded", "run.device_kind"}
+    facts = {"data.embedded", "model.embedded", "adapter.new", "run.device_kind"}
     found = identity(load_config(None, ["training.compile=graphs"]))  # else checkpointing has the same bits
     assert set(found) == (keys - PLACING) | facts
 

@@ -193,7 +193,7 @@ _BY_ANSWER = {
     "adapter.dropout": "lora_dropout",
     "adapter.targets": "target_modules lora_target lora_target_modules lora_target_linear",
     "adapter.exclude": "exclude_modules",
-    "adapter.modules_to_save": "lora_modules_to_save modules_to_save",
+    "adapter.modules_to_save": "lora_modules_to_save",
     "adapter.dora": "use_dora peft_use_dora",
     "adapter.rslora": "use_rslora lora_use_rslora peft_use_rslora",
     "adapter.init": "lora_model_dir adapter_name_or_path",
