@@ -410,10 +410,9 @@ PLACING = NAMING.union(
 def identity(config: Config) -> dict[str, Any]:
     """JSON values, by dotted key, that define the run: every key that is not in `PLACING`, and some derived ones.
 
-    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `adapter.new`: whether it is drawn.
-    `data.weights`: weights of the
-    training files, unless it is one file of weight 1. `run.device_kind`: results have the same bits on any number of
-    devices of one kind, but not across kinds.
+    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `adapter.new`: whether the adapter
+    is a new one. `data.weights`: weights of the training files, unless it is one file of weight 1. `run.device_kind`:
+    results have the same bits on any number of devices of one kind, but not across kinds.
     """
     defining = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
     defining["task"] = config.task or CLASSIFICATION

@@ -38,7 +38,7 @@ class Tracker:
             say(f"warning: nothing more is written for {self._where}: {error}")
 
 
-def require(trackers: Sequence[str], quantize: str) -> None:
+def require(trackers: Sequence[str], quantize: str = "none") -> None:
     """Raise `InputError` for values of `run.report_to` and `model.quantize` whose library is not installed."""
     needed = [("run.report_to", name, name, "") for name in trackers]
     if quantize != "none":

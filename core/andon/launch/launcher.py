@@ -38,7 +38,7 @@ from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, fir
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
 from andon_contracts.violation import named_ranks
 
-PRELOAD = ("torch", "torch.distributed", "transformers", "peft", "andon.launch.rank")
+PRELOAD = ("torch", "torch.distributed", "transformers", "andon.launch.rank", "peft")
 """Default imports of the forkserver."""
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""

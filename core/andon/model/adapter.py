@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
-from andon.console.messages import InputError, ProblemList
+from andon.console.messages import InputError, ProblemList, silence_bitsandbytes
 from andon.model.build import (
     class_names,
     facts_of,
@@ -34,7 +34,6 @@ from andon.model.build import (
     vocabulary_head,
     without_adapter,
 )
-from andon.model.quantize import silence_library
 from andon.run.checkpoint import bytes_of, safetensors_parts
 
 ALL_LINEAR = "all-linear"
@@ -63,7 +62,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     consecutive ids after the tokenizer's own. Raises `InputError` for a target that matches no Linear (with the nearest
     names), for a model without a head, if peft refuses the adapter, and for an `adapter.init` that does not fit.
     """
-    silence_library()
+    silence_bitsandbytes()
     from peft import LoraConfig, TaskType, get_peft_model
 
     if new_tokens:

@@ -8,14 +8,14 @@ are packed to equal bits.
 
 from __future__ import annotations
 
-import logging
 import math
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from andon.console.messages import InputError, install_hint
+from andon.console.messages import InputError, install_hint, silence_bitsandbytes
 from andon.model.build import head_names, without_adapter
 from andon_contracts.legible import legible_line
 
@@ -23,12 +23,6 @@ NONE = "none"
 BLOCK, NESTED_BLOCK = 64, 256
 """Weights that share a scale, and scales that share a scale of their own."""
 _KEY = "model.quantize"
-
-
-def silence_library() -> None:
-    """Keep bitsandbytes from logging. peft imports it if it is installed; it then recommends another package on some
-    CPUs, and logs a traceback if its library for GPUs is missing, which `quantize` reports."""
-    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -39,11 +33,8 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """
     base: Any = without_adapter(model)
     head = {id(each) for name in head_names(base) for each in base.get_submodule(name).modules()}
-    in_fp32 = {*(base._keep_in_fp32_modules or ())}
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for weight in module._parameters.values():
-            uses[id(weight)] = uses.get(id(weight), 0) + 1
+    in_fp32 = {*(getattr(base, "_keep_in_fp32_modules", None) or ())}
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
     layers = {
         name: module
         for name, module in model.named_modules()
@@ -77,7 +68,7 @@ def quantize(model: nn.Module, device: torch.device) -> None:
 
 
 def _library_for(device: torch.device) -> Any:
-    silence_library()
+    silence_bitsandbytes()
     try:
         import bitsandbytes
     except ImportError:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +71,7 @@ class Replica:
         self._closed: torch.Tensor | None = None
         # Buffers of the gradient's size, reused every step: at most one per tree level and per root.
         self._spare: list[torch.Tensor] = []
-        owned = {id(parameter) for parameter in trainable.values()}
+        owned = self._owned = {id(parameter) for parameter in trainable.values()}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.requires_grad and id(tensor) not in owned:
                 what = "requires a gradient but is not among the trainable parameters; freeze it or train it"
@@ -294,7 +294,7 @@ class Replica:
         return tree_digest(self.optimizer_state())
 
     def base_digest(self) -> int:
-        return base_digest(self.model)
+        return tree_digest(self.frozen())
 
     def reduced_gradient(self) -> dict[str, torch.Tensor]:
         """The optimizer's gradient by parameter name, sharing storage."""
@@ -302,17 +302,20 @@ class Replica:
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """`frozen_tensors` of the model."""
-        return frozen_tensors(self.model)
+        return frozen_tensors(self.model, self._owned)
 
 
-def frozen_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def frozen_tensors(model: nn.Module, trained: Set[int] | None = None) -> dict[str, torch.Tensor]:
     """Frozen parameters and all buffers by name, sharing storage, with the scales of packed weights.
 
-    A packed weight keeps its scales in its attribute `quant_state`, neither as parameters nor as buffers.
+    A packed weight keeps its scales in its attribute `quant_state`, neither as parameters nor as buffers. trained: ids
+    of the trained parameters; None: those that require a gradient.
     """
-    frozen = {name: each.detach() for name, each in model.named_parameters() if not each.requires_grad}
+    every = dict(model.named_parameters())
+    trained = {id(each) for each in every.values() if each.requires_grad} if trained is None else trained
+    frozen = {name: each.detach() for name, each in every.items() if id(each) not in trained}
     frozen |= {name: each.detach() for name, each in model.named_buffers()}
-    for name, parameter in model.named_parameters():
+    for name, parameter in every.items():
         states = {f"{name}.quant_state": getattr(parameter, "quant_state", None)}
         while states:
             path, state = states.popitem()

@@ -203,7 +203,7 @@ def for_rows(
     if fault := config.rate_fault:
         raise InputError.at("schedule.min_lr", fault)
     pays = False
-    if on_gpus and base is not None:
+    if on_gpus and base is not None and model.quantize == "none":  # unknown for packed weights
         # Six FLOPs for each weight and token.
         training, epochs = config.training, float(config.training.epochs)
         if training.max_steps is not None:

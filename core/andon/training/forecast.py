@@ -183,8 +183,8 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config, str]]:
         yield change("training", "activation_checkpointing", True, price)
     if config.model.dtype == "float32" and config.adapter.kind == "lora":
         yield change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
-    mixed = device_kind(config.run) == "mixed"
-    if config.model.base is not None and config.model.quantize == NONE and config.adapter.kind == "lora" and not mixed:
+    packable = config.adapter.kind == "lora" and not config.adapter.dora and device_kind(config.run) != "mixed"
+    if packable and config.model.base is not None and config.model.quantize == NONE and not config.run.portable:
         yield change("model", "quantize", "nf4", "frozen weights in 4 bits; needs andon[qlora]")
     if config.model.max_length >= 32:
         yield change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
