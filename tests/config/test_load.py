@@ -136,7 +136,7 @@ BAD = {
     "training.eval_steps=3": "unknown key; did you mean 'training.evaluate_every'?",
     "learning_rate=3": "unknown key; did you mean 'optimizer.lr'?",
     "gradient_accumulation_steps=4": "unknown key; training.batch_size is the rows of one update over all workers",
-    "model.load_in_4bit=true": "unknown key; quantized weights are not supported",
+    "model.load_in_4bit=true": "unknown key; did you mean 'model.quantize'?",
     "optimiser.lr=1": "unknown key; did you mean 'optimizer'?",
     "seed.a=3": "must be an integer",
 }
@@ -166,6 +166,23 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
         (
             ["run.portable=true", "model.dtype=bfloat16"],
             "run.portable: needs model.dtype=float32: CPUs compute bfloat16 each in its way",
+        ),
+        (["model.quantize=nf4"], "model.quantize: needs model.base: the embedded model is small (nf4)"),
+        (
+            ["model.quantize=nf4", "model.base=b", "adapter.kind=none"],
+            "model.quantize: is for frozen weights, and adapter.kind=none has none (nf4)",
+        ),
+        (
+            ["model.quantize=nf4", "model.base=b", "run.devices=[0, cpu]", "run.backend=mixed"],
+            "model.quantize: needs devices of one kind: CPUs and GPUs pack weights differently (nf4)",
+        ),
+        (
+            ["adapter.dora=true", "model.quantize=nf4", "model.base=b"],
+            "adapter.dora: needs adapter.dropout=0 with nf4, else each layer keeps its weight unpacked (0.1)",
+        ),
+        (
+            ["adapter.exclude=[o_proj]", "adapter.kind=none"],
+            "adapter.exclude: is of an adapter, and adapter.kind=none trains every weight without one (['o_proj'])",
         ),
         (["run.devices=[0, 1]", "run.workers=3"], "run.devices: names 2 devices for 3 workers ([0, 1])"),
         (
@@ -326,7 +343,7 @@ def test_every_key_of_the_schema_either_defines_or_places() -> None:
         f"{name}.{key}" for name, part in parts.items() if isinstance(part, dict) for key in part
     }
     assert keys.issuperset(PLACING)
-    facts = {"data.embedded", "model.embedded", "run.device_kind"}
+    facts = {"data.embedded", "model.embedded", "adapter.new", "run.device_kind"}
     found = identity(load_config(None, ["training.compile=graphs"]))  # else checkpointing has the same bits
     assert set(found) == (keys - PLACING) | facts
 

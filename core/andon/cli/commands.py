@@ -220,7 +220,7 @@ def check(arguments: ConfigArguments, workers: int | None, show_row: int | None)
     in_a_child("check")
     from andon.training.preview import describe
 
-    require(loaded.run.report_to)
+    require(loaded.run.report_to, loaded.model.quantize)
     for line in describe(loaded, show_row):
         put(line)
 

@@ -62,7 +62,7 @@ def _run_as_rank(config_path: Path | None, overrides: Sequence[str], flags: Mapp
         if context.rank == 0 and task_notice(config):
             say(task_notice(config))
         config = with_task(config)
-        require(config.run.report_to)
+        require(config.run.report_to, config.model.quantize)
         if config.run.backend == "inline":
             raise InputError.at("run.backend", f"{config.run.backend} is one process; torchrun needs gloo or nccl")
         if config.run.dir is None:

@@ -368,7 +368,7 @@ def _entries(values: Section, indent: str) -> Iterator[str]:
 
 NAMING = frozenset(
     f"data.{key}" for key in ("train", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
-) | {"model.base", "model.revision"}
+) | {"model.base", "model.revision", "adapter.init"}
 """Keys that name data and models. These may move, so the digests of their contents are compared instead."""
 PLACING = NAMING.union(
     ("data.cache", "training.keep_checkpoints", "training.checkpoint_every", "training.checkpoint_minutes"),
@@ -381,9 +381,9 @@ PLACING = NAMING.union(
 def identity(config: Config) -> dict[str, Any]:
     """JSON values, by dotted key, that define the run: every key that is not in `PLACING`, and some derived ones.
 
-    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `data.weights`: weights of the
-    training files, unless it is one file of weight 1. `run.device_kind`: results have the same bits on any number of
-    devices of one kind, but not across kinds.
+    `data.embedded`, `model.embedded`: whether the embedded data and model are used. `adapter.new`: whether the adapter
+    is a new one. `data.weights`: weights of the training files, unless it is one file of weight 1. `run.device_kind`:
+    results have the same bits on any number of devices of one kind, but not across kinds.
     """
     defining = {key: value for key, value in by_dotted_key(config).items() if key not in PLACING}
     defining["task"] = config.task or CLASSIFICATION
@@ -396,6 +396,7 @@ def identity(config: Config) -> dict[str, Any]:
     return defining | {
         "data.embedded": config.data.train is None,
         "model.embedded": config.model.base is None,
+        "adapter.new": config.adapter.init is None,
         "run.device_kind": device_kind(config.run),
     }
 

@@ -85,7 +85,10 @@ class Model(Section):
     dropout: Share = auto(0.1, "of attention; of an encoder's hidden states too; auto: 0 for dpo")
     max_length: Size = auto(128, "tokens of a row, longer rows are cut; auto, with a base: the longest row")
     dtype: Literal["float32", "bfloat16"] = auto(
-        "float32", "of frozen weights, trained ones are float32; auto: on GPUs as the base was saved"
+        "float32", "of frozen weights, trained ones are float32; auto: on GPUs as saved; nf4: bfloat16"
+    )
+    quantize: Literal["none", "nf4"] = setting(
+        "none", "nf4: frozen linear layers in 4 bits, computed in dtype; needs andon[qlora]"
     )
     new_tokens: Names = setting((), "sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train")
 
@@ -97,6 +100,8 @@ class Model(Section):
                 yield "new_tokens", f"names {token!r} twice ({list(self.new_tokens)})"
         if self.revision is not None and self.base is None:
             yield "revision", f"needs model.base, a model on the hub ({self.revision!r})"
+        if self.quantize != "none" and self.base is None:
+            yield "quantize", f"needs model.base: the embedded model is small ({self.quantize})"
         if self.base is None:
             heads = self.num_attention_heads
             if self.hidden_size % heads:
@@ -117,14 +122,27 @@ class Adapter(Section):
     """What is trained besides the classification head."""
 
     kind: Literal["lora", "none"] = setting("lora", "none trains every weight")
+    init: Name | None = setting(None, "folder of a peft adapter to go on from; null: a new adapter")
     r: Size = setting(16, "rank")
     alpha: Positive = setting(32.0, "the update is scaled by alpha / r")
+    rslora: bool = setting(False, "scale by alpha / sqrt(r) instead")
+    dora: bool = setting(False, "train the length of each row of a weight apart from its direction")
     dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base, 0 for dpo")
     targets: Literal["all-linear"] | Names | None = setting(
         "all-linear", "modules to adapt: all-linear, or a list of names; null is all-linear"
     )
+    exclude: Names = setting((), "modules not to adapt, as in [o_proj]")
+    modules_to_save: Names = setting((), "modules that train whole and are saved with the adapter")
 
     def _faults(self) -> Iterator[tuple[str, str]]:
+        own = type(self).model_fields
+        for key in ("init", "rslora", "dora", "exclude", "modules_to_save") if self.kind == "none" else ():
+            if (value := getattr(self, key)) != own[key].default:
+                written = "true" if value is True else list(value) if isinstance(value, tuple) else value
+                yield key, f"is of an adapter, and adapter.kind=none trains every weight without one ({written})"
+        for key in ("exclude", "modules_to_save"):
+            if len(set(names := getattr(self, key))) < len(names):
+                yield key, f"names a module twice ({list(names)})"
         if isinstance(self.targets, tuple):
             if not self.targets:
                 yield "targets", "names no module; to train without an adapter set adapter.kind=none ([])"
@@ -405,6 +423,18 @@ class Config(Section):
             yield "schedule.min_lr", self.rate_fault
         if self.run.portable and self.model.dtype != "float32":
             yield "run.portable", f"needs model.dtype=float32: CPUs compute {self.model.dtype} each in its way"
+        if self.model.quantize != "none":
+            packed, places = self.model.quantize, {str(each) == "cpu" for each in self.run.devices or ()}
+            if self.adapter.kind == "none":
+                yield "model.quantize", f"is for frozen weights, and adapter.kind=none has none ({packed})"
+            if self.adapter.dora and self.adapter.dropout:
+                what = f"needs adapter.dropout=0 with {packed}, else each layer keeps its weight unpacked"
+                yield "adapter.dora", f"{what} ({self.adapter.dropout})"
+            if self.run.portable:
+                yield "run.portable", f"needs model.quantize=none: each type of CPU computes {packed} in its own way"
+            if self.run.backend == "mixed" or len(places) > 1:
+                what = "needs devices of one kind: CPUs and GPUs pack weights differently"
+                yield "model.quantize", f"{what} ({packed})"
         patience = self.training.early_stopping_patience
         if patience is not None and self.data.validation_fraction == 0:
             what = f"needs rows to validate on: a data.validation_fraction above 0 ({patience})"

@@ -11,6 +11,7 @@ classify how a run failed or ended early, with the number of sysexits if one fit
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import shlex
 import sys
@@ -47,6 +48,12 @@ class Problem:
 def install_hint(extra: str) -> str:
     """The command that installs the extra `extra`, from a checkout since Andon is not on a package index."""
     return f"run: pip install '.[{extra}]' in a checkout of andon"
+
+
+def silence_bitsandbytes() -> None:
+    """Keep bitsandbytes from logging, before peft imports it. It recommends another package on some CPUs, and logs a
+    traceback if its library for GPUs is missing. `model.quantize` reports what matters."""
+    logging.getLogger("bitsandbytes").setLevel(logging.CRITICAL)
 
 
 class InputError(ValueError):

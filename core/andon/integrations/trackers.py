@@ -38,11 +38,18 @@ class Tracker:
             say(f"warning: nothing more is written for {self._where}: {error}")
 
 
-def require(trackers: Sequence[str]) -> None:
-    """Raise `InputError` for `run.report_to` with a tracker whose library is not installed."""
-    missing = [name for name in trackers if find_spec(name) is None]
-    if missing:
-        raise InputError(Problem("run.report_to", f"{name} is not installed; {install_hint(name)}") for name in missing)
+def require(trackers: Sequence[str], quantize: str = "none") -> None:
+    """Raise `InputError` for values of `run.report_to` and `model.quantize` whose library is not installed."""
+    needed = [("run.report_to", name, name, "") for name in trackers]
+    if quantize != "none":
+        needed.append(("model.quantize", "bitsandbytes", "qlora", f" ({quantize})"))
+    faults = [
+        Problem(key, f"{library} is not installed; {install_hint(extra)}{value}")
+        for key, library, extra, value in needed
+        if find_spec(library) is None
+    ]
+    if faults:
+        raise InputError(faults)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -38,7 +39,7 @@ from andon_contracts.liveness.diagnosis import Patience, Symptoms, conclude, fir
 from andon_contracts.liveness.process import STOPPED_BY, ConditionTimer, Process
 from andon_contracts.violation import named_ranks
 
-PRELOAD = ("torch", "torch.distributed", "transformers", "peft", "andon.launch.rank")
+PRELOAD = ("torch", "torch.distributed", "transformers", "andon.launch.rank", "peft")
 """Default imports of the forkserver."""
 _SINGLE_THREADED = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 """Set to 1 in every rank: ranks share the cores, and a forkserver must have no thread when it forks."""
@@ -67,6 +68,8 @@ def warm_up(preload: Sequence[str] = PRELOAD) -> None:
     know. Raises `InputError` if no socket can be created in the temporary folder.
     """
     fork_server.require_sockets()
+    if find_spec("bitsandbytes"):  # peft imports it, and it initialises CUDA: forked ranks could use no GPU then
+        preload = [name for name in preload if name.partition(".")[0] != "peft"]
     if not _preload:
         fork_server.claim_and_sweep()
         _preload.extend(preload)

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from andon.console.messages import Exit, write
+from andon.console.messages import Exit, silence_bitsandbytes, write
 from andon.launch.context import PREEMPTION_SIGNALS, RUN_ID, RankContext, die_with_parent
 from andon.launch.report import Report, describe, path_of, watchdog_failed, write_for_torch
 from andon_contracts.legible import ERROR_FILE_VARIABLE, legible_line
@@ -35,6 +35,7 @@ from andon_contracts.liveness.process import run_within
 if TYPE_CHECKING:
     from andon.launch.heartbeat import Heartbeat
 
+silence_bitsandbytes()  # the fork server imports this module before peft
 TRACEBACK = "ANDON_TRACEBACK"  # set to 1 to see a traceback on stderr; the report holds it in any case
 _LAST_WORDS_S = 0.7  # time limit for the report after an error: other ranks wait for this rank's end
 _RECORD_S = 10.0

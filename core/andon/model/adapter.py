@@ -10,7 +10,8 @@ import difflib
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -22,14 +23,30 @@ from torch import Tensor, nn
 
 from andon.config.schema import Adapter
 from andon.config.source import is_folder, require_model_folder
-from andon.console.messages import InputError, ProblemList
-from andon.model.build import facts_of, head_names, require_finite, seeded, vocabulary_head, without_adapter
+from andon.console.messages import InputError, ProblemList, silence_bitsandbytes
+from andon.model.build import (
+    class_names,
+    facts_of,
+    half_of,
+    head_names,
+    require_finite,
+    seeded,
+    vocabulary_head,
+    without_adapter,
+)
 from andon.run.checkpoint import bytes_of, safetensors_parts
-from andon_contracts.digest import tree_digest
 
 ALL_LINEAR = "all-linear"
 _WRAPPERS = ("base_layer", "original_module", "token_adapter")
 """Name components that peft inserts for the modules that it wraps."""
+_INIT, _TO_SAVE = "adapter.init", "adapter.modules_to_save"
+_OF_CONFIG = {
+    "adapter.r": "r",
+    "adapter.alpha": "lora_alpha",
+    "adapter.rslora": "use_rslora",
+    "adapter.dora": "use_dora",
+}
+"""Settings that an adapter to go on from must have too, with peft's names."""
 _SUM_CHUNK = 4096
 """Rows in one chunk of the sum in `mean_row`."""
 LARGEST_FILE = 5 * 10**9
@@ -43,8 +60,9 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     do backbone modules that the base's checkpoint lacks: they are saved with the adapter, since another program would
     draw other weights. The head of a causal language model is frozen, except for the rows of new tokens. new_tokens:
     consecutive ids after the tokenizer's own. Raises `InputError` for a target that matches no Linear (with the nearest
-    names), for a model without a head, and if peft refuses the adapter.
+    names), for a model without a head, if peft refuses the adapter, and for an `adapter.init` that does not fit.
     """
+    silence_bitsandbytes()
     from peft import LoraConfig, TaskType, get_peft_model
 
     if new_tokens:
@@ -57,9 +75,11 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     drawn = facts_of(model).drawn
     targets = adapter.targets if isinstance(adapter.targets, tuple) else (adapter.targets or ALL_LINEAR,)
     if targets != (ALL_LINEAR,):
-        _check_targets(model, targets, heads, drawn)
+        _check_targets("targets", model, targets, heads, drawn)
+    _check_targets("exclude", model, adapter.exclude, heads, drawn)
     by_token = TaskType.TOKEN_CLS if "TokenClassification" in type(model).__name__ else TaskType.SEQ_CLS
     trained_whole = () if vocabulary_head(model) is not None else (*heads, *drawn)
+    saved = _modules_to_save(model, adapter.modules_to_save, trained_whole)
     layers: list[Any] = []
     if new_tokens:
         causal: Any = model
@@ -72,8 +92,11 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
         r=adapter.r,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
+        use_rslora=adapter.rslora,
+        use_dora=adapter.dora,
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
-        modules_to_save=list(trained_whole) or None,
+        exclude_modules=list(adapter.exclude) or None,
+        modules_to_save=[*trained_whole, *saved] or None,
         trainable_token_indices=named or None,
     )
     with seeded(seed), torch.device("cpu"), warnings.catch_warnings():
@@ -100,11 +123,97 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
             raise RuntimeError(f"{name}, which is part of the classification head, is not trainable")
         head.register_forward_pre_hook(_enter_fp32)
         head.register_forward_hook(_leave_fp32, always_call=True)
+    half = half_of(model)
+    for name, module in adapted.named_modules():
+        if half is not None and name.endswith(tuple(f"{each}.modules_to_save.default" for each in saved)):
+            module.register_forward_hook(partial(_in_half, half))
     trained: nn.Module = adapted
+    if adapter.init is not None and not any(each.is_meta for each in trained.parameters()):
+        _go_on_from(trained, Path(adapter.init).expanduser())
     return trained
 
 
-def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str], drawn: Sequence[str]) -> None:
+def _modules_to_save(model: nn.Module, names: Sequence[str], trained_anyway: Sequence[str]) -> list[str]:
+    """For peft: `adapter.modules_to_save`, with full names if peft would match others too. Raises `InputError`."""
+    every, problems, saved = [name for name, _ in model.named_modules()], ProblemList(), list[str]()
+    uses = Counter(id(weight) for module in model.modules() for weight in module._parameters.values())
+    for name in names:
+        matching = [each for each in every if f".{each}".endswith(f".{name}")]
+        tied = any(
+            uses[id(weight)] > 1
+            for each in matching
+            for part in model.get_submodule(each).modules()
+            for weight in part._parameters.values()
+            if weight is not None
+        )
+        if not matching:
+            last = sorted({each.rpartition(".")[2] for each in every} - {""})
+            near = difflib.get_close_matches(name, last, n=1)
+            problems.add(_TO_SAVE, f"{name!r} matches no module{f'; did you mean {near[0]!r}?' if near else ''}")
+        elif {*matching} & {*trained_anyway}:
+            problems.add(_TO_SAVE, f"{name!r} is trained whole anyway; leave it out")
+        elif tied:
+            problems.add(_TO_SAVE, f"{name!r} shares a weight with another module, so it cannot train alone")
+        saved += [name] if matching == [each for each in every if each.endswith(name)] else matching
+    problems.raise_if_any()
+    return saved
+
+
+def _in_half(half: torch.dtype, module: nn.Module, inputs: object, output: Any) -> Any:
+    """Round the output of a module that trains in fp32 to the type of the modules around it."""
+    return output.to(half) if isinstance(output, Tensor) else output
+
+
+def _go_on_from(model: Any, folder: Path) -> None:
+    """Load the adapter in `folder` into `model`, which has a new one of the run's settings.
+
+    Raises `InputError` for a folder that is not a LoRA adapter of the same settings, targets, base and classes.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file, own, problems = folder / "adapter_config.json", model.peft_config["default"], ProblemList()
+    try:
+        saved: Any = json.loads(file.read_text(encoding="utf-8"))
+        with safe_open(folder / "adapter_model.safetensors", "pt") as stored:
+            names = [*stored.keys()]
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        inside = folder / "adapter"
+        hint = f"; did you mean {str(inside)!r}?" if (inside / file.name).is_file() else ""
+        raise InputError.at(_INIT, f"cannot read the adapter in {str(folder)!r}: {error}{hint}") from error
+    if not isinstance(saved, dict) or saved.get("peft_type") != "LORA":
+        raise InputError.at(_INIT, f"{str(folder)!r} is not a LoRA adapter of peft ({file.name})")
+    for key, name in _OF_CONFIG.items():
+        theirs, ours = saved.get(name, False), getattr(own, name)
+        if theirs != ours:
+            what = f"is {json.dumps(ours)}, and the adapter in {folder} has {json.dumps(theirs)}"
+            problems.add(key, f"{what}; --set {key}={json.dumps(theirs)}")
+    for name in ("rank_pattern", "alpha_pattern", "lora_bias"):
+        if saved.get(name):
+            problems.add(_INIT, f"{str(folder)!r} has {name}, which is not supported")
+    targets = [_adapted(each) for each in (adapter_tensors(model), names)]
+    if targets[0] != targets[1]:
+        ours, theirs = (", ".join(each) or "nothing" for each in targets)
+        problems.add("adapter.targets", f"adapts {ours}; the adapter in {folder} adapts {theirs}")
+    named, base = saved.get("base_model_name_or_path"), model.get_base_model().config._name_or_path
+    on_hub = named and base and not any(is_folder(Path(each).expanduser()) for each in (folder / named, named, base))
+    if on_hub and named != base:
+        what = f"{str(folder)!r} is of the base {named!r}, and model.base is {base!r}"
+        problems.add(_INIT, f"{what}; if they are the same, change {file}")
+    if (folder / "labels.json").is_file() and vocabulary_head(model) is None:
+        theirs, ours = read_labels(folder), class_names(model.get_base_model().config)
+        if theirs != ours:
+            problems.add(_INIT, f"{str(folder)!r} has the classes {', '.join(theirs)}; the data has {', '.join(ours)}")
+    problems.raise_if_any()
+    load_adapter(model, folder)
+
+
+def _adapted(names: Iterable[str]) -> list[str]:
+    return sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name})
+
+
+def _check_targets(
+    key: str, model: nn.Module, targets: Sequence[str], heads: Sequence[str], drawn: Sequence[str]
+) -> None:
     linear = [
         name
         for name, module in model.named_modules()
@@ -124,7 +233,7 @@ def _check_targets(model: nn.Module, targets: Sequence[str], heads: Sequence[str
             what = "is the classification head, which is trained whole; leave it out"
         elif target == ALL_LINEAR:
             what = "already names every module; leave the others out"
-        problems.add("adapter.targets", f"{target!r} {what}")
+        problems.add(f"adapter.{key}", f"{target!r} {what}")
     problems.raise_if_any()
 
 
@@ -201,12 +310,6 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters in canonical order: sorted by their full name."""
     named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
     return dict(sorted(named, key=itemgetter(0)))
-
-
-def base_digest(model: nn.Module) -> int:
-    """The 64-bit digest of frozen parameters and all buffers, by name."""
-    frozen: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
-    return tree_digest(frozen | dict(model.named_buffers()))
 
 
 def export_adapter(
@@ -323,8 +426,13 @@ def _base_name(name: str) -> str:
 def _changes(base: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
 
     def with_delta(layer: Any, weight: Tensor) -> Tensor:
-        delta: Tensor = layer.get_delta_weight("default")
-        return weight + delta.float()
+        changed: Tensor = weight + layer.get_delta_weight("default").float()
+        lengths = getattr(layer, "lora_magnitude_vector", None) or {}
+        if "default" in lengths:  # DoRA
+            along = int(not layer.fan_in_fan_out)
+            factor = lengths["default"].weight.float() / torch.linalg.norm(changed, dim=along)
+            changed = changed * factor.unsqueeze(along)
+        return changed
 
     def with_rows(layer: Any, weight: Tensor) -> Tensor:
         rows = layer.trainable_tokens_delta["default"].float()

@@ -257,7 +257,7 @@ def _not_finite(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
     return problems
 
 
-def _class_names(config: Any) -> tuple[str, ...]:
+def class_names(config: Any) -> tuple[str, ...]:
     """The class names of a transformers configuration in output order; empty if its ids are not 0 to n - 1."""
     names = getattr(config, "id2label", None) or {}
     return tuple(str(names[number]) for number in range(len(names))) if set(names) == set(range(len(names))) else ()
@@ -290,7 +290,7 @@ def _keep_or_draw_head(
     outputs = {name for name, value in ours.items() if theirs[name].shape != value.shape}
     if outputs <= missing:
         return ""
-    own, is_own, regression = _class_names(stored), _has_own_head(stored, auto), interface.head == "regression"
+    own, is_own, regression = class_names(stored), _has_own_head(stored, auto), interface.head == "regression"
     if regression and len(own) == 1:
         same = getattr(stored, "problem_type", None) in (None, "regression")
     else:  # ignore case, unless two of the base's names differ only in case
@@ -326,7 +326,7 @@ def labels_in_own_order(base: str, head: str, labels: Sequence[str], revision: s
     """`labels` in the output order of the model at `base` if its classes have the same names, ignoring case; else
     unchanged. Raises `InputError` for a base whose configuration cannot be loaded."""
     stored = _config(base, revision)
-    own = [name.casefold() for name in _class_names(stored)]
+    own = [name.casefold() for name in class_names(stored)]
     named = {name.casefold(): name for name in labels}
     same = len(named) == len(labels) == len(own) and set(own) == set(named)
     return tuple(named[name] for name in own) if same and _has_own_head(stored, _auto_class(head)) else tuple(labels)

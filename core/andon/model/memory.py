@@ -28,6 +28,7 @@ from andon.model.adapter import trainable_parameters
 from andon.model.build import backbone_of, checkpoint_layers, computing, try_pass, vocabulary_head
 from andon.model.causal import loss_of_hidden
 from andon.model.masks import Masking, Shape, masked, packed_inputs, possible_maskings
+from andon.model.quantize import packed_sizes, unpacked_bytes
 from andon.step.flat import FlatParameters, layout_of
 from andon.step.plan import rank_leaves
 from andon.step.reduce import subtree_roots
@@ -54,7 +55,8 @@ class MemoryPlan:
     recomputed sums of an audit), each beside audit (the sums and gradients that an audited step keeps); finite (the
     check for NaN and Inf), digest (its chunks), reduction (its send, receive and gather buffers), evaluation (a forward
     pass). graphs: private pools of idle CUDA graphs, which torch counts as reserved but not as allocated. outside:
-    bytes outside torch's allocator, such as the device's context.
+    bytes outside torch's allocator, such as the device's context. loaded: the base in host memory before it is
+    quantized; 0 if it is not.
     """
 
     base: int = 0
@@ -73,6 +75,7 @@ class MemoryPlan:
     workspace: int = 0
     graphs: int = 0
     outside: int = 0
+    loaded: int = 0
 
     @property
     def total(self) -> int:
@@ -104,12 +107,13 @@ def plan_bytes(
     momentum: float = 0.0,
     kind: str = "cpu",
     audited: int = 0,
+    packed: Iterable[Tensor] = (),
 ) -> MemoryPlan:
     """The plan of the rank that needs most memory, with `micro_batches` leaves over `world_size` ranks.
 
     trainable: fp32 parameters. activations: bytes of the largest micro-batch. kind: 'cpu' or 'cuda'. audited: the
-    micro-batches of each rank that an audit recomputes; 0: no step is audited. Raises `ValueError` unless `optimizer`
-    is 'adamw' or 'sgd'.
+    micro-batches of each rank that an audit recomputes; 0: no step is audited. packed: the frozen weights that are
+    quantized. Raises `ValueError` unless `optimizer` is 'adamw' or 'sgd'.
     """
     if optimizer not in _MOMENTS:
         raise ValueError(f"unknown optimizer {optimizer!r}; choose {' or '.join(_MOMENTS)}")
@@ -117,6 +121,11 @@ def plan_bytes(
     unit = _CUDA_UNIT if on_gpu else 1
     untrained = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
     frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in untrained}
+    base = sum(-(-nbytes // unit) * unit for nbytes in frozen.values())
+    saved, transient = 0, 0
+    for weight in packed:
+        saved += -(-weight.nbytes // unit) * unit - sum(-(-nbytes // unit) * unit for nbytes in packed_sizes(weight))
+        transient = max(transient, unpacked_bytes(weight))
     size = layout_of(trainable)[1] * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
     runs = rank_leaves(micro_batches, world_size)
@@ -131,19 +140,21 @@ def plan_bytes(
     # Gradients to recompute and, while their tree is summed, a sum a level; before, the gathered sums of all ranks.
     recomputed = max(2 + min(audited, levels), world_size + 1 if world_size > 1 else 0)
     return MemoryPlan(
-        base=sum(-(-nbytes // unit) * unit for nbytes in frozen.values()),
+        base=base - saved,
         weights=size,
         gradient=size,
         moments=moments * size,
         partials=size * max(kept_partials(micro_batches, run) for run in runs),
         ramp=0 if on_gpu else 8 * _DIGEST_WORDS,
         audit=size * (copied + audited - 1) if audited else 0,
-        activations=activations,
+        activations=activations + transient,
         recomputed=size * recomputed if audited else 0,
         finite=0 if on_gpu else size + 3 * (size // _FP32),
         digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=reduction if world_size > 1 else 0,
+        evaluation=transient,
         workspace=_CUDA_WORKSPACE if on_gpu else 0,
+        loaded=base if saved else 0,
     )
 
 

@@ -19,6 +19,7 @@ from andon.run.atomic import write_json
 from andon_contracts.fields import Count, Hex16, Part, Real
 from andon_contracts.fingerprint import environment as environment_of_process
 from andon_contracts.fingerprint import fingerprint as fingerprint
+from andon_contracts.fingerprint import version_of
 from andon_contracts.untrusted import read_json
 
 _CORE = Path(__file__).resolve().parents[1]
@@ -27,17 +28,22 @@ _COMPILED_BY = ("model", "fast")
 
 
 def environment(
-    threads: int | None = None, devices: Sequence[str] = (), *, portable: str | None = None
+    threads: int | None = None,
+    devices: Sequence[str] = (),
+    *,
+    portable: str | None = None,
+    libraries: Sequence[str] = (),
 ) -> dict[str, object]:
     """The machine and versions of a run: `andon_contracts.fingerprint.environment`, and more.
 
     portable: the order of additions in products with `run.portable`; the fingerprint is then the same for all types of
-    CPU. With devices also `sources`: digests of our code that rewrites and compiles passes for them, which affects bits
-    as a library does.
+    CPU. libraries: optional ones that compute in this run. `sources`: their versions, and with devices digests of our
+    code that rewrites and compiles passes for them, which affects bits as a library does.
     """
     facts = environment_of_process(threads, devices)
     sources = {f"andon.{folder}": source_digest(_CORE / folder) for folder in _COMPILED_BY} if devices else {}
-    return facts | ({"sources": sources} if devices else {}) | ({"portable": portable} if portable else {})
+    sources |= {name: str(version_of(name)) for name in libraries}
+    return facts | ({"sources": sources} if sources else {}) | ({"portable": portable} if portable else {})
 
 
 def source_digest(folder: Path) -> str:

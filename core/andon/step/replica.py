@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from andon.step.flat import REPLACED, FlatParameters, Master, counts_updates, mo
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Batch, Leaf, LeafResult, PassResult, Task, keyed_randomness, reports_of_leaves
 from andon.step.reduce import Node, fold
-from andon_contracts.digest import tensor_digest, tree_digest, word_sum_tensor
+from andon_contracts.digest import join, tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, word_sums
 
 WEIGHTS, OPTIMIZER = "weights", "optimizer"  # the names of the two parts of a state
@@ -71,11 +71,9 @@ class Replica:
         self._closed: torch.Tensor | None = None
         # Buffers of the gradient's size, reused every step: at most one per tree level and per root.
         self._spare: list[torch.Tensor] = []
-        owned = {id(parameter) for parameter in trainable.values()}
-        named = (*model.named_parameters(), *model.named_buffers())
-        self._frozen = {name: tensor for name, tensor in named if id(tensor) not in owned}
-        for name, tensor in self._frozen.items():
-            if tensor.requires_grad:
+        owned = self._owned = {id(parameter) for parameter in trainable.values()}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.requires_grad and id(tensor) not in owned:
                 what = "requires a gradient but is not among the trainable parameters; freeze it or train it"
                 raise ValueError(f"{name} {what}")
         for name, module in model.named_modules():
@@ -303,8 +301,38 @@ class Replica:
         return self.parameters.views(self.master.gradient)
 
     def frozen(self) -> dict[str, torch.Tensor]:
-        """Frozen weights and buffers by name, detached."""
-        return {name: tensor.detach() for name, tensor in self._frozen.items()}
+        """`frozen_tensors` of the model."""
+        return frozen_tensors(self.model, self._owned)
+
+
+def frozen_tensors(model: nn.Module, trained: Set[int] | None = None) -> dict[str, torch.Tensor]:
+    """Frozen parameters and all buffers by name, sharing storage, with the scales of packed weights.
+
+    A packed weight keeps its scales in its attribute `quant_state`, neither as parameters nor as buffers. trained: ids
+    of the trained parameters; None: those that require a gradient.
+    """
+    every = dict(model.named_parameters())
+    trained = {id(each) for each in every.values() if each.requires_grad} if trained is None else trained
+    frozen = {name: each.detach() for name, each in every.items() if id(each) not in trained}
+    frozen |= {name: each.detach() for name, each in model.named_buffers()}
+    for name, parameter in every.items():
+        states = {f"{name}.quant_state": getattr(parameter, "quant_state", None)}
+        while states:
+            path, state = states.popitem()
+            for key, value in vars(state).items() if state is not None else ():
+                if isinstance(value, torch.Tensor):
+                    frozen[f"{path}.{key}"] = value
+                elif type(value) is type(state):  # the scales of the scales
+                    states[f"{path}.{key}"] = value
+    return frozen
+
+
+def base_digest(model: nn.Module, device: torch.device | None = None) -> int:
+    """The 64-bit digest of `frozen_tensors`. device: computes it, one tensor at a time; None: where they are."""
+    frozen = frozen_tensors(model)
+    if device is None:
+        return tree_digest(frozen)
+    return join({name: tensor_digest(each.to(device)) for name, each in frozen.items()})
 
 
 def state_tensors(replica: Replica) -> dict[str, torch.Tensor]:

@@ -20,11 +20,12 @@ from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import ModelInterface, build_base, checkpoint_layers, require_finite, without_adapter
 from andon.model.compiled import compile_backbone
 from andon.model.masks import Shape, masking_of, padding_of
+from andon.model.quantize import NONE, quantize
 from andon.run.checkpoint import Checkpoint
 from andon.step.captured import CapturedPasses
 from andon.step.micro_batch import Task, refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
-from andon.step.replica import WEIGHTS, Replica, restore_state
+from andon.step.replica import WEIGHTS, Replica, base_digest, restore_state
 from andon.step.step import TrainingStep
 from andon_contracts.violation import first_line, kind_of
 
@@ -34,6 +35,7 @@ class Run:
     """A run that is ready to train.
 
     initial_weights, base: digests of the trainable and frozen weights as built, before a checkpoint is restored.
+    frozen: digest of the frozen weights in the replicas, another than `base` if they are quantized there.
     """
 
     config: Config
@@ -45,6 +47,7 @@ class Run:
     schedule: Schedule
     initial_weights: int
     base: int
+    frozen: int
 
     @property
     def primary(self) -> Replica:
@@ -99,8 +102,9 @@ def build_run(
     result of `build_model`, which becomes the first replica's. Raises `InputError` for a model that cannot be trained.
     """
     built = build_model(config, interface) if model is None else model
+    loaded = None if config.model.quantize == NONE else base_digest(built, backend.devices[0])
     replicas = build_replicas(built, config, backend, task, plan.ids[0], shapes=shapes, capture=capture)
-    clip_norm = config.optimizer.clip_norm
+    clip_norm, frozen = config.optimizer.clip_norm, replicas[0].base_digest()
     return Run(
         config=config,
         backend=backend,
@@ -110,14 +114,16 @@ def build_run(
         step=TrainingStep(backend, replicas, task, plan.micro_batches, clip_norm, config.contracts, late=late),
         schedule=Schedule(config, plan.total_steps),
         initial_weights=replicas[0].weights_digest(),
-        base=replicas[0].base_digest(),
+        base=frozen if loaded is None else loaded,
+        frozen=frozen,
     )
 
 
 def build_model(config: Config, interface: ModelInterface) -> nn.Module:
-    """Build the model with its adapter on the CPU, with the same bits on every call. Raises `InputError`.
+    """Build the model with its adapter on the CPU, not quantized, with the same bits on every call.
 
     For dpo a base's own dropout becomes `model.dropout`, by default 0: the reference is computed without dropout.
+    Raises `InputError`.
     """
     model = build_base(config.model, interface, config.seed)
     for module in model.modules() if config.task == DPO and config.model.base is not None else ():
@@ -139,7 +145,8 @@ def build_replicas(
 ) -> list[Replica]:
     """Build one replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
-    Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. sample: id of a row
+    Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. The base is
+    quantized once, on the first device. sample: id of a row
     of `task` for a trial pass. shapes: of the micro-batches, for compilation. capture: run eager passes on GPUs as CUDA
     graphs, with the same bits; not with activation checkpointing, which would read the device's generator inside a
     graph.
@@ -155,7 +162,10 @@ def build_replicas(
                 shared = {} if own_base else {id(each): each for each in first.parameters() if not each.requires_grad}
                 own = copy.deepcopy(first, memo=dict(shared))
             else:
-                own = placed[device] = (copy.deepcopy(model) if placed else model).to(device)
+                own = copy.deepcopy(model) if placed else model
+                if not placed and config.model.quantize != NONE:
+                    quantize(own, device)
+                own = placed[device] = own.to(device)
             own.train()
             padding_of(own, device)  # now: the trial needs the weights as built, and no hooks
             if config.training.activation_checkpointing:

@@ -179,6 +179,7 @@ def for_rows(
     lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored. Raises
     `InputError` if `schedule.min_lr` is above the chosen learning rate.
     """
+    model = config.model
     values: dict[str, Any] = {
         "model.dtype": "float32",
         "training.packing": False,
@@ -198,7 +199,7 @@ def for_rows(
             "adapter.dropout": 0.0 if task == DPO else 0.05,
             "training.epochs": 1 if task == DPO else 3,
             "training.checkpoint_minutes": 15.0,
-            "model.dtype": base.dtype if on_gpus else "float32",
+            "model.dtype": "float32" if not on_gpus else base.dtype if model.quantize == "none" else "bfloat16",
             "training.packing": packing,
             "training.group_by_length": not packing,
         }
@@ -206,7 +207,7 @@ def for_rows(
     if fault := config.rate_fault:
         raise InputError.at("schedule.min_lr", fault)
     pays = False
-    if on_gpus and base is not None:
+    if on_gpus and base is not None and model.quantize == "none":  # unknown for packed weights
         # Six FLOPs for each weight and token.
         training, epochs = config.training, float(config.training.epochs)
         if training.max_steps is not None:
@@ -235,10 +236,11 @@ def with_micro_batches(config: Config, rows: int, length: int) -> Config:
 def settings_line(config: Config) -> str:
     model, training, adapter = config.model, config.training, config.adapter
     trained = "all weights" if adapter.kind == "none" else f"LoRA r={adapter.r}"
+    dtype = model.dtype if model.quantize == "none" else f"{model.quantize} computed in {model.dtype}"
     layout = "packed" if training.packing else "grouped by length" if training.group_by_length else "in random order"
     return (
         f"settings: {trained}, lr {config.optimizer.lr:g}, {training.epochs} epochs, batches of {training.batch_size} "
-        f"rows {layout} in {training.micro_batches} micro-batches, max_length {model.max_length}, {model.dtype}, "
+        f"rows {layout} in {training.micro_batches} micro-batches, max_length {model.max_length}, {dtype}, "
         f"compile {training.compile}"
     )
 

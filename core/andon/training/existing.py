@@ -134,6 +134,8 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
     if not _same_source(was.model.base, config.model.base):
         changed.append(("model.base", was.model.base, config.model.base))
+    elif not _same_source(was.adapter.init, config.adapter.init):
+        changed.append(("adapter.init", was.adapter.init, config.adapter.init))
     elif was.model.revision != config.model.revision:
         changed.append(("model.revision", was.model.revision, config.model.revision))
     problems = [

@@ -25,15 +25,16 @@ from andon.model.adapter import save_base
 from andon.model.build import LOADERS, computing, facts_of, without_adapter
 from andon.model.causal import generate
 from andon.model.masks import padding_of
+from andon.model.quantize import NONE
 from andon.run.atomic import whole_folder
 from andon.run.folder import RunFolder
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import Summary, read_summary
 from andon.tasks.sft import GenerationSettings
 from andon.training.existing import config_of, resume_command
-from andon.training.inference import TrainedRun, logits_of_texts, rows_of
+from andon.training.inference import TrainedRun, load_run, logits_of_texts, rows_of
 from andon.training.material import HEADS
-from andon.training.outputs import Form, form_of, write_card, write_model_files, write_tokenizer
+from andon.training.outputs import Form, form_of, packing_note, write_card, write_model_files, write_tokenizer
 from andon_contracts.record import Start
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,11 +107,17 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
     if dtype is not None and not whole:
         form = Form.MERGED
     exact = dtype in (None, "float32") and (config.model.dtype == "float32" or (whole and dtype is not None))
+    packed = config.model.quantize
+    exact = exact and packed == NONE
     with whole_folder(target) as path:
         loaded_on: Path | str | None = None
         if dtype is not None:
-            side = padding_of(run.model, run.device).side
-            save_base(run.model, path, run.labels, merged=DTYPES[dtype])
+            side, source = padding_of(run.model, run.device).side, run
+            if packed != NONE:
+                step = None if run.step is None else str(run.step)
+                source = load_run(run.folder, base, checkpoint=step, as_loaded=True)
+            save_base(source.model, path, run.labels, merged=DTYPES[dtype])
+            del source
             write_tokenizer(path, run.tokenizer, config, run.labels, generation, side)
         else:
             # Where peft looks for the base: a hub id, an absolute path, or a folder next to the adapter.
@@ -123,6 +130,8 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 loaded_on = path / reference
                 save_base(run.model, loaded_on, run.labels)
         drift = compared if isinstance(compared, str) else _drift(run, path, *compared, loaded_on, exact=exact)
+        if packed != NONE and not isinstance(compared, str):
+            drift = f"{drift}; the run computes with its base in {packed}, and this comparison with the loaded one"
         if dtype is not None:
             how = f"its weights are in {dtype}{'' if whole else ', merged in float32'}; {drift}"
         of_checkpoint = ""
@@ -131,7 +140,7 @@ def export_run(run: TrainedRun, target: Path, dtype: str | None = None, check: s
                 f"these are the weights of the run's checkpoint of step {run.step}; the scores, the digest of the "
                 "trained weights and the command in this card are those of the run's result"
             )
-        notes = (of_checkpoint, how, own_code)
+        notes = (of_checkpoint, how, packing_note(config, form), own_code)
         card_lines = write_card(path, run.folder, config, *result, form, target.name, run.tokenizer, generation, notes)
         require_place(target)  # again, as measuring the drift takes minutes
         return drift, *card_lines
@@ -270,7 +279,8 @@ def _drift(
     """Describe how outputs of the folder at `path`, loaded by stock libraries, differ from the run's. Frees the run's
     model. Raises `RuntimeError` if an output is not finite or, if `exact` (both in fp32), they differ by more than
     rounding."""
-    run.model.to("meta")
+    for parameter in run.model.parameters():
+        parameter.data = parameter.data.new_empty(0)
     (numbers, decided), (written, after) = before, _answers_of_written(run, path, questions, before[1], base)
     largest, size = float((numbers - written).abs().max()), float(numbers.abs().max())
     count, task = len(questions.texts) + len(questions.prompts), run.config.task or CLASSIFICATION

@@ -18,12 +18,14 @@ from torch import nn
 from andon.backend.base import Backend
 from andon.backend.devices import gpus_here, in_gib, look_at, of_all_ranks, placement, refuse_unfit
 from andon.backend.host import free_ram
+from andon.config.load import device_kind
 from andon.config.schema import CAUSAL, Config
 from andon.console.messages import InputError, say
 from andon.model.adapter import attach, trainable_parameters
 from andon.model.build import build_base
 from andon.model.masks import EvaluationBatching, padded_length
 from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
+from andon.model.quantize import NONE, quantized_layers
 from andon.step.audit import default_every
 from andon.step.plan import efficiency, rank_leaves
 from andon.training.material import Material, idleness, item_length, padding_multiple, prepare
@@ -105,7 +107,9 @@ class MemoryPlanner:
         options: dict[str, Any] = {"world_size": workers, "momentum": optimizer.momentum, "kind": kind}
         # Before activations are traced, since the trace leaves fake weights in the model.
         weights = trainable_parameters(model)
-        plan = plan_bytes(model, weights, optimizer.name, micro_batches, 0, audited=audited, **options)
+        layers = {} if config.model.quantize == NONE else quantized_layers(model)
+        options |= {"audited": audited, "packed": [layer.weight for layer in layers.values()]}
+        plan = plan_bytes(model, weights, optimizer.name, micro_batches, 0, **options)
         trained, terms, retained = largest(material, config), sys.maxsize, training.compile == "graphs"
         # Evaluation scores rows without packing.
         scored = [(material.validation_task, material.validation_ids)]
@@ -121,7 +125,8 @@ class MemoryPlanner:
         if key not in self._traced:
             how: dict[str, Any] = {"terms": terms, "checkpointing": checkpointing, "retained": retained}
             self._traced[key] = traced_bytes(model, kind, trained, evaluated, **how)
-        activations, evaluation = self._traced[key]
+        # A trace has the layers unpacked. A pass over packed ones unpacks one at a time.
+        activations, evaluation = (traced + plan.evaluation for traced in self._traced[key])
         if kind == "cuda":
             activations += activations // _UNSEEN
         graphs = 0
@@ -177,6 +182,9 @@ def smaller_settings(config: Config) -> Iterator[tuple[str, Config, str]]:
         yield change("training", "activation_checkpointing", True, price)
     if config.model.dtype == "float32" and config.adapter.kind == "lora":
         yield change("model", "dtype", "bfloat16", "frozen weights rounded to 8 bits of precision")
+    packable = config.adapter.kind == "lora" and not config.adapter.dora and device_kind(config.run) != "mixed"
+    if packable and config.model.base is not None and config.model.quantize == NONE and not config.run.portable:
+        yield change("model", "quantize", "nf4", "frozen weights in 4 bits; needs andon[qlora]")
     if config.model.max_length >= 32:
         yield change("model", "max_length", config.model.max_length // 2, "longer texts are cut there")
     if config.adapter.kind == "none":
@@ -353,7 +361,7 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         plan = drop_graphs_if_too_big(plan, config, free)
         add("cuda", len(gpus), plan.needed, free, plan)
         # A rank's host memory: the model before it moves to the GPU, or the optimizer's buffers if they are larger.
-        phases = [{"base": plan.base, "weights": plan.weights}]
+        phases = [{"base": plan.loaded or plan.base, "weights": plan.weights}]
         if config.run.backend == "mixed":
             on_cpu = planner.plan(config, "cpu", workers)
             phases.append({"weights": on_cpu.weights, "gradient": on_cpu.gradient, "moments": on_cpu.moments})
@@ -364,9 +372,11 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
     ranks = workers - len(gpus)
     if ranks:
         plan = replace(planner.plan(config, "cpu", workers), outside=PROCESS)
-        needed = ranks * plan.needed
+        loading = plan.loaded + plan.weights + plan.outside if plan.loaded else 0
+        largest_phase, own = max(plan.needed, loading), plan.weights + plan.gradient + plan.moments + plan.partials
+        needed = ranks * largest_phase
         if backend == "inline":  # one process: ranks share the base and compute in turn
-            needed = plan.needed + (ranks - 1) * (plan.weights + plan.gradient + plan.moments + plan.partials)
+            needed = largest_phase + (ranks - 1) * own
         add("cpu", ranks, needed, machine.ram, plan)
     return replace(world, fits=all(need.fits is not False for need in needs), note=note, devices=tuple(needs))
 

@@ -21,18 +21,20 @@ from andon.data.conversations import Message
 from andon.data.rows import Examples
 from andon.data.tokens import Tokenizer, pretrained_tokenizer
 from andon.metrics.scores import ClassificationScores, Scores
-from andon.model.adapter import base_digest, load_adapter, read_labels, trainable_parameters
+from andon.model.adapter import load_adapter, read_labels, trainable_parameters
 from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
 from andon.model.masks import EvaluationBatching, predictions
+from andon.model.quantize import NONE, quantize
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled, read_provenance, read_summary
-from andon.step.replica import WEIGHTS
+from andon.step.replica import WEIGHTS, base_digest
 from andon.tasks.dpo import DpoTask
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
 from andon.training.build import build_model
+from andon.training.choices import with_values
 from andon.training.existing import config_at_hand, config_of
 from andon.training.material import (
     HEADS,
@@ -140,12 +142,18 @@ def device_named(name: str) -> torch.device:
 
 
 def load_run(
-    folder: RunFolder, base: str | None = None, *, checkpoint: str | None = None, device: str = "cpu"
+    folder: RunFolder,
+    base: str | None = None,
+    *,
+    checkpoint: str | None = None,
+    device: str = "cpu",
+    as_loaded: bool = False,
 ) -> TrainedRun:
     """Rebuild the run's base, check its digest, load the trained weights, and move the model to `device`.
 
     base: current path of the base; None: as configured. checkpoint: `best`, `last` or a step; None: the run's result,
-    from its adapter folder; only a finished run has this. device: see `device_named`. Raises `InputError` if the base
+    from its adapter folder; only a finished run has this. device: see `device_named`. as_loaded: do not quantize the
+    base of a run that did. Raises `InputError` if the base
     is not the one that was trained on, if the run needs no `base`, and for a missing or damaged checkpoint.
     """
     place, step, saved, finished = device_named(device), None, None, folder.adapter.is_dir()
@@ -196,7 +204,8 @@ def load_run(
         own = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
         model = build_base(config.model.model_copy(update=own), interface, config.seed)
     else:
-        model = build_model(config, interface)
+        # Its weights are loaded below, so an adapter that the run went on from may be gone.
+        model = build_model(with_values(config, {"adapter.init": None}), interface)
         recorded, digest = read_provenance(folder.provenance).digest("base"), hex64(base_digest(model))
         if digest != recorded:
             what = f"the base model has digest {digest}, the adapter was trained on {recorded}"
@@ -211,6 +220,8 @@ def load_run(
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
+    if config.model.quantize != NONE and not as_loaded:
+        quantize(model, place)
     model = model.to(place).eval()
     for warning in warnings_of(model, tokenizer):
         say(warning)
@@ -304,10 +315,11 @@ def answer(run: TrainedRun, prompts: Iterable[str | Sequence[Message]], max_new_
 
     A prompt is a list of messages, or a text that becomes a user message, in the format of the training conversations.
     In fp32 the adapter is merged first, which saves most of its time and changes numbers by rounding; in half precision
-    a merge would lose part of it. Raises `InputError` for a prompt that leaves no position for an answer.
+    or 4 bits a merge would lose part of it. Raises `InputError` for a prompt that leaves no position for an answer.
     """
     merged = any(getattr(each, "merged", False) for each in run.model.modules())
-    if hasattr(run.model, "merge_adapter") and not (merged or half_of(run.model)):
+    rounding = half_of(run.model) or run.config.model.quantize != NONE
+    if hasattr(run.model, "merge_adapter") and not (merged or rounding):
         run.model.merge_adapter(safe_merge=True)  # type: ignore[operator]
     base = run.tokenizer.base
     setup, limit = GenerationSettings.read(run.folder.adapter), positions_of(without_adapter(run.model)) or sys.maxsize

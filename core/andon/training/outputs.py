@@ -110,6 +110,17 @@ def form_of(config: Config) -> Form:
     return Form.COMPLETE if config.model.base is None else Form.ADAPTER
 
 
+def packing_note(config: Config, form: Form) -> str:
+    """For a card: how to load the base of an adapter that was trained on a quantized base. Empty for other models."""
+    if config.model.quantize == "none" or form is not Form.ADAPTER:
+        return ""
+    return (
+        "it was trained on its base in nf4 with double quantization: for the same outputs load the base with "
+        'quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", '
+        f"bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.{config.model.dtype})"
+    )
+
+
 def write_model_files(
     path: Path,
     model: nn.Module,
@@ -276,6 +287,7 @@ def _command(config: Config, result: Summary, base: str | None) -> str:
     words += [word for flag, value in named.items() if value for word in (flag, value)]
     settings = {
         "model.revision": config.model.revision,
+        "adapter.init": config.adapter.init and Path(config.adapter.init).name,
         "data.text_pair_column": config.data.text_pair_column,
         "data.label_separator": config.data.label_separator,
     }
@@ -286,7 +298,7 @@ def _command(config: Config, result: Summary, base: str | None) -> str:
     if config.model.base is not None:  # automatic values may differ on other machines, so all are set
         default = {key: value for key, value in default.items() if key not in automatic_keys(config)}
     for key, _, value in differences(default, identity(config)):
-        if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights")):
+        if key not in _HAVE_FLAGS and not key.endswith((".embedded", ".weights", ".new")):
             words += ["--set", f"{key}={json.dumps(value)}"]
     return " ".join(shlex.quote(legible_line(word)) for word in words)
 

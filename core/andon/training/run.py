@@ -46,6 +46,7 @@ from andon.model.adapter import save_base
 from andon.model.build import backbone_of, facts_of
 from andon.model.compiled import CompiledPasses
 from andon.model.masks import Masking, masking_of, padded_lengths, shapes_of
+from andon.model.quantize import NONE
 from andon.run.atomic import whole_folder, write_json, write_whole
 from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, newest_valid
 from andon.run.columns import discard
@@ -73,7 +74,7 @@ from andon.training.material import (
     prepare,
     warnings_of,
 )
-from andon.training.outputs import form_of, write_card, write_model_files
+from andon.training.outputs import form_of, packing_note, write_card, write_model_files
 from andon.training.reference import add_references, references_digest
 from andon.training.rows import changed_since, is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
 from andon.training.trainer import (
@@ -206,12 +207,13 @@ def assembled(
                 write_whole(folder.skipped, "".join(f"{problem}\n" for problem in skipped).encode())
         accelerators = [torch.cuda.get_device_name(device) for device in backend.devices if device.type == "cuda"]
         portable = FORM if own.portable else None
+        libraries = () if config.model.quantize == NONE else ("bitsandbytes",)
         yield Session(
             config=config,
             folder=folder,
             material=material,
             run=run,
-            environment=environment(torch.get_num_threads(), accelerators, portable=portable),
+            environment=environment(torch.get_num_threads(), accelerators, portable=portable, libraries=libraries),
             started=started,
             began=time.time() - (time.monotonic() - started),
             clock=clock,
@@ -243,6 +245,7 @@ def _usable(config: Config, name: str, device: torch.device, rank: int) -> tuple
 ResumePoint = tuple[Checkpoint | None, History]
 """The checkpoint to resume from (None: start from step 0), and the history in the ledger."""
 _FROM_START, _DONE, _REFUSED = -1, -2, -3
+_PACKED = "quantized base"
 """Answers of rank 0 other than the step of a checkpoint."""
 _CLOCKS_S, _MOST_REJECTED, _HOST_BYTES = 2.0, 5, 96
 """The largest difference of clocks without a warning; the number of rejected checkpoints to list; bytes for a digest
@@ -378,6 +381,8 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
 
 def _digests(session: Session) -> dict[str, str]:
     weights = {"base": session.run.base, "initial_weights": session.run.initial_weights}
+    if session.config.model.quantize != NONE:
+        weights[_PACKED] = session.run.frozen
     digests = {"data": session.material.rows.digest, "tokenizer": session.material.tokenizer.digest}
     digests |= references_digest(session.material)
     return {name: hex64(digest) for name, digest in weights.items()} | digests
@@ -397,7 +402,8 @@ def identity_changes(session: Session, checkpoint: Checkpoint | None) -> list[tu
             raise InputError.at(checkpoint.path, what)
     elif folder.ledger.exists() and folder.provenance.exists() and folder.config.exists():
         recorded = read_provenance(folder.provenance)
-        old = _identity(session, config_of(folder), {name: recorded.digest(name) for name in _digests(session)})
+        named = _digests(session).keys() - ({_PACKED} - recorded.digests.keys())
+        old = _identity(session, config_of(folder), {name: recorded.digest(name) for name in named})
     else:
         return []
     return differences(old, _identity(session, session.config, _digests(session)))
@@ -714,8 +720,9 @@ def write_adapter(session: Session, result: Summary, scores: Scores) -> None:
     with whole_folder(folder.adapter) as path:
         reference = config.model.base or "../base"
         write_model_files(path, model, config, material.tokenizer, material.labels, reference, settings)
-        facts, notes = (result, len(session.run.plan.ids), scores.confusion), (facts_of(model).own_code,)
-        write_card(path, folder, config, *facts, form_of(config), folder.path.name, material.tokenizer, settings, notes)
+        facts, form = (result, len(session.run.plan.ids), scores.confusion), form_of(config)
+        notes = (packing_note(config, form), facts_of(model).own_code)
+        write_card(path, folder, config, *facts, form, folder.path.name, material.tokenizer, settings, notes)
 
 
 def resolved(config: Config, folder: RunFolder) -> Config:
@@ -724,7 +731,7 @@ def resolved(config: Config, folder: RunFolder) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).resolve())
 
-    data, base = config.data, config.model.base
+    data, base, adapter = config.data, config.model.base, config.adapter.init
     values: dict[str, object] = {"run.dir": absolute(str(folder.path))}
     if data.eval is not None:
         values["data.eval"] = absolute(data.eval)
@@ -734,4 +741,6 @@ def resolved(config: Config, folder: RunFolder) -> Config:
         values["data.train"] = tuple(each.model_copy(update={"path": absolute(each.path)}) for each in data.train)
     if base is not None and Path(base).is_dir():
         values["model.base"] = absolute(base)
+    if adapter is not None:
+        values["adapter.init"] = absolute(adapter)
     return with_values(config, values)

@@ -82,7 +82,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
     Raises `InputError` before anything is started or written, and without rank processes the run's own exceptions.
     """
     task = task_notice(config)
-    require(config.run.report_to)
+    require(config.run.report_to, config.model.quantize)
     config = with_task(config)
     folder, resuming = None, config.run.resume == "auto"
     if config.run.dir is not None:

@@ -285,7 +285,7 @@ class Trainer:
             stop = self._advance(self.parts.plan.batch(step))
         self.clock.at(self.progress.step, "end")
         if self._saved_at != self.progress.step:
-            self.parts.step.attest_base(self.progress.step, self.parts.base)
+            self.parts.step.attest_base(self.progress.step, self.parts.frozen)
         return reason
 
     def _advance(self, batch: GlobalBatch) -> bool:
@@ -344,7 +344,7 @@ class Trainer:
         saving = saving or stopping or best or self._out_of_patience() or self._is_due(step, training.checkpoint_every)
         # Frozen weights are too large to check after each update, but they are checked before each checkpoint.
         if saving or step % self.parts.config.contracts.base_every == 0:
-            self.parts.step.attest_base(step, self.parts.base)
+            self.parts.step.attest_base(step, self.parts.frozen)
         if saving:
             self._save(best=best)
             self._saved_at = step
