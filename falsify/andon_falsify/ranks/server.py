@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,7 +55,8 @@ class Server:
 
     def __init__(self, preloaded: Sequence[str] = PRELOADED) -> None:
         self._server: Any = forkserver.ForkServer()
-        self._server.set_forkserver_preload(list(preloaded))
+        unfit = {"peft"} if find_spec("bitsandbytes") else set()  # peft imports it, and it initialises CUDA
+        self._server.set_forkserver_preload([name for name in preloaded if name not in unfit])
         self._stops_at_exit = False
 
     @property
