@@ -68,7 +68,7 @@ class Verdicts:
     def closing_lines(self) -> Iterator[str]:
         for done, counts in (("broken", self.counts), ("suspected", self.suspected), ("silenced", self.silenced)):
             for name, count in counts.items():
-                first = f", first at step {self.first_steps[name]}" * (name in self.first_steps)
+                first = "" if counts is self.silenced else f", first at step {self.first_steps[name]}"
                 yield f"  {name}: {done} in {count} of {counted(self.evaluations[name], 'check')}{first}"
 
     def is_reported(self, clause: str) -> bool:
