@@ -46,7 +46,7 @@ NAMES: Mapping[torch.dtype, str] = {
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 LAUNCHER_FILES = set[str]()  # of the frames outside the script that `andon watch` runs, which are never shown
-_MOST_FRAMES = 64
+_MOST_FRAMES, _OWN = 64, os.path.dirname(__file__) + os.sep  # a stack is shown without the frames of this package
 _ACTIVITIES = (
     ("torch.utils.data", "in the data loader"),
     ("torch.distributed", "in a collective"),
@@ -330,7 +330,8 @@ def thread_stacks() -> list[dict[str, object]]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     threads: list[dict[str, object]] = []
     for ident, frame in sys._current_frames().items():
-        frames = [f"{f.filename}:{f.lineno} {f.name}" for f in traceback.extract_stack(frame, limit=_MOST_FRAMES)]
+        stack = traceback.extract_stack(frame, limit=_MOST_FRAMES)
+        frames = [f"{f.filename}:{f.lineno} {f.name}" for f in stack if not f.filename.startswith(_OWN)]
         main = ident == threading.main_thread().ident
         threads.append({"name": names.get(ident, f"thread {ident}"), "main": main, "frames": frames})
     return threads

@@ -76,6 +76,7 @@ def test_every_thread_is_in_the_stacks() -> None:
     try:
         found = {each["name"]: each for each in act.thread_stacks()}
         assert any(frame.endswith(" waiting_here") for frame in found["a reader"]["frames"])  # type: ignore[attr-defined]
+        assert not any("andon_contracts" in str(each["frames"]) for each in found.values())
         assert [each["main"] for each in found.values()].count(True) == 1
         assert thread.ident is not None
         assert act.current_activity(thread.ident).endswith(" waiting_here")

@@ -48,6 +48,9 @@ def test_a_good_ledger_holds(tmp_path: Path) -> None:
     assert exit_code(verdicts) == 0
     in_new_ledger = write(tmp_path / "resumed.jsonl", [start(writer="watch"), *resumed_run()[4:]])
     assert outcomes(in_new_ledger)["resume-equal"] is NOT_APPLICABLE
+    anew = replace(resumed_run()[4], step=0, name=None), step(1, (2, 0), weights=99)
+    again = write(tmp_path / "anew.jsonl", [start(writer="watch"), step(1, (2, 0)), *anew])
+    assert outcomes(again)["resume-equal"] is NOT_APPLICABLE
     rest = len(ALL) - 4
     assert closing_line(verdicts, 1) == f"checked 4 of {len(ALL)} claims, 1 run, {rest} not applicable, 0 unknown"
 
@@ -212,7 +215,7 @@ def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys
     path = write(tmp_path / "l.jsonl", [*records[:3], BROKEN, *records[3:]])
     assert command.main([str(path)], standalone_mode=False) == 1
     note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
-    stands = f"broken: {path} has a violation that no resume undid"
+    stands = f"broken: {path} has a violation, and no later resume made its step again"
     assert capsys.readouterr().out.splitlines()[-3:-1] == [note, stands]
     assert "only reported" in _said("halt-together", path)[1]
     suspected = write(tmp_path / "s.jsonl", [*records[:3], replace(BROKEN, action="suspected"), *records[3:]])

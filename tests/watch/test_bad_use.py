@@ -121,6 +121,7 @@ OPENED: dict[str, tuple[Callable[[], object], str]] = {
     "a word for a time, on one rank": (lambda: _open(timeout="1" if _last() else 9), "timeout must be seconds above"),
     "no patience": (lambda: _open(patience=0), "patience must be seconds above 0, such as 30, or a datetime.timedelta"),
     "no update": (lambda: _open(updates=3, start=4), "updates must be at least start (4)"),
+    "too few": (lambda: _open(start=-1, rows=0), "start must be at least 0, not -1; rows must be at least 1"),
     "a wrong limit on one rank": (lambda: _open(clip=-1.0 if _last() else None), "a number above 0, not -1.0"),
     "a limit of one": (lambda: _open(clip=1.5 if _last() else None), "settings: rank 0: clip=None, rank 1: clip=None"),
     "rows instead of their number, on one rank": (

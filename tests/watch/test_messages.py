@@ -97,7 +97,7 @@ def test_a_rank_with_its_own_rate_is_named(world: int, odd: tuple[int, ...], tmp
         f"replicas-agree broken after step 2: {WHO[world, odd]}.",
         f"  where    w (1 of 1 tensors), first at [0, 0]: {by_rank(bits)}",
         f"  before   reduced gradient agreed; {_UNREAD}; lr differs: {by_rank(rates)}",
-        "  likely   a rank-local scheduler decision  [inference, not proof]",
+        "  likely   other arguments on one rank; if it differs later, a scheduler of its own  [inference, not proof]",
         "  state    step 2 was applied; last state known equal: step 1",
         f"  bundle   {tmp_path}/2  explain: andon explain {tmp_path}/2",
         '  silence  andon.watch(..., allow={"replicas-agree": "<reason>"})',
@@ -253,8 +253,8 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
     """One rate parts the weights, and then gradients and all: one finding; the rest is counted, and a line each."""
     for rank, (heard, said) in enumerate(answers(2, _one_rate_apart)):
         assert heard == ["hyperparameters-agree"]
-        # After updates 2, 3 and 4, and before 3 and 4.
-        assert said.count("  replicas-agree: 5 checks failed, first at step 2\n") == (rank == 0)
+        # After updates 2, 3 and 4, and before 3 and 4; checked at the start too.
+        assert said.count("  replicas-agree: broken in 5 of 9 checks, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
         closing = r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ ms per step, with its waits"
         assert bool(re.search(closing, said)) == (rank == 0)

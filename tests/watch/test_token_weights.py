@@ -354,7 +354,7 @@ def test_losses_that_are_added_on_purpose_are_not_taken_for_micro_batches() -> N
 @pytest.mark.parametrize(
     ("factor", "named", "likely"),
     [
-        (4.0, "accumulation 4 or world size squared 4", "the loss is not"),
+        (4.0, "accumulation 4 or world size 2 squared", "the loss is not"),
         (0.5, "1 / world size 2 or 4 of 8 micro-batches", "the loss is divided"),
     ],
 )

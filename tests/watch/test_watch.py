@@ -156,7 +156,7 @@ def test_what_nobody_told_is_not_counted_as_evaluated(losses: int, capfd: pytest
     """The mean of losses that no rank told is nobody's fault: it is not judged, and the last lines say so."""
     model = net()
     optimizer = sgd(model)
-    with andon.watch(model, optimizer, action="raise") as w:
+    with andon.watch(model, optimizer, action="raise", verbose=True) as w:
         for _ in range(losses):
             w.loss(1.0, 1)
         w.expect("loss", 1.0, "mean")

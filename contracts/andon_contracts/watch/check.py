@@ -68,12 +68,10 @@ class Rows:
     """The rows of the present window on this rank whose gradients the loop has not thrown away."""
 
     def __init__(self) -> None:
-        self.skipped_windows: list[list[int]] = []
-        """The rows of each window whose update a loss scaler skipped."""
+        self.skipped_windows: list[list[int]] = []  # the rows of each window whose update a loss scaler skipped
         self.is_past = False
         """True while a past update is reported: parameters may already have the gradients of the next one."""
-        self.discarded = 0
-        """How often gradients were thrown away."""
+        self.discarded = 0  # how often gradients were thrown away
         self.new_window()
 
     def new_window(self) -> None:
@@ -115,27 +113,19 @@ class Context:
     halt: HaltSignal | None = None
     rows: Rows = field(default_factory=Rows)
     probes: list[OptimizerProbe] = field(default_factory=list)
-    checks: list[Check] = field(default_factory=list)
-    """The checks that belong to the whole loop."""
-    all_checks: list[Check] = field(default_factory=list)
-    """Every check once: those of the whole loop first."""
+    checks: list[Check] = field(default_factory=list)  # the checks that belong to the whole loop
+    all_checks: list[Check] = field(default_factory=list)  # every check once: those of the whole loop first
     verdicts: Verdicts = field(init=False)
     recorder: Recorder = field(init=False)
     pace: Pace = field(init=False)
-    full: bool = True
-    """Whether the present window of an optimizer ends with an update that is read in full."""
-    added_s: float = 0.0
-    """Seconds of the host that the watch added to the loop."""
-    busy_s: float = 0.0
-    """The same without waiting for other ranks and devices."""
-    steps: int = 0
-    """The updates of all optimizers since the watch began."""
+    full: bool = True  # whether the present window of an optimizer ends with an update that is read in full
+    added_s: float = 0.0  # seconds of the host that the watch added to the loop
+    busy_s: float = 0.0  # the same without waiting for other ranks and devices
+    steps: int = 0  # the updates of all optimizers since the watch began
     last_equal: int | None = None
     """The last update after which all ranks had the same weights; None before that, and with one rank."""
-    backward: Any = None
-    """The loop's backward pass that runs now (`LossPass`); None between them."""
-    muted: bool = False
-    """True while an audit runs the model: the hooks ignore its calls."""
+    backward: Any = None  # the loop's backward pass that runs now (`LossPass`); None between them
+    muted: bool = False  # true while an audit runs the model: the hooks ignore its calls
     portable: bool = False
     """Whether digests must be the same on all kinds of devices, because the ranks' devices differ."""
     longest: int = 0
@@ -233,16 +223,12 @@ class OptimizerProbe:
         self.layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start
-        self.skipped = 0
-        """The number of updates that a loss scaler skipped. Their rows count as used in the plan."""
-        self.states_equal = False
-        """Whether all ranks had the same optimizer state after the last update."""
-        self.made = 0
-        """The number of updates since the watch began."""
+        self.skipped = 0  # the number of updates that a loss scaler skipped. Their rows count as used in the plan
+        self.states_equal = False  # whether all ranks had the same optimizer state after the last update
+        self.made = 0  # the number of updates since the watch began
         self.full = self.saw_previous = True
         """Whether the next update is read in full, and whether the one before it was."""
-        self.last_full = self.updates
-        """The number of the last update that was read in full."""
+        self.last_full = self.updates  # the number of the last update that was read in full
 
     def check(self, kind: type[C]) -> C:
         return next(each for each in self.checks if isinstance(each, kind))
@@ -318,8 +304,7 @@ class Check(Listener):
 
     before_laws: Laws = ()
     after_laws: Laws = ()
-    observers: Sequence[Observer] = ()
-    """`ranks_met` makes their digests portable if the ranks' devices differ."""
+    observers: Sequence[Observer] = ()  # `ranks_met` makes their digests portable if the ranks' devices differ
 
     def __init__(self, context: Context) -> None:
         self.context = context

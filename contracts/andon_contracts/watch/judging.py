@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from andon_contracts.act import Evidence, Scene, user_line, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
-from andon_contracts.legible import log
+from andon_contracts.legible import counted, log
 from andon_contracts.violation import Violation
 from andon_contracts.watch.settings import RAISING, Settings
 
@@ -64,6 +64,12 @@ class Verdicts:
     def judge(self, laws: Sequence[Law[S]], seen: S, scene: Scene) -> None:
         """Judge `seen` by those of `laws` that are live, and report what is broken."""
         self.report_all(self.judgement(laws, seen), scene)
+
+    def closing_lines(self) -> Iterator[str]:
+        for done, counts in (("broken", self.counts), ("suspected", self.suspected), ("silenced", self.silenced)):
+            for name, count in counts.items():
+                first = "" if counts is self.silenced else f", first at step {self.first_steps[name]}"
+                yield f"  {name}: {done} in {count} of {counted(self.evaluations[name], 'check')}{first}"
 
     def is_reported(self, clause: str) -> bool:
         """True if a violation of the clause was reported, or is silenced: further ones are only counted."""

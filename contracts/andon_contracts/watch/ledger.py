@@ -104,33 +104,34 @@ class Recorder:
         self._failure = ""
         self._violations = 0
         self._last: tuple[int, dict[str, str]] = (0, {})
-        self.earlier: Path | None = None
+        self.earlier = file.path if file is not None and file.head[0] else None
         """The file, if it had lines of an earlier process."""
-        self.left: dict[str, str] = {}
-        """What the present update leaves for a resume, besides its digests."""
+        self._resume: record.Resume | None = None
+        """Written before the next line, unless that one says where the run resumes."""
+        self.left: dict[str, str] = {}  # what the present update leaves for a resume, besides its digests
 
     def opened(self, world: int, optimizers: Sequence[Optimizer], rows: int | None, start: int) -> None:
-        """Write a start line, or if the file has lines a resume line. start: the updates before the watch opened."""
+        """Write a start line, and if the run goes on a resume line. start: the updates before the watch opened."""
         if self._file is None:
             return
-        digests, resumed = self._weights(), bool(self._file.head[0])
-        self.earlier = self._file.path if resumed else None
+        digests = self._weights()
         self._last = (start, dict(digests))
         if self._subject.frozen:
             digests["base"] = hex64(flat_digest(self._subject.frozen.values()))
         identity, machine = self._origin(optimizers)
-        if not resumed:
+        if self.earlier is None:
             plan = record.Plan(rows, None, None, None, None, None)
             by = _backend(), _WRITER, _ALGORITHMS
             self._append(record.Start(_run(), machine, identity, plan, digests, world, *by, self.trained()))
-        if resumed or start:
-            torn = self._file.torn if resumed else 0
-            self._append(record.Resume(start, identity, machine, digests, world, _backend(), "the loop's own", torn))
+        if self.earlier is not None or start:
+            name = "the loop's own" if start else None
+            self._resume = record.Resume(start, identity, machine, digests, world, _backend(), name, self._file.torn)
 
     def loaded(self, step: int, name: str, world: int, optimizers: Sequence[Optimizer]) -> None:
         """Write that the loop loaded checkpoint `name` and continues after `step` updates."""
         if self._file is not None:
-            self._append(record.Resume(step, *self._origin(optimizers), self._weights(), world, _backend(), name))
+            torn, self._resume = 0 if self._resume is None else self._resume.torn, None
+            self._append(record.Resume(step, *self._origin(optimizers), self._weights(), world, _backend(), name, torn))
 
     def _weights(self) -> dict[str, str]:
         return {"weights": hex64(flat_digest(self._subject.trainable.values()))}
@@ -238,6 +239,9 @@ class Recorder:
         return f"  ledger {self._file.path}: {self._failure or f'{count} lines, digest of the last {digest}'}"
 
     def _append(self, line: record.Record) -> None:
+        resume, self._resume = self._resume, None
+        if resume is not None:
+            self._append(resume)
         if self._file is not None and not self._failure:
             _written.add(self._file.path)
             try:

@@ -62,12 +62,9 @@ class Settings:
     patience: datetime.timedelta | float = datetime.timedelta(seconds=30)
     verbose: bool = False
     budget: float | None = 0.01
-    recording: bool = False
-    """Whether rank 0 writes a ledger: then all ranks also read what only a ledger needs."""
-    sketching: bool = False
-    """Whether rank 0 writes a sketch of the first gradient beside the ledger."""
-    by_command: bool = False
-    """Whether the command `andon watch` opened the watch, so that messages name its options."""
+    recording: bool = False  # whether rank 0 writes a ledger: then all ranks also read what only a ledger needs
+    sketching: bool = False  # whether rank 0 writes a sketch of the first gradient beside the ledger
+    by_command: bool = False  # whether the command `andon watch` opened the watch, so that messages name its options
     unknown: Iterable[str] = ()  # the names of arguments that do not exist
 
     def is_sampled(self, update: int) -> bool:
@@ -97,13 +94,13 @@ class Settings:
         if self.action not in ("warn", *RAISING) and not callable(self.action):
             choices = "'warn', 'raise', 'strict' or a function that takes a violation"
             problems.append(f"action must be {choices}, not {self.action!r}")
-        for name in ("every", "start", "rows", "updates"):
+        for name, least in (("every", 1), ("start", 0), ("rows", 1), ("updates", 0)):
             value = getattr(self, name)
-            if not _is_count(value) and not (value is None and name in ("rows", "updates")):
+            if _is_count(value):
+                problems += [f"{name} must be at least {least}, not {value}"] * (value < least)
+            elif value is not None or name in ("every", "start"):
                 problems.append(f"{name} must be a whole number, not {type(value).__name__}")
         problems += subject.without_values()
-        if _is_count(self.every) and self.every < 1:
-            problems.append(f"every must be at least 1, not {self.every}")
         if _is_count(self.updates) and _is_count(self.start) and self.updates < self.start:
             problems.append(f"updates must be at least start ({self.start}), not {self.updates}")
         if self.clip is not None and not (isinstance(self.clip, SupportsFloat) and float(self.clip) > 0):

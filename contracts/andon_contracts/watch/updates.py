@@ -82,15 +82,12 @@ class Updates:
         self._context = context
         self._before_laws: dict[OptimizerProbe, Laws] = {}
         self._after_laws: dict[OptimizerProbe, Laws] = {}
-        self._met: set[OptimizerProbe] = set()
-        """Those that made an update."""
-        self._said: Observations = ()
-        """The values of all ranks before the last update that was read in full."""
+        self._met: set[OptimizerProbe] = set()  # those that made an update
+        self._said: Observations = ()  # the values of all ranks before the last update that was read in full
         self._aligned: Observations = ()
         self._reporting = False
         """Whether the loop reported rows, or ranks were at different points: then every update is read in full."""
-        self._late = False
-        """Whether an update is judged just before the next one, because every rank trains on a GPU."""
+        self._late = False  # whether an update is judged just before the next one, because every rank trains on a GPU
         self._unjudged: tuple[OptimizerProbe, Callable[[], Values], list[int]] | None = None
         """The last update if it is not judged yet: its probe, a function that gives the values after it, its rows."""
 

@@ -233,6 +233,8 @@ class Watch:
             lines.append(f"  not watched: the updates of {tensors}")
         if subject.sharded and world > 1 and not self._context.replicas.cut:
             lines.append("  not watched: bits of shards and of their optimizer state that change on one rank only")
+        if earlier := self._context.recorder.earlier:
+            lines.append(f"  ledger {earlier}: has an earlier run, which this one continues, or begins anew at step 1")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
@@ -396,19 +398,16 @@ class Watch:
         unchecked = [name for name in covers if name not in evaluated]
         findings = f"{counted(len(verdicts.counts), 'clause')} broken, {len(verdicts.suspected)} suspected"
         clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
-        times, first = counted(sum(evaluated.values()), "time"), verdicts.first_steps
-        repeated, silenced = (verdicts.counts + verdicts.suspected).items(), verdicts.silenced.items()
+        times, idle = counted(sum(evaluated.values()), "time"), counted(len(unchecked), "clause")
+        table = f"{idle}, {'--verbose' if self.settings.by_command else 'verbose=True'} lists them"
+        table = ", ".join(unchecked) if self.settings.verbose else table
         reached = open_store() if dist.is_available() and dist.is_initialized() else ""
         self._say(
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} were checked, {times} in all",
                 f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step{waits}",
-                *(
-                    f"  {name}: {counted(count, 'check')} failed, first at step {first[name]}"
-                    for name, count in repeated
-                ),
-                *(f"  {name}: {counted(count, 'check')} failed, silenced by allow" for name, count in silenced),
-                f"  not checked: {', '.join(unchecked)}" * bool(unchecked),
+                *verdicts.closing_lines(),
+                f"  not checked: {table}" * bool(unchecked),
                 *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
                 unread,
                 context.recorder.closing_line(),

@@ -92,7 +92,8 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     if clause is not None:
         yield from (f"  promise  {clause.statement}", f"  checked  {clause.schedule}")
     ranks = ", ".join(map(str, record.ranks)) + f" of {world}" * bool(world)
-    yield f"  ranks    {ranks if record.ranks else 'all, or it is not known which'}"
+    unknown = "they differ, and no majority shows which are wrong" if clause and clause.between_ranks else "all"
+    yield f"  ranks    {ranks if record.ranks else unknown}"
     if record.tensor:
         element = f", {scene['element']}" if scene.get("element") else ""
         yield f"  where    {record.tensor}{element}"

@@ -84,7 +84,7 @@ def event(record: Record, run: Recorded, *, result: bool = False) -> Iterator[st
             known = [f"{name} {record.fingerprint[name]}" for name in _VERSIONS if record.fingerprint.get(name)]
             yield f"machine     {', '.join(known)}"
         case Resume():
-            source = f"from {record.name}" if record.name is not None else "from the start"
+            source = f"from {record.name}" if record.name is not None else "(the run begins anew)"
             torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
             yield f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
         case Evaluation():
@@ -164,7 +164,7 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
         yield f"  {name:<11} {getattr(record.digests, name) or _UNKNOWN}"
     yield f"  world       {record.world} {record.backend} workers"
     if not record.ids:
-        yield "  note        the rows are unknown: the loop does not report them with w.batch(ids)"
+        yield "  note        the ledger has no row numbers: only w.batch(ids) writes them"
     elif texts.missing:
         yield f"  note        {texts.missing}"
     planned = run.start is None or run.start.plan.micro_batches is not None  # a watch records no micro-batches

@@ -85,7 +85,7 @@ def check_history(history: History) -> Verdict:
                 missing = missing or f"step {event.number}: no {field} digest of {absent}"
             if len(digests) > 1:
                 checked += 1
-                found += _differing(f"the {field} differs between ranks", f"step {event.number}", digests, field)
+                found += _differing(f"{field}: the ranks differ", f"step {event.number}", digests, field)
     return conclude(CLAIM, checked, found, missing)
 
 

@@ -109,18 +109,18 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
         return conclude(CLAIM, 0, [], f"{resumed.name} was never resumed")
     checked, missing = 0, ""
     first: dict[int, StepEvent] = {}
-    for event in resumed.steps:
-        before = event if event.line in resumed.retracted else first.setdefault(event.number, event)
-        if before is not event:
-            checked += 1
-            found += _differ(event, before, "done again after a resume", resumed.name)
+    watched = resumed.start is not None and resumed.start.watched
     began = next((run.events[0] for run in resumed.runs if run.steps), None)
-    # The process of a watched loop may resume into a new ledger.
-    elsewhere = began is not None and began.kind == "resume" and resumed.start is not None and resumed.start.watched
-    done = began.step or 0 if began is not None and elsewhere else 0
+    done = began.step or 0 if watched and began is not None and began.kind == "resume" else 0  # into a new ledger
     for run in resumed.runs:
+        anew = watched and run.resumed and run.events[0].fields.get("name") is None
+        first = {} if anew else first  # the loop began at step 1 again, and promises no equal bits
         expected = done + 1
         for event in run.steps:
+            before = event if event.line in resumed.retracted else first.setdefault(event.number, event)
+            if before is not event:
+                checked += 1
+                found += _differ(event, before, "done again after a resume", resumed.name)
             if event.number > expected:
                 wanted, seen = f"step {expected}", f"step {event.number}"
                 found.append(Counterexample(f"{wanted} is missing", seen, wanted, seen))

@@ -60,7 +60,7 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
         more = [f"{len(recorded) - _SHOWN} more"] if len(recorded) > _SHOWN else []
         lines += [f"note: {run.path} records {line}" for line in (*recorded[:_SHOWN], *more)]
         if ledgers.violation_stands(run):
-            lines.append(f"broken: {run.path} has a violation that no resume undid")
+            lines.append(f"broken: {run.path} has a violation, and no later resume made its step again")
         if ending := ledgers.unfinished(run):
             lines.append(f"note: {run.path} {ending}")
     lines.append(closing_line(verdicts, len(read)))

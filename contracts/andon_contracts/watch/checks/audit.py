@@ -40,16 +40,16 @@ def name_ratio(ratio: float, world: int, micro_batches: int, tolerance: float = 
 
     A window of `micro_batches` that is divided like a longer one has their quotient as its factor.
     """
+    both = world * micro_batches
     factors = {
-        "world size": world,
-        "accumulation": micro_batches,
-        "accumulation x world size": world * micro_batches if min(world, micro_batches) > 1 else 1,
-        "world size squared": world**2,
+        f"world size {world}": world,
+        f"accumulation {micro_batches}": micro_batches,
+        f"accumulation x world size {both}": both if min(world, micro_batches) > 1 else 1,
+        f"world size {world} squared": world**2,
     }
     explained = dict[str, float]()
-    for word, value in factors.items():
-        if value > 1:
-            explained |= {f"{word} {value}": value, f"1 / {word} {value}": 1 / value}
+    for words, value in factors.items():
+        explained |= {words: value, f"1 / {words}": 1 / value} if value > 1 else {}
     full = round(micro_batches / ratio) if 0 < ratio < 1 else 0
     if micro_batches < full <= _LONGEST_WINDOW:
         explained[f"{micro_batches} of {full} micro-batches"] = micro_batches / full

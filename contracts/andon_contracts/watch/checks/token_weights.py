@@ -409,7 +409,8 @@ class Summary:
             reason, count = self._unknown.most_common(1)[0]
             lines.append(f"  token weights: unknown in {count} {of}: {reads.REASONS[reason]}")
         if self._unequal and not self.gradients_changed:
-            lines.append(f"  token weights: in {len(self._unequal)} {of} they differ between {max(self._unequal)[1]}")
+            what = f"not those of one mean in {len(self._unequal)} {of}: they differ"
+            lines.append(f"  token weights: {what} between {max(self._unequal)[1]}")
         if self._empty:
             lines.append(f"  token weights: {self._empty[0]}; so it was in {len(self._empty)} {of}")
         if self.known and self.bits & (_STOP_SEEN | _STOP_TRAINED) == _STOP_SEEN:
