@@ -132,13 +132,13 @@ class ScriptBench(Bench):
         return _sound(self._done[key], case, what)
 
     def _cut_and_resume(self, case: Case, then: Case) -> Mapping[ExtraRun, Evidence]:
-        """Kill a run after a third of its updates, resume it in the same folder, kill it after another third, resume.
+        """Kill a run after a quarter of its updates, resume it in the same folder, kill it after a sixth more, resume.
 
+        So in a run of one or two epochs both resumptions begin in the first, and the last one goes on to the second.
         then: `case` on the ranks of the first resumption. If that ends before it can be killed, there is no second.
         """
         updates = len(self._run(case).history.trajectory)
-        third = -(-updates // 3)
-        for after in (third, 1, 1):  # a short run may be over before it is killed
+        for after in (-(-updates // 4), 1, 1):  # a short run may be over before it is killed
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
                 base, own = Path(folder), str(Path(folder) / "run")
                 self._runs += 1
@@ -147,7 +147,7 @@ class ScriptBench(Bench):
                     found: dict[ExtraRun, Evidence] = {"cut": _evidence(cut, case)}
                     left = updates - len(cut.history.trajectory)
                     # Words are filled in before each run: a pattern in them means the newest checkpoint.
-                    for at, stop in ((then, partial(_reached, third)), (case, None)):
+                    for at, stop in ((then, partial(_reached, -(-updates // 6))), (case, None)):
                         self._runs += 1
                         words = self._command.words(at, own, resumed=True)
                         again = run(words, base / f"{self._runs}", self._deadline_s, stop)
