@@ -234,7 +234,7 @@ class Observer:
             if isinstance(group, tuple):
                 sums.append(group)
                 continue
-            part = _cat([tensors[index].reshape(-1) for index in group])
+            part = _cat([tensors[index].contiguous().view(-1) for index in group])
             if part.device.type != "cpu":
                 sums.append((len(device_sums), 0))
                 device_sums.append(word_sum_tensor(part).view(1))
