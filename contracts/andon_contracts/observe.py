@@ -117,7 +117,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:

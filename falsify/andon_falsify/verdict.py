@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 Kind = Literal["trainer", "loop", "script", "ledger"]
 """What can be judged: our own trainer, anyone's training loop, a user's command, a recorded ledger."""
-ExtraRun = Literal["alone", "again", "cut", "resumed", "poisoned", "random"]
-"""A further run that a claim compares with: on one rank, on one rank once more, killed, resumed after
-the kill, with a NaN planted, with dropout."""
+ExtraRun = Literal[
+    "alone", "again", "cut", "cut again", "resumed", "poisoned", "random",
+    "perturbed 1", "perturbed 2", "perturbed 3", "perturbed 4",
+]  # fmt: skip
+"""A further run that a claim compares with: on one rank, on one rank once more, killed, resumed and killed again,
+resumed after the last kill, with a NaN planted, with dropout, on one rank from perturbed weights."""
 TrialKind = Literal["law", "halt", "resume", "memory"]
 """How a case is run: as it is, with a NaN planted, interrupted and resumed, with its bytes counted."""
 Relation = Literal["same", "part", "other"]
@@ -102,7 +105,10 @@ class Counterexample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """reasons: of every outcome but a plain holds. checked: comparisons made. worst: the largest relative error."""
+    """reasons: of every outcome but a plain holds. checked: comparisons made. worst: the largest relative error.
+
+    remedies: what the user may do about the reasons, in whole sentences.
+    """
 
     claim: str
     outcome: Outcome
@@ -110,12 +116,14 @@ class Verdict:
     checked: int = 0
     counterexamples: tuple[Counterexample, ...] = ()
     worst: float | None = None
+    remedies: tuple[str, ...] = ()
 
     @property
     def why(self) -> str:
-        """The reasons as one text; of a claim that holds, the largest relative error first."""
+        """The reasons and then the remedies; of a claim that holds, the largest relative error first."""
         error = () if self.worst is None or self.outcome is not Outcome.HOLDS else (self.worst,)
-        return "; ".join([*(f"largest relative error {each:.2e}" for each in error), *self.reasons])
+        said = "; ".join([*(f"largest relative error {each:.2e}" for each in error), *self.reasons])
+        return ". ".join([said, *self.remedies])
 
     def __post_init__(self) -> None:
         if (self.outcome is Outcome.FALSIFIED) != bool(self.counterexamples):
@@ -159,8 +167,8 @@ def not_applicable(claim: Claim, why: str) -> Verdict:
     return Verdict(claim.name, Outcome.NOT_APPLICABLE, (why,))
 
 
-def unknown(claim: Claim, why: str, checked: int = 0) -> Verdict:
-    return Verdict(claim.name, Outcome.UNKNOWN, (why,), checked)
+def unknown(claim: Claim, why: str, checked: int = 0, remedy: str = "") -> Verdict:
+    return Verdict(claim.name, Outcome.UNKNOWN, (why,), checked, remedies=(remedy,) if remedy else ())
 
 
 def merge(verdicts: Iterable[Verdict]) -> Verdict:
@@ -177,6 +185,7 @@ def merge(verdicts: Iterable[Verdict]) -> Verdict:
         sum(verdict.checked for verdict in held),
         tuple(found for verdict in held for found in verdict.counterexamples),
         max((verdict.worst for verdict in held if verdict.worst is not None), default=None),
+        tuple(dict.fromkeys(remedy for verdict in alike for remedy in verdict.remedies)),
     )
 
 

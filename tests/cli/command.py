@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from andon.cli.app import _run, guarded
 

@@ -40,10 +40,10 @@ def refused(ended: Ended, *expected: str) -> None:
 
 def test_an_unknown_option_that_names_a_setting_is_answered_with_how_to_set_it() -> None:
     wanted = {
-        "--lr=1e-4": "No such option: --lr. Use --set optimizer.lr=VALUE",
-        "--num-epochs=3": "No such option: --num-epochs. Use --set training.epochs=VALUE",
-        "--bf16": "No such option: --bf16; model.dtype=bfloat16 is for the frozen weights",
-        "--worker=3": "No such option: --worker (Possible options: --workers)",
+        "--lr=1e-4": "No such option '--lr'. Use --set optimizer.lr=VALUE.",
+        "--num-epochs=3": "No such option '--num-epochs'. Use --set training.epochs=VALUE.",
+        "--bf16": "No such option '--bf16'. model.dtype=bfloat16 is for the frozen weights",
+        "--worker=3": "No such option '--worker'. Did you mean '--workers'?",
     }
     for option, said in wanted.items():
         ended = cli("train", option)

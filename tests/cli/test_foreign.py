@@ -532,7 +532,7 @@ def test_every_command_that_is_printed_can_be_pasted(
     assert shlex.split(lines[-1])[1:] == ["andon", "replay", named, "--steps", "1"]
     (repro,) = {each.repro for verdict in verify([read_run(run)]) for each in verdict.counterexamples}
     assert shlex.split(repro) == ["andon", "verify", named]
-    init(run)
+    init.callback(run)
     assert shlex.split(capsys.readouterr().out.splitlines()[-1])[1:] == begun
     (run / "ledger.jsonl").write_text("{}\n")
     with pytest.raises(InputError) as damaged:

@@ -253,7 +253,7 @@ BAD_TABLES = {
 }
 
 
-@pytest.mark.parametrize("table", BAD_TABLES, ids=["an open quote", "a quote over rows", "an id twice"])
+@pytest.mark.parametrize("table", BAD_TABLES, ids=["an open quote", "a quote over rows"])
 def test_what_is_wrong_between_rows_is_said_where_it_begins(tmp_path: Path, table: str) -> None:
     name, _, content = table.partition(" ")
     (said,) = faults(written(tmp_path, name, content))

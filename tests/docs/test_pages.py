@@ -9,10 +9,8 @@ import re
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from andon.cli.commands import app
 from andon.console.messages import Exit
@@ -53,10 +51,9 @@ def test_every_page_is_in_the_navigation() -> None:
 @cache
 def options() -> dict[str, set[str]]:
     """The options of each `andon` command, with those of andon_falsify."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     return {
         name: {"--help"} | {option for word in each.params for option in (*word.opts, *word.secondary_opts)}
-        for name, each in commands.items()
+        for name, each in app.commands.items()
     }
 
 

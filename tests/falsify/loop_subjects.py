@@ -227,7 +227,12 @@ class OwnModel(PlainLoop):
 
 
 class OwnModelWrong(OwnModel):
+    """It does not clip either."""
+
     wrong = True
+
+    def _apply(self) -> None:
+        self._step()
 
 
 class OwnModelEvaluating(OwnModel):

@@ -35,8 +35,8 @@ class Oracle:
     def runs(self) -> int:
         return len(self.asked)
 
-    def suited(self, case: Case) -> Case:
-        return case
+    def suited(self, trial: Trial) -> Trial:
+        return trial
 
     def attempt(self, trial: Trial, claims: Collection[str] = ()) -> Mapping[str, Verdict]:
         self.asked.append(trial)

@@ -52,12 +52,11 @@ def test_what_is_written_is_read_as_the_same_trial(seed: int) -> None:
 def test_of_a_scripts_case_only_its_layout_is_written(kind: str) -> None:
     text = "train --world {world} --batch {local_batch} --accumulate {accumulation}"
     command = Command.read(text)
-    case = ScriptBench(text, 1.0).suited(Case(world=3, micro_batches=6))
-    trial = Trial(kind, case, seed=5)
+    trial = ScriptBench(text, 1.0).suited(Trial(kind, Case(world=3, micro_batches=6), seed=5))
     assert json.loads(trial.written).keys() - {"kind"} == {"batch_size"}
     read = again(trial)
     assert read.kind == kind
-    assert command.words(read.case, "run") == command.words(case, "run")
+    assert command.words(read.case, "run") == command.words(trial.case, "run")
 
 
 def test_rows_that_were_not_drawn_are_written_out() -> None:

@@ -430,8 +430,8 @@ def test_chain_intact_rejects_every_way_to_tamper() -> None:
     told(chain_intact, raw(*lines), HOLDS)
     changed = lines[1].replace('"epoch": 0', '"epoch": 1')
     assert changed != lines[1]
-    told(chain_intact, raw(lines[0], changed, *lines[2:]), FALSIFIED, "line 3: it or the line before it")
-    told(chain_intact, raw(*lines[1:]), FALSIFIED, "line 1: it or the line before it", "seq 0, seen seq 1")
+    told(chain_intact, raw(lines[0], changed, *lines[2:]), FALSIFIED, "line 3: it or the line before it was changed")
+    told(chain_intact, raw(*lines[1:]), FALSIFIED, "line 1: it or the line before it was changed", "seq 0, seen seq 1")
     told(chain_intact, raw(*lines[:2], *lines[3:]), FALSIFIED, "line 3", "expected seq 2, seen seq 3")
     told(chain_intact, raw(lines[0], lines[2], lines[1], *lines[3:]), FALSIFIED)
     told(chain_intact, raw(*lines[:2], lines[1], *lines[2:]), FALSIFIED, "seen seq 1")

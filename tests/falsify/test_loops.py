@@ -199,9 +199,10 @@ def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPoo
 
 def test_a_model_of_the_loops_own_is_judged_by_its_own_forward_pass(pools: RankPools) -> None:
     case = SGD.but(optimizer="sgd", momentum=0.0)
-    right, wrong = (
-        verdicts(LoopSubject(f"{HERE}:{name}", pools=pools).run(case)) for name in ("OwnModel", "OwnModelWrong")
-    )
+    own, spoilt = (LoopSubject(f"{HERE}:{name}", pools=pools) for name in ("OwnModel", "OwnModelWrong"))
+    unclipped = verdicts(spoilt.run(case.but(clip_norm=0.01)))["update-law"].counterexamples[0]
+    assert str(unclipped).startswith("step 1: the gradient is not clipped: the loop has to clip it to the case's clip")
+    right, wrong = (verdicts(each.run(case)) for each in (own, spoilt))
     assert not falsified(right), "\n".join(map(str, right.values()))
     assert right["gradient-law"].outcome is Outcome.HOLDS
     assert "not independent" in right["gradient-law"].why

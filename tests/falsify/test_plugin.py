@@ -101,6 +101,11 @@ def test_a_named_claim_may_fall(
     assert any(counted in line for line in done.outlines)
 
 
+def test_a_session_in_which_no_claim_applies_fails(pytester: pytest.Pytester) -> None:
+    words = ("--script", copying(pytester.path, {}), "--world", "2", "--accumulation", "1", "--claim", "resume-equal")
+    assert pytester.runpytest_inprocess(*PLUGIN, "--pyargs", "andon_falsify", *words).ret == 1
+
+
 @installed
 def test_other_suites_notice_nothing(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(OTHERS)

@@ -230,8 +230,7 @@ def test_what_keeps_all_claims_from_being_judged_is_said_once() -> None:
     second = replace(first, claim="mean")
     assert lines(first, second) == [
         "no claim can be judged: rank 0: no model",
-        "sum v2: unknown at gloo, world 2, accumulation 1",
-        "mean v2: unknown at gloo, world 2, accumulation 1",
+        "unknown (2): sum, mean",
     ]
     assert "(rank 0: no model)" in lines(first, replace(second, reasons=("another",)))[0]
     assert "(rank 0: no model)" in lines(first)[0]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from andon.config.load import template
 from andon.inspection.recorded import open_recorded
@@ -214,9 +213,7 @@ BROKEN = Broken("gradients-agree", 2, (1,), "w", "they differ", {}, "warned")
 def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = whole_run()
     path = write(tmp_path / "l.jsonl", [*records[:3], BROKEN, *records[3:]])
-    with pytest.raises(typer.Exit) as ended:
-        command([path])
-    assert ended.value.exit_code == 1
+    assert command.main([str(path)], standalone_mode=False) == 1
     note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
     stands = f"broken: {path} has a violation, and no later resume made its step again"
     assert capsys.readouterr().out.splitlines()[-3:-1] == [note, stands]
@@ -268,12 +265,6 @@ def test_the_command_joins_by_its_entry_point(tmp_path: Path) -> None:
     assert brief[:-2] + brief[-1:] == [line for line in done.out if line.split()[0] not in moot]
 
 
-def test_a_run_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
-    """64, because 1 and 2 are verdicts."""
-    done = cli("verify", tmp_path / "nothing")
-    assert (done.code, done.said) == (64, [f"andon: {tmp_path / 'nothing'}: No such file or directory"])
-
-
 def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
     info = tmp_path / "plugin-1.dist-info"
     info.mkdir()
@@ -284,7 +275,7 @@ def test_a_command_whose_package_is_absent_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=120
     )
-    hint = "run: pip install '.[falsify]' in a checkout of andon"
+    hint = "run: pip install '.[judge]' in a checkout of andon"
     assert (done.returncode, done.stderr) == (2, f"andon: andon judge: absent_package is not installed; {hint}\n")
 
 

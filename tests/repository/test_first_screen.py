@@ -37,7 +37,9 @@ def test_no_input_of_the_action_becomes_text_of_a_script() -> None:
     assert {f"${{{{ inputs.{name} }}}}" for name in ACTION["inputs"]} <= given
 
 
-@pytest.mark.parametrize(("code", "title"), [(0, "no claim is falsified"), (1, "a claim is falsified"), (64, "(64)")])
+@pytest.mark.parametrize(
+    ("code", "title"), [(0, "or are excused"), (1, "a claim is falsified"), (64, "wrong arguments")]
+)
 def test_the_action_passes_arguments_on_and_gives_the_verdict(tmp_path: Path, code: int, title: str) -> None:
     """The script of the action, with a stub for `andon`: words in quotes stay together, the exit code is andon's."""
     command = tmp_path / "bin" / "andon"
@@ -61,4 +63,4 @@ def test_the_action_passes_arguments_on_and_gives_the_verdict(tmp_path: Path, co
     assert "gradient-law: said of it" in said
     words = (tmp_path / "seen").read_text().splitlines()
     assert words[:7] == ["falsify", "--subject", "seed", "--budget", "quick", "--name", "two words"]
-    assert words[7::2] == ["--json", "--junit", "--html"]
+    assert words[7::2] == ["--json", "--junit", "--markdown", "--html"]

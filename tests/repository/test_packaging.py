@@ -5,6 +5,7 @@ from __future__ import annotations
 import configparser
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -39,6 +40,36 @@ def test_every_dependency_is_pinned_to_one_version_within_its_range() -> None:
     wrong = [str(each) for each in others if not each.specifier.contains(versions[canonicalize_name(each.name)])]
     assert wrong == []
     assert versions["torch"] == "2.13.0"
+
+
+JUDGE = ["andon.config.load", "andon_falsify.claims.ledgers", "andon_falsify.report.page"]
+JUDGE += [f"andon_falsify.cli.{name}" for name in ("falsify", "verify", "campaign")]
+JUDGE += ["andon_falsify.campaign.script_bench", "andon_falsify.compliance.plugin", "andon_falsify.loops.task"]
+
+
+def brought(texts: list[str]) -> set[str]:
+    """The distributions of the requirements `texts`, and all that they require, as they are installed."""
+    found, left = set(), [Requirement(text) for text in texts]
+    while left:
+        each = left.pop()
+        if canonicalize_name(each.name) not in found and (not each.marker or each.marker.evaluate({"extra": ""})):
+            found.add(canonicalize_name(each.name))
+            left += map(Requirement, importlib.metadata.requires(each.name) or [])
+    return found
+
+
+def test_the_judge_needs_what_its_extra_brings_and_nothing_else() -> None:
+    """At most 14 packages beside torch's. The trainer's libraries are not among them."""
+    extra = PROJECT["project"]["optional-dependencies"]["judge"]
+    judge = brought([*PROJECT["project"]["dependencies"], *extra])
+    assert len(judge - brought(["torch"])) <= 14
+    modules = importlib.metadata.packages_distributions().items()
+    absent = [name for name, of in modules if {"andon", *judge}.isdisjoint(map(canonicalize_name, of))]
+    used = [{Requirement(text).name for text in extra} & {*map(canonicalize_name, of)} and name for name, of in modules]
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); [__import__(name) for name in {JUDGE}]"
+    program += f"; print(*{{*filter(str.isalpha, filter(None, {used}))}} - {{*sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
 
 
 def test_python_versions_agree() -> None:
@@ -108,11 +139,3 @@ def test_the_change_log_and_the_citation_have_the_version() -> None:
     assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert (cited["version"], cited["license"]) == (version, license_)
-
-
-def test_the_module_is_the_command() -> None:
-    """`python -m andon`, which torchrun starts, and the declared entry point call one function."""
-    assert PROJECT["project"]["scripts"]["andon"] == "andon.__main__:main"
-    done = subprocess.run([sys.executable, "-m", "andon", "--help"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert [name for name in ("train", "watch", "falsify", "verify") if name not in done.stdout] == []

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import andon
+from andon.config.load import load_config
 from andon.console.messages import Exit, InputError
 from andon.data.readers import read
 from andon.data.rows import DataSet
@@ -198,7 +199,7 @@ def test_a_lost_rank_is_named_and_the_run_goes_on_by_its_rows(whole: Path, tmp_p
     assert sorted((tmp_path / "python" / "rows").iterdir()) == kept
     assert outcome(train(ROWS, tmp_path / "python", resume="auto").path) == outcome(whole)
     more = ["run.resume=auto", "run.backend=inline", f"run.dir={command}"]
-    again = api.start(api.load_config(command / "config.yaml", more), 0.0)
+    again = api.start(load_config(command / "config.yaml", more), 0.0)
     assert again.exit is Exit.OK
     assert outcome(tmp_path / "command") == outcome(whole)
     finished = train(ROWS, tmp_path / "python", resume="auto")

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.schema import Config

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.load import load_config

@@ -445,7 +445,11 @@ def scored(folder: Path) -> list[dict[str, Any]]:
 
 
 def without_counts(folder: Path) -> dict[str, Any]:
-    return {name: value for name, value in summary(folder).items() if name not in ("wall_s", "contracts", "memory")}
+    return {
+        name: value
+        for name, value in summary(folder).items()
+        if name not in ("wall_s", "updates", "contracts", "memory")
+    }
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import BertConfig, MistralConfig, MistralForCausalLM
-from typer.testing import CliRunner
 
 import andon
 from andon.cli.commands import app

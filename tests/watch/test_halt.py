@@ -276,6 +276,7 @@ def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.Mo
 def test_a_violation_ends_short(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a traceback. The first rank of a machine prints all of it, and each other rank its first line."""
     monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     store, begun = SignedStore(HashStore(), bytes(32)), PendingCollectives([0, 1])
     signal = HaltSignal(store, rank, 2, begun, hard_stop=False, patience_s=1.0, warns=False)
     sys.excepthook(Violation, Violation("finite broken\n  where    x"), None)

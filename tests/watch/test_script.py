@@ -388,7 +388,7 @@ FAILING = """
 import sys, os
 assert __name__ == "__main__" and sys.argv == [__file__, "--x"], sys.argv
 assert sys.path[0] == os.path.dirname(os.path.abspath(__file__)), sys.path[0]
-print([name for name in ("transformers", "peft", "hypothesis", "pydantic", "typer") if name in sys.modules])
+print([name for name in ("transformers", "peft", "hypothesis", "pydantic", "click") if name in sys.modules])
 import beside
 def fail():
     try:

@@ -6,6 +6,7 @@ It needs no collective: its values are those that the ranks exchange for the che
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -205,6 +206,11 @@ class Recorder:
 
     def _norm(self, observations: Observations) -> Real:
         return Real.of(self._subject.norm_of_all([real_of(o.values["norm share"]) for o in observations]))
+
+    def sketched(self, sums: Sequence[float], bits: int) -> None:
+        """Write the sketch of the first gradient beside the ledger. bits: the coarsest significand of the run."""
+        if self._file is not None:
+            Path(f"{self._file.path}.sketch").write_text(json.dumps({"bits": bits, "sums": sums}))
 
     def violation(self, error: Violation, action: str, applied: bool) -> None:
         self._violations += action != "suspected"

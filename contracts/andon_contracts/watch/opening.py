@@ -25,6 +25,7 @@ from andon_contracts.agree import GroupGather, own_group
 from andon_contracts.liveness.halt import HaltSignal, PendingCollectives, own_store
 from andon_contracts.liveness.store_link import SignedStore, new_secret, secret_from_ints, secret_to_ints
 from andon_contracts.violation import first_line
+from andon_contracts.watch.checks import sketch
 from andon_contracts.watch.exchange import WIDTH, Exchange, Replicas, part_of, replicas_of
 from andon_contracts.watch.ledger import open_ledger
 from andon_contracts.watch.model_probe import ModelProbe, ModuleGroup, parameters_of, unwrap
@@ -167,8 +168,9 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
         # Rank 0 sends the secret that signs heartbeats in this gather, so that it never comes into the ranks' store.
         compared = settings.compared()
         digests = {f"told {name}": text_digest(value) for name, value in compared.items()}
-        values = {"records": int(file is not None), "part": part, "copies": copies, **secret_to_ints(new_secret())}
-        values = {"problems": len(problems), **digests, **values, "mistakes": len(problems) - excused}
+        values = {"problems": len(problems), **digests, "part": part, "copies": copies, **secret_to_ints(new_secret())}
+        values |= {"records": int(file is not None), "sketch": int(sketch.requested() is not None)}
+        values |= {"mistakes": len(problems) - excused}
         seen = exchange(0, "settings", values)
         if any(o.values["problems"] for o in seen):
             texts = enumerate(exchange.gather_texts(0, "; ".join(problems)))
@@ -192,7 +194,8 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
                 raise
             # For example, pipeline stages have separate meshes: a shard cannot be recognized across stages.
             parts = Replicas(tuple(range(len(seen))))
-        settings = replace(settings, recording=bool(seen[0].values["records"]))
+        recording, sketching = bool(seen[0].values["records"]), bool(seen[0].values["sketch"])
+        settings = replace(settings, recording=recording, sketching=recording and sketching)
         halt = None
         if exchange.world_size > 1:
             # The key of the halt signal is the same on all ranks of this watch, and unique to them.

@@ -36,6 +36,7 @@ from andon_contracts.legible import legible_line, log, report_to_launcher
 from andon_contracts.liveness.halt import own_store
 from andon_contracts.violation import Halted, Violation, first_line
 from andon_contracts.watch import opening
+from andon_contracts.watch.checks.sketch import forwards, requested
 from andon_contracts.watch.intercept import Listener, listen
 from andon_contracts.watch.model_probe import parameters_of
 from andon_contracts.watch.settings import RAISING, Settings, allow_problems
@@ -188,6 +189,8 @@ class Standby(Listener):
     def __enter__(self) -> Self:
         before, after = register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)
         self._undo = [before.remove, after.remove, listen(self), self._rendezvous.close]
+        if requested() is not None:
+            self._undo += forwards.listen()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

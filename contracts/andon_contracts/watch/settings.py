@@ -63,6 +63,7 @@ class Settings:
     verbose: bool = False
     budget: float | None = 0.01
     recording: bool = False  # whether rank 0 writes a ledger: then all ranks also read what only a ledger needs
+    sketching: bool = False  # whether rank 0 writes a sketch of the first gradient beside the ledger
     by_command: bool = False  # whether the command `andon watch` opened the watch, so that messages name its options
     unknown: Iterable[str] = ()  # the names of arguments that do not exist
 

@@ -16,7 +16,7 @@ from andon_contracts.act import Scene
 from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Observations, Seen, in_lockstep
 from andon_contracts.observe import plain, start_to_cpu
 from andon_contracts.violation import Violation, first_line
-from andon_contracts.watch.check import Context, Laws, OptimizerProbe, Values
+from andon_contracts.watch.check import Check, Context, Laws, OptimizerProbe, Values
 from andon_contracts.watch.checks.audit import Audit
 from andon_contracts.watch.checks.buffers import Buffers
 from andon_contracts.watch.checks.clipping import Clipping, ClipPlace
@@ -30,6 +30,7 @@ from andon_contracts.watch.checks.passes import Passes
 from andon_contracts.watch.checks.reports import LoopReports
 from andon_contracts.watch.checks.resume import ResumedRun
 from andon_contracts.watch.checks.rows import LoadedRows
+from andon_contracts.watch.checks.sketch import GradientSketch
 from andon_contracts.watch.checks.structure import START, Structure
 from andon_contracts.watch.checks.token_weights import LogitRows, TokenWeights
 from andon_contracts.watch.checks.weights import PARTED, Weights
@@ -45,8 +46,9 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
     structure, mode, frozen, place = Structure(context), Mode(context), Frozen(context), ClipPlace(context)
     buffers, outcomes, rows, copies = Buffers(context), Outcomes(context), LoadedRows(context), ModelCopies(context)
     reports, logits = LoopReports(context), LogitRows(context)
-    resume = [ResumedRun(context)] if context.settings.recording else []
-    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies, logits, *resume]
+    recorded: list[Check] = [ResumedRun(context)] if context.settings.recording else []
+    recorded += [GradientSketch(context)] if context.settings.sketching else []
+    context.checks = [structure, mode, buffers, frozen, reports, outcomes, rows, place, copies, logits, *recorded]
     for optimizer in optimizers:
         probe = OptimizerProbe(optimizer, context)
         weights, scale = Weights(context, probe), TokenWeights(context, probe, logits)
@@ -56,7 +58,7 @@ def add_checks(context: Context, optimizers: Sequence[torch.optim.Optimizer]) ->
         gradients = Gradients(context, probe, scale, next(iter(clipping), None))
         probe.checks = [
             *(structure, mode, Optimizer(context, probe), buffers, weights, frozen, gradients),
-            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit, *resume),
+            *(*clipping, Applied(context, probe), outcomes, rows, place, copies, scale, reports, *audit, *recorded),
             Passes(context, probe),
         ]
         context.probes.append(probe)

@@ -15,7 +15,8 @@ from andon.launch import context as preemption
 from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"
-_COMMAND_LIBRARIES = ("typer", "pydantic", "yaml", "rich", "click")  # libraries that every command imports
+_OF_EXTRAS = ("click", "pydantic", "yaml", "rich", "transformers", "peft", "safetensors", "tokenizers", "numpy")
+_JUDGES = (["falsify"], ["verify"])
 
 
 def main() -> NoReturn:
@@ -31,7 +32,7 @@ def main() -> NoReturn:
         _open_closed_streams()
         code = guarded(_run)
         preemption.end()
-    except KeyboardInterrupt:  # during imports; typer handles it during a command
+    except KeyboardInterrupt:  # during imports; a command handles its own
         code = _say("interrupted", Exit.INTERRUPTED)
     except preemption.Interrupted as interruption:
         by_hand = interruption.signum == signal.SIGINT
@@ -75,7 +76,7 @@ def _run() -> int:
 
     try:
         app()
-    except SystemExit as ended:  # typer always exits, with 2 after usage errors
+    except SystemExit as ended:  # click always exits, with 2 after usage errors
         return ended.code if isinstance(ended.code, int) else int(Exit.OK)
     return int(Exit.OK)
 
@@ -90,9 +91,10 @@ def guarded(work: Callable[[], int]) -> int:
     except Violation as error:
         return _say(str(error), Exit.VIOLATION)
     except Exception as error:  # the last resort: one line for a user, the traceback on request
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _COMMAND_LIBRARIES:
-            return _say(f"{error.name} is not installed; {install_hint('train')}", Exit.USAGE)
-        if isinstance(error, OSError) and _is_of_stdout(error):  # from the help, which typer writes itself
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OF_EXTRAS:
+            extra = "judge" if sys.argv[1:2] in _JUDGES else "train"
+            return _say(f"{error.name} is not installed; {install_hint(extra)}", Exit.USAGE)
+        if isinstance(error, OSError) and _is_of_stdout(error):  # from the help, which click writes itself
             return _say(str(not_written(error)), Exit.USAGE)
         if os.environ.get(_TRACEBACK) == "1":
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -12,81 +11,70 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from importlib.metadata import EntryPoint, entry_points, version
+from functools import wraps
+from importlib.metadata import EntryPoint, entry_points
 from itertools import tee
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from typer import Argument, Context, Option, Typer
-from typer import Exit as Ended
-from typer.core import TyperCommand
+import click
+from click.exceptions import Exit as Ended
 
 from andon.console.messages import Exit, InputError, Problem, command_line, install_hint, module_command, put, say
 from andon.launch.context import bind_to_parent
 from andon_contracts.liveness.process import exit_text
 
 PLUGINS = "andon.commands"
-"""Entry point group for commands of other packages: a name for a typer app or a function."""
+"""Entry point group for commands of other packages: a name for a click command."""
 _MOST_WORKERS = 4096
-_NUMBER = re.compile(r"Input should be a valid (integer|number), .*|.* is not a valid (?:integer|float)\.")
+_NUMBER = re.compile(r".* is not a valid (integer|float)( range)?\.")
 _ANYTHING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-app = Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-)
 
-
-def _show_version(requested: bool) -> None:
-    if requested:
-        put(version("andon"))
-        raise Ended
-
-
-@app.callback()
-def andon(
-    shown: Annotated[
-        bool, Option("--version", is_eager=True, callback=_show_version, help="Print the version.")
-    ] = False,
-) -> None:
-    """Finds silent errors in data-parallel training: checks any loop, tests trainers, trains reproducibly."""
-
-
-class _Command(TyperCommand):
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+class _Command(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().make_context(*args, **kwargs)
-        except Exception as error:
-            # By class name: some versions of typer vendor click, others import it.
-            fault: Any = error
-            if (plain := _NUMBER.fullmatch(str(getattr(fault, "message", "")))) is not None:
-                fault.message = f"must be a {'whole ' if plain[1] == 'integer' else ''}number"
-            unknown: Any = error if type(error).__name__ == "NoSuchOption" else None
-            if unknown is not None and any("--set" in option.opts for option in self.params):
+            return super().parse_args(ctx, args)
+        except click.BadParameter as error:
+            if (plain := _NUMBER.fullmatch(error.message)) is None:
+                raise
+            remedy = f"must be a {'whole ' if plain[1] == 'integer' else ''}number"
+            raise click.BadParameter(remedy, ctx=ctx, param=error.param, param_hint=error.param_hint) from None
+        except click.NoSuchOption as error:
+            if any("--set" in option.opts for option in self.params):
                 from andon.config.load import meant_by
 
-                meant = meant_by(unknown.option_name.lstrip("-").replace("-", "_"))
+                meant = meant_by(error.option_name.lstrip("-").replace("-", "_"))
                 if meant:
-                    unknown.message += f". Use --set {meant}=VALUE" if " " not in meant else f"; {meant}"
-                    unknown.possibilities = None
+                    remedy = f"Use --set {meant}=VALUE" if " " not in meant else meant
+                    raise click.NoSuchOption(error.option_name, f"{error.message} {remedy}.", ctx=ctx) from None
             raise
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # typer exits without a message
+        except KeyboardInterrupt:  # click would exit with 1
             say("interrupted")
-            raise
+            raise Ended(int(Exit.INTERRUPTED)) from None
+
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence of the docstring; click would cut it at `limit`."""
+        return f"{(self.help or '').partition('. ')[0].rstrip('.')}."
 
 
-def _listed(function: Callable[..., None], name: str = "", **settings: Any) -> Callable[..., None]:
-    first = (function.__doc__ or "").strip().partition(". ")[0].rstrip(".")
-    app.command(name or function.__name__, cls=_Command, short_help=f"{first}.", **settings)(function)
-    return function
+class _Commands(click.Group):
+    command_class = _Command
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of their definition."""
+        return [*self.commands]
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="andon", message="%(version)s", help="Print the version.")
+def app() -> None:
+    """Finds silent errors in data-parallel training: checks any loop, tests trainers, trains reproducibly."""
 
 
 class ConfigArguments(NamedTuple):
@@ -111,63 +99,61 @@ def _train_files(arguments: Sequence[str]) -> object:
     return files[0]["path"] if len(files) == 1 and "weight" not in files[0] else files
 
 
-def _config_arguments(
-    config: Annotated[Path | None, Argument(help="YAML file; by default the built-in demo.")] = None,
-    backend: Annotated[str | None, Option(help="auto, inline, gloo, nccl or mixed.")] = None,
-    task: Annotated[
-        str | None, Option(metavar="NAME", help="The task, such as regression; by default it follows from the data.")
-    ] = None,
-    data: Annotated[
-        list[str] | None,
-        Option(
-            metavar="FILE[=WEIGHT]",
-            help="Training rows: JSONL, CSV, TSV or Parquet. Repeat it for more files. Each row occurs WEIGHT times.",
-        ),
-    ] = None,
-    eval_data: Annotated[str | None, Option(help="Rows to evaluate on, never trained on.")] = None,
-    text_column: Annotated[str | None, Option(help="Column of the texts.")] = None,
-    label_column: Annotated[str | None, Option(help="Column of the labels.")] = None,
-    model: Annotated[str | None, Option(help="Hugging Face model folder or hub id of the base.")] = None,
-    overrides: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override one setting, as in optimizer.lr=1e-3.")
-    ] = None,
-) -> ConfigArguments:
-    flags = {
-        "run.backend": backend,
-        "task": task,
-        "data.train": _train_files(data) if data else None,
-        "data.eval": eval_data,
-        "data.text_column": text_column,
-        "data.label_column": label_column,
-        "model.base": model,
-    }
-    return ConfigArguments(config, overrides or (), {key: value for key, value in flags.items() if value is not None})
+_FLAGS = {
+    "backend": "run.backend",
+    "task": "task",
+    "eval_data": "data.eval",
+    "text_column": "data.text_column",
+    "label_column": "data.label_column",
+    "model": "model.base",
+}
+_WEIGHTED = "Training rows: JSONL, CSV, TSV or Parquet. Repeat it for more files. Each row occurs WEIGHT times."
+_SHARED = (
+    click.argument("config", type=Path, required=False, help="YAML file; by default the built-in demo."),
+    click.option("--backend", help="auto, inline, gloo, nccl or mixed."),
+    click.option("--task", metavar="NAME", help="The task, such as regression; by default it follows from the data."),
+    click.option("--data", multiple=True, metavar="FILE[=WEIGHT]", help=_WEIGHTED),
+    click.option("--eval-data", help="Rows to evaluate on, never trained on."),
+    click.option("--text-column", help="Column of the texts."),
+    click.option("--label-column", help="Column of the labels."),
+    click.option("--model", help="Hugging Face model folder or hub id of the base."),
+    click.option(
+        "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override one setting, as in optimizer.lr=1e-3."
+    ),
+)
 
 
 def _configured(command: Callable[..., None]) -> Callable[..., None]:
-    file, *shared = inspect.signature(_config_arguments, eval_str=True).parameters.values()
-    _, *own = inspect.signature(command, eval_str=True).parameters.values()
+    """Add the parameters of a configuration to `command`, which receives them as a `ConfigArguments`, first."""
 
-    def wrapper(**values: Any) -> None:
-        command(_config_arguments(**{each.name: values.pop(each.name) for each in (file, *shared)}), **values)
+    @wraps(command)
+    def wrapper(config: Path | None, data: tuple[str, ...], overrides: tuple[str, ...], **values: Any) -> None:
+        flags = {key: values.pop(name) for name, key in _FLAGS.items()}
+        flags["data.train"] = _train_files(data) if data else None
+        given = {key: value for key, value in flags.items() if value is not None}
+        command(ConfigArguments(config, overrides, given), **values)
 
-    parameters = [file, *own, *shared]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {each.name: each.annotation for each in parameters}
-    wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
+    for each in reversed(_SHARED):
+        wrapper = each(wrapper)
     return wrapper
 
 
-@_listed
+@app.command()
+@click.option("--workers", type=int, help="Ranks on this machine.")
+@click.option("--resume", help="auto: continue --run-dir, or the newest unfinished run.")
+@click.option("--run-dir", help="Folder of the run; a new one under runs/ by default.")
+@click.option("--quiet", is_flag=True, help="Print no progress and no scores.")
+@click.option("--json", "as_json", is_flag=True, help="Print metrics as lines of JSON.")
+@click.option("--verbose", is_flag=True, help="Print all metrics, audits and digests, too.")
 @_configured
 def train(
     arguments: ConfigArguments,
-    workers: Annotated[int | None, Option(help="Ranks on this machine.")] = None,
-    resume: Annotated[str | None, Option(help="auto: continue --run-dir, or the newest unfinished run.")] = None,
-    run_dir: Annotated[str | None, Option(help="Folder of the run; a new one under runs/ by default.")] = None,
-    quiet: Annotated[bool, Option("--quiet", help="Print no progress and no scores.")] = False,
-    as_json: Annotated[bool, Option("--json", help="Print metrics as lines of JSON.")] = False,
-    verbose: Annotated[bool, Option("--verbose", help="Print all metrics, audits and digests, too.")] = False,
+    workers: int | None,
+    resume: str | None,
+    run_dir: str | None,
+    quiet: bool,
+    as_json: bool,
+    verbose: bool,
 ) -> None:
     """Fine-tune a model on your rows. Any number of workers gives the same bits."""
     modes = [name for name, on in (("quiet", quiet), ("json", as_json), ("verbose", verbose)) if on]
@@ -181,8 +167,9 @@ def train(
     raise Ended(int(run_training(arguments.file, arguments.overrides, own | arguments.flags)))
 
 
-@_listed
-def init(path: Annotated[Path, Argument(help="A folder for config.yaml, or the file itself (.yaml).")]) -> None:
+@app.command()
+@click.argument("path", type=Path, help="A folder for config.yaml, or the file itself (.yaml).")
+def init(path: Path) -> None:
     """Write a commented config.yaml with every setting at its default."""
     from andon.config.load import template
     from andon.config.source import is_folder, is_there
@@ -220,13 +207,11 @@ def in_a_child(command: str) -> None:
     raise Ended(code if code >= 0 else int(Exit.RANK_LOST))
 
 
-@_listed
+@app.command()
+@click.option("--workers", type=click.IntRange(min=1), help="Ranks on this machine.")
+@click.option("--show-row", type=int, help="Show this training row token by token; the first is 0.")
 @_configured
-def check(
-    arguments: ConfigArguments,
-    workers: Annotated[int | None, Option(min=1, help="Ranks on this machine.")] = None,
-    show_row: Annotated[int | None, Option(help="Show this training row token by token; the first is 0.")] = None,
-) -> None:
+def check(arguments: ConfigArguments, workers: int | None, show_row: int | None) -> None:
     """Check settings, data and model without training. Reports rows, steps and workers, or every mistake."""
     from andon.integrations.trackers import require
     from andon.training.existing import settings_for
@@ -240,12 +225,11 @@ def check(
         put(line)
 
 
-@_listed
-def doctor(
-    folder: Annotated[Path, Argument(help="The folder for runs.")] = Path("runs"),
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object.")] = False,
-    timeout: Annotated[float, Option(min=1, help="Time limit of each check in seconds.")] = 60,
-) -> None:
+@app.command()
+@click.argument("folder", type=Path, default=Path("runs"), help="The folder for runs; by default runs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Time limit of each check in seconds.")
+def doctor(folder: Path, as_json: bool, timeout: float) -> None:
     """Check whether this machine can train, and how to repair it. Exit code 0 if it can, else 1."""
     from andon.inspection.doctor import examine
 
@@ -263,27 +247,22 @@ def doctor(
     raise Ended(int(Exit.OK if can else Exit.CRASHED))
 
 
-def watch(context: Context) -> None:
+@app.command(context_settings={**_ANYTHING, "help_option_names": []})  # the script parses its own options
+@click.pass_context
+def watch(context: click.Context) -> None:
     """Run your own training script and check every update. See andon watch --help."""
-    # Registered only for --help: `main` runs it without importing typer.
+    # Registered only for --help: `main` runs it without importing click.
     from andon_contracts.watch.script import main
 
     raise Ended(main(context.args))
 
 
-_listed(watch, context_settings={**_ANYTHING, "help_option_names": []})  # the script parses its own options
-
-
-@_listed
+@app.command()
+@click.option("--workers", help="Numbers of workers, as in 1,2,4; by default run.workers.")
+@click.option("--gpu-memory", type=float, metavar="GIB", help="Plan for GPUs of this size instead of this machine.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object; sizes are in bytes.")
 @_configured
-def plan(
-    arguments: ConfigArguments,
-    workers: Annotated[str | None, Option(help="Numbers of workers, as in 1,2,4; by default run.workers.")] = None,
-    gpu_memory: Annotated[
-        float | None, Option(metavar="GIB", help="Plan for GPUs of this size instead of this machine.")
-    ] = None,
-    as_json: Annotated[bool, Option("--json", help="Print one JSON object; sizes are in bytes.")] = False,
-) -> None:
+def plan(arguments: ConfigArguments, workers: str | None, gpu_memory: float | None, as_json: bool) -> None:
     """Estimate the memory that a run needs on each device. Exit code 0 if it fits, else 2."""
     from andon.training.choices import placed
     from andon.training.existing import settings_for
@@ -310,31 +289,42 @@ def plan(
         raise Ended(int(Exit.USAGE))
 
 
-FinishedRun = Annotated[Path, Argument(help="Run folder.")]
-Base = Annotated[
-    str | None, Option("--model", metavar="PATH", help="The base model, if it was moved; its digest must match.")
-]
-Checkpoint = Annotated[
-    str | None, Option(metavar="best|last|STEP", help="Use this checkpoint; by default the result of the run.")
-]
-BadRows = Annotated[
-    str | None, Option(metavar="refuse|skip", help="skip: leave out and list unusable rows; by default as in the run.")
-]
-Device = Annotated[str, Option(metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one.")]
-SameAsData = Annotated[Path | None, Option("--data", help="The same as DATA.")]
-Output = Annotated[Path | None, Option(help="Write a .csv, .tsv, .jsonl or .parquet file instead.")]
+_finished_run = click.argument("run", type=Path, help="Run folder.")
+_base = click.option("--model", metavar="PATH", help="The base model, if it was moved; its digest must match.")
+_checkpoint = click.option(
+    "--checkpoint", metavar="best|last|STEP", help="Use this checkpoint; by default the result of the run."
+)
+_bad_rows = click.option(
+    "--bad-rows", metavar="refuse|skip", help="skip: leave out and list unusable rows; by default as in the run."
+)
+_device = click.option(
+    "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one."
+)
+_same_as_data = click.option("--data", type=Path, help="The same as DATA.")
+_texts = click.option("--text-column", help="Column of the texts; as in the run by default.")
+_output = click.option("--output", type=Path, help="Write a .csv, .tsv, .jsonl or .parquet file instead.")
 
 
+@app.command("eval")
+@_finished_run
+@click.argument("file", type=Path, required=False, metavar="[DATA]", help="Rows with labels.")
+@_same_as_data
+@_texts
+@click.option("--label-column", help="Column of the labels; as in the run by default.")
+@_bad_rows
+@_base
+@_checkpoint
+@_device
 def evaluate(
-    run: FinishedRun,
-    file: Annotated[Path | None, Argument(metavar="DATA", help="Rows with labels.")] = None,
-    data: SameAsData = None,
-    text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
-    label_column: Annotated[str | None, Option(help="Column of the labels; as in the run by default.")] = None,
-    bad_rows: BadRows = None,
-    model: Base = None,
-    checkpoint: Checkpoint = None,
-    device: Device = "auto",
+    run: Path,
+    file: Path | None,
+    data: Path | None,
+    text_column: str | None,
+    label_column: str | None,
+    bad_rows: str | None,
+    model: str | None,
+    checkpoint: str | None,
+    device: str,
 ) -> None:
     """Score a run's model on a file; prints JSON."""
     from andon.cli.results import one_file
@@ -353,21 +343,28 @@ def evaluate(
     put(*json.dumps(scored(trained, rows), indent=2).splitlines())
 
 
-_listed(evaluate, "eval")
-
-
-@_listed
+@app.command()
+@_finished_run
+@click.argument("file", type=Path, required=False, metavar="[DATA]", help="Texts: JSONL, CSV, TSV or Parquet.")
+@_same_as_data
+@_texts
+@_bad_rows
+@click.option("--all-scores", is_flag=True, help="Also print the probability of every label.")
+@_output
+@_base
+@_checkpoint
+@_device
 def predict(
-    run: FinishedRun,
-    file: Annotated[Path | None, Argument(metavar="DATA", help="Texts: JSONL, CSV, TSV or Parquet.")] = None,
-    data: SameAsData = None,
-    text_column: Annotated[str | None, Option(help="Column of the texts; as in the run by default.")] = None,
-    bad_rows: BadRows = None,
-    all_scores: Annotated[bool, Option("--all-scores", help="Also print the probability of every label.")] = False,
-    output: Output = None,
-    model: Base = None,
-    checkpoint: Checkpoint = None,
-    device: Device = "auto",
+    run: Path,
+    file: Path | None,
+    data: Path | None,
+    text_column: str | None,
+    bad_rows: str | None,
+    all_scores: bool,
+    output: Path | None,
+    model: str | None,
+    checkpoint: str | None,
+    device: str,
 ) -> None:
     """Label the texts of a file or the lines of standard input. Prints a JSON object for each, with its columns.
 
@@ -400,21 +397,26 @@ def predict(
         say(note)
 
 
-@_listed
+@app.command()
+@_finished_run
+@click.argument("prompt", nargs=-1, help="Prompts; without them --data, or lines of standard input.")
+@click.option("--data", type=Path, help="Prompts: JSONL, CSV, TSV or Parquet.")
+@click.option("--prompt-column", help="Column of the prompts; by default prompt, else messages.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=256, help="The most tokens of one answer.")
+@_output
+@_base
+@_checkpoint
+@_device
 def generate(
-    run: FinishedRun,
-    prompt: Annotated[
-        list[str] | None, Argument(help="Prompts; without them --data, or lines of standard input.")
-    ] = None,
-    data: Annotated[Path | None, Option(help="Prompts: JSONL, CSV, TSV or Parquet.")] = None,
-    prompt_column: Annotated[
-        str | None, Option(help="Column of the prompts; by default prompt, else messages.")
-    ] = None,
-    max_new_tokens: Annotated[int, Option(min=1, help="The most tokens of one answer.")] = 256,
-    output: Output = None,
-    model: Base = None,
-    checkpoint: Checkpoint = None,
-    device: Device = "auto",
+    run: Path,
+    prompt: tuple[str, ...],
+    data: Path | None,
+    prompt_column: str | None,
+    max_new_tokens: int,
+    output: Path | None,
+    model: str | None,
+    checkpoint: str | None,
+    device: str,
 ) -> None:
     """Answer prompts by greedy decoding. Prints a JSON object for each."""
     from andon.cli.results import cell, check_output, put_rows, read_lines
@@ -428,7 +430,7 @@ def generate(
     if prompt and data is not None:
         raise InputError.at("--data", f"{data} cannot be combined with a prompt; give one of them")
     check_output(output, data)
-    faults = [fault for each in prompt or () if (fault := text_fault(each)) is not None]
+    faults = [fault for each in prompt if (fault := text_fault(each)) is not None]
     if faults:
         raise InputError([Problem("the prompt", fault) for fault in faults])
     if data is None and prompt_column is not None:
@@ -442,20 +444,26 @@ def generate(
     put_rows(({**row, "prompt": cell(row["prompt"], output)} for row in rows), output)
 
 
-@_listed
+@app.command()
+@_finished_run
+@click.argument("target", type=Path, metavar="DIR", help="A new folder.")
+@click.option("--merge", is_flag=True, help="Merge the adapter into the base model.")
+@click.option("--dtype", help="float32 or bfloat16, the type of merged weights; by default as in the run.")
+@click.option(
+    "--check", default="rows", metavar="rows|full|none", help="Compare a few outputs with the run's, many, or none."
+)
+@_base
+@_checkpoint
+@_device
 def export(
-    run: FinishedRun,
-    target: Annotated[Path, Argument(metavar="DIR", help="A new folder.")],
-    merge: Annotated[bool, Option("--merge", help="Merge the adapter into the base model.")] = False,
-    dtype: Annotated[
-        str | None, Option(help="float32 or bfloat16, the type of merged weights; by default as in the run.")
-    ] = None,
-    check: Annotated[
-        str, Option(metavar="rows|full|none", help="Compare a few outputs with the run's, many, or none.")
-    ] = "rows",
-    model: Base = None,
-    checkpoint: Checkpoint = None,
-    device: Device = "auto",
+    run: Path,
+    target: Path,
+    merge: bool,
+    dtype: str | None,
+    check: str,
+    model: str | None,
+    checkpoint: str | None,
+    device: str,
 ) -> None:
     """Export a run's model for transformers and peft, with a model card."""
     from andon.training.existing import config_of, require_run
@@ -479,7 +487,7 @@ def export(
     put(f"wrote {target}: {f'a model of transformers in {chosen}' if whole else 'an adapter of peft'}", *lines)
 
 
-Run = Annotated[Path, Argument(help="Run folder, or its ledger.jsonl.")]
+_run = click.argument("run", type=Path, help="Run folder, or its ledger.jsonl.")
 
 
 def _put_each(lines: Iterable[str]) -> None:
@@ -487,12 +495,11 @@ def _put_each(lines: Iterable[str]) -> None:
         put(line)
 
 
-@_listed
-def show(
-    run: Run,
-    number: Annotated[int | None, Argument(metavar="[STEP]", help="The same as --step.")] = None,
-    step: Annotated[int | None, Option(help="Show this step: rows, losses, digests, ranks.")] = None,
-) -> None:
+@app.command()
+@_run
+@click.argument("number", type=int, required=False, metavar="[STEP]", help="The same as --step.")
+@click.option("--step", type=int, help="Show this step: rows, losses, digests, ranks.")
+def show(run: Path, number: int | None, step: int | None) -> None:
     """List the events of a run, or the rows, losses and digests of one step."""
     if number is not None and step is not None:
         raise InputError.at("--step", f"is {step}, and the argument is {number}; give one of them")
@@ -504,19 +511,19 @@ def show(
     _put_each(overview(recorded) if step is None else one_step(recorded, step, texts_of(recorded.folder)))
 
 
-@_listed
-def explain(path: Annotated[Path, Argument(help="Bundle of a violation, its run, or the name of a clause.")]) -> None:
+@app.command()
+@click.argument("path", type=Path, help="Bundle of a violation, its run, or the name of a clause.")
+def explain(path: Path) -> None:
     """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained
 
     _put_each(explained(path))
 
 
-@_listed
-def diff(
-    one: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
-    other: Annotated[Path, Argument(help="Run folder, ledger, or configuration (.yaml).")],
-) -> None:
+@app.command()
+@click.argument("one", type=Path, help="Run folder, ledger, or configuration (.yaml).")
+@click.argument("other", type=Path, help="Run folder, ledger, or configuration (.yaml).")
+def diff(one: Path, other: Path) -> None:
     """Find the first step at which two runs differ. Exit code 0 same, 1 different, 2 not comparable."""
     from andon.inspection.difference import compare, read_side
 
@@ -525,15 +532,12 @@ def diff(
     raise Ended(differences.result.value)
 
 
-@_listed
-def replay(
-    run: Annotated[Path, Argument(help="Run folder; nothing is written into it.")],
-    steps: Annotated[str, Option(help="Steps to compute again, as in 3:7.")],
-    workers: Annotated[
-        int | None, Option(help="Ranks on this machine; by default as in the run, at most one per core.")
-    ] = None,
-    backend: Annotated[str | None, Option(help="inline, gloo, nccl or mixed.")] = None,
-) -> None:
+@app.command()
+@click.argument("run", type=Path, help="Run folder; nothing is written into it.")
+@click.option("--steps", required=True, help="Steps to compute again, as in 3:7.")
+@click.option("--workers", type=int, help="Ranks on this machine; by default as in the run, at most one per core.")
+@click.option("--backend", help="inline, gloo, nccl or mixed.")
+def replay(run: Path, steps: str, workers: int | None, backend: str | None) -> None:
     """Compute steps of a run again and compare the bits. Exit code 0 same, 1 different, 2 not comparable."""
     from andon.inspection.replay import ReplayFailed, replay_run
 
@@ -546,14 +550,11 @@ def replay(
     raise Ended(differences.result.value)
 
 
-@_listed
-def report(
-    run: Run,
-    other: Annotated[Path | None, Argument(help="A second run, shown next to the first.")] = None,
-    html: Annotated[
-        Path | None, Option(help="The file to write; by default RUN/report.html or RUN/report-OTHER.html.")
-    ] = None,
-) -> None:
+@app.command()
+@_run
+@click.argument("other", type=Path, required=False, help="A second run, shown next to the first.")
+@click.option("--html", type=Path, help="The file to write; by default RUN/report.html or RUN/report-OTHER.html.")
+def report(run: Path, other: Path | None, html: Path | None) -> None:
     """Write an HTML page on a run, or on two side by side: curves, scores, events, differences."""
     # The default name contains the other run's, so that no report overwrites another.
     suffix = "" if other is None else f"-{other.resolve().name if other.is_dir() else other.stem}"
@@ -585,23 +586,16 @@ def plugin_output(name: str, *arguments: str) -> tuple[int, list[str]] | None:
     return process.returncode, (process.stdout or process.stderr).decode(errors="backslashreplace").splitlines()
 
 
-def _absent(point: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
-    def command() -> None:
-        raise InputError.at(f"andon {point.name}", f"{error.name} is not installed; {install_hint('falsify')}")
+def _absent(point: EntryPoint, error: ModuleNotFoundError) -> click.Command:
+    def refuse() -> None:
+        raise InputError.at(f"andon {point.name}", f"{error.name} is not installed; {install_hint('judge')}")
 
-    return command
+    return click.Command(point.name, callback=refuse, help=f"(needs {error.name})", context_settings=_ANYTHING)
 
 
 # A plugin whose libraries are missing is listed too; calling it names the missing library.
 for _point in sorted(entry_points(group=PLUGINS), key=attrgetter("name")):
     try:
-        _loaded = _point.load()
+        app.add_command(_point.load(), _point.name)
     except ModuleNotFoundError as _error:
-        app.command(_point.name, help=f"(needs {_error.name})", context_settings=_ANYTHING)(_absent(_point, _error))
-        continue
-    if isinstance(_loaded, Typer):
-        app.add_typer(_loaded, name=_point.name)
-    else:
-        # Without `short_help`, typer would cut the docstring in mid-sentence.
-        _first = (_loaded.__doc__ or "").partition("\n")[0]
-        app.command(_point.name, cls=getattr(_loaded, "command_class", None), short_help=_first)(_loaded)
+        app.add_command(_absent(_point, _error))

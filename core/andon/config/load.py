@@ -227,7 +227,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = (), flags: Mapping
     except ValidationError as error:
         for key_path, what in _faults(error):
             problems.add(_where(key_path, path, lines, origins), what)
-            wrong.add(key_path[:2])
+            wrong |= {key_path[:2]} if key_path else set()  # without a path, the whole is no mapping
     try:
         problems.raise_if_any()
     except InputError as error:

@@ -225,10 +225,9 @@ def put(*lines: str) -> bool:
 
     Returns False if the reader has closed the pipe, as in `andon predict RUN | head -1`.
     """
-    import typer  # needed by commands only
-
     try:
-        typer.echo("\n".join(map(legible_line, lines)))
+        sys.stdout.write("\n".join(map(legible_line, lines)) + "\n")
+        sys.stdout.flush()
     except BrokenPipeError:
         return False
     except OSError as error:

@@ -238,7 +238,7 @@ class TrainingRun:
         try:
             command = next(iter(commands)).load()
         except (StopIteration, ModuleNotFoundError):
-            raise InputError.at("andon verify", f"andon_falsify is not installed; {install_hint('falsify')}") from None
+            raise InputError.at("andon verify", f"andon_falsify is not installed; {install_hint('judge')}") from None
         try:
             return Verified(*command.report([self.path]))
         except OSError as error:

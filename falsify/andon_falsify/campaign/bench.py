@@ -9,7 +9,6 @@ from dataclasses import replace
 from andon_falsify.campaign.trial import KINDS, Trial
 from andon_falsify.claims import claims_of, judged
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
-from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Kind, Verdict, not_applicable, unknown
 
 
@@ -41,9 +40,9 @@ class Bench(ABC):
     def runs(self) -> int:
         """How often the subject has been run."""
 
-    def suited(self, case: Case) -> Case:
-        """`case` with the settings removed that this kind of subject cannot be given, such as the model of a script."""
-        return case
+    def suited(self, trial: Trial) -> Trial:
+        """`trial` without the settings that this kind of subject cannot be given, such as the model of a script."""
+        return trial
 
     def inapplicable(self, trial: Trial) -> str:
         """Why no claim of this trial can apply to the subject, known without a run; or ""."""

@@ -8,10 +8,11 @@ import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from andon.console.messages import InputError, Problem
+from andon.console.messages import InputError, Problem, install_hint
 from andon_falsify.campaign.trial import BUDGETS, Budget
+from andon_falsify.claims import CHECKS
 from andon_falsify.claims.clauses import ALIASES
-from andon_falsify.peers.registry import PEERS
+from andon_falsify.peers.registry import PEERS, installed
 
 OURS = "andon"
 _MOST_RANKS, _MOST_SEEDS, _MOST_DIGITS = 64, 10_000, 18
@@ -58,7 +59,7 @@ def read_request(
     worlds = _numbers("--world", world, wrong)
     accumulations = _numbers("--accumulation", accumulation, wrong)
     backends = _words(backend)
-    seeds = _seeds(seed, wrong)
+    seeds = read_seeds("--seed", seed, wrong)
     if budget not in BUDGETS:
         wrong.append(Problem("--budget", f"must be one of {', '.join(BUDGETS)}, not {budget!r}"))
     wrong += _subject_problems(subject, script)
@@ -86,7 +87,8 @@ def check_names(option: str, given: Sequence[str], known: Collection[str], what:
     wrong = []
     for name in given:
         if name not in known:
-            wrong.append(Problem(option, f"there is no {what} {name!r}; {_meant(name, known, 'there')}"))
+            other = " about this kind of subject" if name in CHECKS else ""
+            wrong.append(Problem(option, f"there is no {what} {name!r}{other}; {_meant(name, known, 'there')}"))
     return wrong
 
 
@@ -94,6 +96,10 @@ def _subject_problems(subject: str | None, script: str | None) -> list[Problem]:
     if script is not None:
         both = [Problem("--script", "and --subject exclude each other: give one")] if subject else []
         return both + ([] if script.strip() else [Problem("--script", "is empty; give the command that trains")])
+    absent = [name for name in ("transformers", "peft") if not installed(name)]
+    if subject in (None, OURS) and absent:
+        remedy = f"{install_hint('falsify')}; or name another trainer by --script or --subject"
+        return [Problem("--subject", f"Andon's trainer needs {' and '.join(absent)}; {remedy}")]
     if subject is None or subject == OURS or _NAMED.fullmatch(subject):
         return []
     if subject in PEERS:
@@ -113,9 +119,7 @@ def _words(given: str | None) -> tuple[str, ...]:
 
 def _numbers(option: str, given: str | None, wrong: list[Problem]) -> tuple[int, ...]:
     words = _words(given)
-    if given is not None and (
-        not words or not all(_is_number(word) and 1 <= int(word) <= _MOST_RANKS for word in words)
-    ):
+    if given is not None and not (words and all(_is_number(each) and 1 <= int(each) <= _MOST_RANKS for each in words)):
         wrong.append(Problem(option, f"must be numbers from 1 to {_MOST_RANKS}, as in 2,3; not {reprlib.repr(given)}"))
         return ()
     return tuple(dict.fromkeys(map(int, words)))
@@ -126,12 +130,12 @@ def _is_number(word: str) -> bool:
     return word.isdecimal() and len(word) <= _MOST_DIGITS
 
 
-def _seeds(given: str, wrong: list[Problem]) -> tuple[int, ...]:
+def read_seeds(option: str, given: str, wrong: list[Problem]) -> tuple[int, ...]:
     first, dash, last = given.strip().partition("-")
     if _is_number(first) and _is_number(last if dash else first):
         seeds = range(int(first), int(last if dash else first) + 1)
         if 0 < len(seeds) <= _MOST_SEEDS:
             return tuple(seeds)
     need = f"a number, or two as in 0-199, of at most {_MOST_SEEDS} seeds"
-    wrong.append(Problem("--seed", f"must be {need}, not {reprlib.repr(given)}"))
+    wrong.append(Problem(option, f"must be {need}, not {reprlib.repr(given)}"))
     return ()

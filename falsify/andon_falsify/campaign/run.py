@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import packages_distributions
@@ -86,7 +87,6 @@ class Campaign:
         )
 
     def _tried(self, trial: Trial) -> Mapping[str, Verdict]:
-        """The verdicts of a trial; unknown, without a run, if there is a reason to give up."""
         names = self.bench.kinds[trial.kind] & self.claims
         if why := self._give_up_reason(trial):
             return {claim.name: unknown(claim, why) for claim in self.bench.claims if claim.name in names}
@@ -116,7 +116,6 @@ class Campaign:
         return ""
 
     def _judged(self, trial: Trial, claims: frozenset[str], deadline_s: float) -> Mapping[str, Verdict]:
-        """The verdicts of a trial on `claims`. A trial that was judged on them before is not run again."""
         known = self._known.setdefault(trial, {})
         if not claims <= known.keys():
             self.limit(deadline_s)
@@ -124,7 +123,6 @@ class Campaign:
         return {name: verdict for name, verdict in known.items() if name in claims}
 
     def _smallest(self) -> Iterator[TrialVerdict]:
-        """For each fallen claim, the smallest case in which it falls by the same mistake as in one of the trials."""
         end = time.monotonic() + self.budget.shrink_s
         fallen: dict[str, list[TrialVerdict]] = {}
         for said in self.said:
@@ -197,6 +195,11 @@ def opened(request: Request) -> Iterator[Campaign]:
         if peer is None and package not in sys.modules and find_spec(package) is None:
             msg = f"there is no module {package!r}, in the current folder or installed; check the name"
             raise InputError([Problem("--subject", msg)])
+        module, _, made = name.partition(":")
+        source = Path(*module.split(".")).with_suffix(".py")
+        words = {*re.findall(r"import \*|\w+", source.read_text(errors="replace"))} if source.is_file() else {made}
+        if peer is None and words.isdisjoint((made, "import *", "__getattr__", "globals", "exec", "setattr")):
+            raise InputError([Problem("--subject", f"{source} defines no {made!r}; check the name")])
         names = packages_distributions().get(package, [])
         version = peer.version if peer is not None else installed(names[0]) if names else ""
         make = name if peer is None else peer.make
@@ -208,7 +211,8 @@ def plan(request: Request, bench: Bench, limit: Callable[[float], None] = lambda
 
     Raises `InputError` for claims and backends that `bench` does not know, and for a malformed case.
     """
-    bench.subject = request.name or bench.subject
+    if request.name:
+        bench.subject, bench.words = request.name, (*bench.words, "--name", request.name)
     names = tuple(claim.name for claim in bench.claims)
     wrong = check_names("--claim", request.claims, names, "claim")
     wrong += check_names("--expected-failed", tuple(request.expected_failed), names, "claim")
@@ -245,30 +249,28 @@ def _drawn(request: Request, bench: Bench) -> list[Trial]:
         asked = tuple(kind for kind, judged in bench.kinds.items() if judged & set(request.claims))
         budget = replace(budget, kinds=asked)
     found = [trial for seed in request.seeds for trial in draw(seed, budget, layouts, tuple(bench.kinds))]
-    return list(dict.fromkeys(replace(trial, case=bench.suited(trial.case)) for trial in found))
+    return list(dict.fromkeys(map(bench.suited, found)))
 
 
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
-    """When and where a campaign is run, what is expected of it, and the requested backends that cannot be run here."""
-    import torch
-
     peer = PEERS.get(request.subject) if request.script is None else None
     known = {} if peer is None else peer.expectations
     expected = [Expected(bench.subject, *each) for each in known.items() if each[0] not in request.expected_failed]
     expected += [Expected(bench.subject, claim, reason, True) for claim, reason in request.expected_failed.items()]
-    lacking = {
-        backend: [trial.lacking for trial in trials if trial.place[0] == backend] for backend in request.backends
-    }
+    lacking = {name: [each.lacking for each in trials if each.place[0] == name] for name in request.backends}
     libraries = dict.fromkeys(("andon", "torch", "transformers", "peft", *(peer.measured if peer is not None else ())))
+    untried = {backend: why[0] for backend, why in lacking.items() if why and all(why)}
+    return replace(here(libraries), expected=tuple(expected), untried=untried)
+
+
+def here(libraries: Iterable[str]) -> Report:
+    """A report without findings: the time, the machine, and the versions of `libraries`."""
+    import torch
+
     versions = {"python": platform.python_version(), **{name: installed(name) for name in libraries}}
     system = f"{platform.system()} {platform.machine()}"
     machine = {"cpu": str(environment()["cpu"]), "os": system, "torch": torch.__version__}  # what bits depend on
     if torch.cuda.device_count():
         machine["gpu"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    return Report(
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        versions={name: number for name, number in versions.items() if number},
-        machine=machine,
-        expected=tuple(expected),
-        untried={backend: why[0] for backend, why in lacking.items() if why and all(why)},
-    )
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Report(started, versions={name: number for name, number in versions.items() if number}, machine=machine)

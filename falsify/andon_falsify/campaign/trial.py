@@ -50,6 +50,11 @@ class Trial:
         return self.case.backend, self.case.world, self.case.accumulation
 
     @property
+    def title(self) -> str:
+        backend, world, accumulation = self.place
+        return f"{self.kind} at {backend}, world {world}, accumulation {accumulation}"
+
+    @property
     def lacking(self) -> str:
         """What this machine lacks to run the trial, or ""."""
         from andon_falsify.subjects.placing import why_not
@@ -207,7 +212,6 @@ def draw(seed: int, budget: Budget, layouts: Layouts, kinds: Collection[str]) ->
 
 
 def _case(seed: int, number: int, variant: Variant, world: int, accumulation: int) -> Case:
-    """One or two whole batches; if ragged, with a rest that does not divide evenly among the micro-batches."""
     drawn = random.Random(f"case {seed} {number} {variant.name} {world} {accumulation}")
     leaves = world * accumulation
     batch = leaves * drawn.randint(2 if leaves == 1 else 1, 3)

@@ -72,10 +72,11 @@ class LoopBench(Bench):
     """Runs trials on `subject`, a `LoopSubject`. version: of the library that it trains with, "" if unknown."""
 
     kind = "loop"
-    every_backend: tuple[str, ...] = ("gloo",)
+    every_backend: tuple[str, ...] = ("gloo", "nccl")
 
     def __init__(self, subject: Subject, name: str, version: str = "") -> None:
         super().__init__(name, version, ("--subject", name))
+        self.backends = ("gloo",)
         self._loop = Remembering(subject)
         self._undeclared: dict[str, str] = {}
         """By kind of trial: what a loop declares of halting and resuming is the same in every case."""
@@ -84,13 +85,15 @@ class LoopBench(Bench):
     def runs(self) -> int:
         return self._loop.runs
 
-    def suited(self, case: Case) -> Case:
+    def suited(self, trial: Trial) -> Trial:
         """A foreign loop cannot be told to weigh classes, and its dropout masks are unknown. It saves when told to."""
+        case = trial.case
         poison = None if case.poison is None else Poison(2, case.world - 1, "nan")
-        return case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
+        case = case.but(dropout=0.0, class_weights=None, poison=poison, checkpoint_every=None)
+        return replace(trial, case=case, then_world=0)
 
     def inapplicable(self, trial: Trial) -> str:
-        return self._undeclared.get(trial.kind, "")
+        return trial.lacking or self._undeclared.get(trial.kind, "")
 
     def evidence(self, trial: Trial) -> Evidence:
         """See `Bench.evidence`: the plain run, without what the trial does with it."""
@@ -134,7 +137,7 @@ def _with_dropout(case: Case) -> Case:
     """Two epochs of two updates of a model with dropout: a loop that evaluates after an update or an epoch goes on."""
     world = case.world
     small = Case(make_rows(4 * world), batch_size=2 * world, micro_batches=world, epochs=2, fault=case.fault)
-    return small.but(optimizer="sgd", clip_norm=None, weight_decay=0.0, dropout=0.1, world=world, backend="gloo")
+    return small.but(optimizer="sgd", clip_norm=None, weight_decay=0.0, dropout=0.1, world=world, backend=case.backend)
 
 
 def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:

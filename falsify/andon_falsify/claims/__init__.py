@@ -15,7 +15,7 @@ from importlib import import_module
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
 from andon_falsify.verdict import Claim, Kind, Verdict, not_applicable, unknown
 
-_SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "updates"}
+_SHARED = {"alike", "clauses", "evidence", "explain", "laws", "ledgers", "rounding", "updates"}
 """Modules that several claims use, or that use the claims; two of them import torch."""
 _NAMES = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in _SHARED]
 _MODULES = [import_module(f"{__name__}.{name}") for name in _NAMES]
@@ -47,6 +47,4 @@ def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
 
 def judged(evidence: Evidence, claims: Iterable[Claim] | None = None) -> dict[str, Verdict]:
     """The verdicts on `evidence` by claim: of `claims`, by default all that there are of its kind of subject."""
-    return {
-        claim.name: judged_by(claim, evidence) for claim in (claims_of(evidence.kind) if claims is None else claims)
-    }
+    return {each.name: judged_by(each, evidence) for each in (claims_of(evidence.kind) if claims is None else claims)}

@@ -61,7 +61,6 @@ def _exact(law: LoopLaw, batches: Sequence[tuple[int, ...]], rates: Sequence[flo
 def _rounded(
     case: Case, batches: Sequence[tuple[int, ...]], rates: Sequence[float], size: int
 ) -> list[dict[str, Tensor]]:
-    """The fp32 weights after each update, trained in micro-batches of `size` rows."""
     trained, rows, found = model(case), dataset(case), []
     stepping = optimizer(case, trained.parameters())
     for ids, rate in zip(batches, rates, strict=True):

@@ -53,7 +53,6 @@ def clauses_table() -> Iterator[str]:
 
 
 def _claims_of(clause: str) -> str:
-    """The claims that are related to `clause`, with what is not obvious about the relation."""
     related: list[tuple[Claim, str, str]] = [
         (claim, each.relation, each.note) for claim in CLAIMS for each in claim.clauses if each.name == clause
     ]

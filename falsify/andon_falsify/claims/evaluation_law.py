@@ -16,11 +16,7 @@ if TYPE_CHECKING:
     from andon_falsify.loops.sightings import LoopSightings
 
 
-def _evaluates(evidence: Evidence) -> str:
-    evaluates = evidence.of_loop and evidence.declares("evaluates")
-    return "" if evaluates else "the loop does not evaluate (`evaluate`)"
-
-
+_SILENT = "the loop does not evaluate (`evaluate`)"
 CLAIM = Claim(
     "evaluation-law",
     2,
@@ -29,7 +25,7 @@ CLAIM = Claim(
     order=170,
     subjects=("loop",),
     runs=("random",),
-    needs=(tensors("evaluation"), _evaluates),
+    needs=(tensors("evaluation"), lambda run: "" if run.of_loop and run.declares("evaluates") else _SILENT),
     clauses=(Clause("evaluation-once", "same"),),
 )
 
@@ -86,7 +82,6 @@ def _evaluation(evidence: Evidence) -> Verdict:
 
 
 def _changed(law: LoopLaw) -> Iterator[Counterexample]:
-    """The first rank whose evaluation changed its model. What a rank copies from rank 0 is not its change."""
     held = law.first.around_evaluation[0]
     for part in law.parts:
         before, after = part.around_evaluation

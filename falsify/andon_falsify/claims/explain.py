@@ -87,9 +87,7 @@ def _product(factors: Sequence[int], powers: Sequence[int]) -> float:
 
 def name_product(factors: Mapping[str, int], powers: Mapping[str, int]) -> str:
     """`accumulation 2 x world 2`, `1 / world 2`, `world 2 squared / accumulation 3`."""
-    named = [
-        (power, f"{name} {factors[name]}{' squared' * (abs(power) == 2)}") for name, power in sorted(powers.items())
-    ]
+    named = [(by, f"{name} {factors[name]}{' squared' * (abs(by) == 2)}") for name, by in sorted(powers.items())]
     above, below = ([text for power, text in named if power * sign > 0] for sign in (1, -1))
     return " / ".join([" x ".join(above) or "1", *below])
 

@@ -132,7 +132,6 @@ def compare(
 
 
 def _common_factor(gaps: Sequence[_Gap]) -> float | None:
-    """The factor other than 1 that all `gaps` share, None if they share none."""
     factors = sorted(gap.factor for gap in gaps if gap.factor is not None and gap.residual <= _FITS)
     middle = factors[len(factors) // 2] if len(factors) == len(gaps) > 0 else 1.0
     shared = all(isclose(factor, middle, rel_tol=_FITS) for factor in factors)
@@ -140,7 +139,6 @@ def _common_factor(gaps: Sequence[_Gap]) -> float | None:
 
 
 def _of_loop(law: LoopLaw, found: Mapping[int, Verdict]) -> Verdict:
-    """Merge the verdicts on the updates, and say what each wrong gradient is instead."""
     verdicts = name_short_windows(law, {step: _explained(law, step, verdict) for step, verdict in found.items()})
     if lost := law.to_train - law.made_trainable:
         what, held = f"{len(lost)} trainable tensors have no gradient", first_of_many(sorted(lost), 3)
@@ -172,14 +170,12 @@ def _explained(law: LoopLaw, step: int, verdict: Verdict) -> Verdict:
 
 
 def _matrix(law: RowGradients) -> Tensor:
-    """float64 [rows, all trained elements]: the gradient of each row."""
     import torch
 
     return torch.cat([tensor.reshape(len(law.rows), -1) for tensor in law.gradients.values()], dim=1)
 
 
 def _vector(law: LoopLaw, step: int) -> Tensor:
-    """The observed gradient of `step` as one vector, in the order of `_matrix`."""
     import torch
 
     seen = law.seen(step)
@@ -194,7 +190,6 @@ def _fit(seen: Tensor, other: Tensor) -> tuple[float, float]:
 
 
 def _other_mean(law: LoopLaw, step: int, rows: Tensor, seen: Tensor) -> Explanation:
-    """A different mean over the visited rows, and its factor."""
     visits, place = law.visits(step), {row: index for index, row in enumerate(law.rows(step))}
     leaves = [leaf for of_rank in visits for leaf in of_rank if leaf]
     ranks = [[row for leaf in of_rank for row in leaf] for of_rank in visits]

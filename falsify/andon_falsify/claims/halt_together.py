@@ -13,17 +13,7 @@ if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
 
 
-def _halts(evidence: Evidence) -> str:
-    silent = not evidence.declares("halts")
-    return "the loop does not declare `halts` (it stops at NaN or infinity)" if silent else ""
-
-
-def _is_poisoned(evidence: Evidence) -> str:
-    if evidence.of_loop or evidence.trace is None or evidence.trace.case.poison is not None:
-        return ""
-    return "a NaN was not planted"
-
-
+_UNDECLARED = "the loop does not declare `halts` (it stops at NaN or infinity)"
 CLAIM = Claim(
     "halt-together",
     1,
@@ -33,7 +23,10 @@ CLAIM = Claim(
     subjects=("trainer", "loop", "ledger"),
     trial="halt",
     runs=("poisoned",),
-    needs=(_halts, _is_poisoned),
+    needs=(
+        lambda run: "" if run.declares("halts") else _UNDECLARED,
+        lambda run: "" if run.of_loop or run.trace is None or run.trace.case.poison else "a NaN was not planted",
+    ),
     clauses=(Clause("finite", "other"), Clause("halt-together", "other", "only the halt that a NaN must cause")),
     statements={
         "loop": "A NaN in one rank's gradient stops all ranks before that update, by any error. No weight changes."
@@ -59,7 +52,6 @@ def check(evidence: Evidence) -> Verdict:
 
 
 def _check_unapplied(trace: Trace, step: int) -> Verdict:
-    """Weights and optimizer state at the end are those before `step`, on every rank."""
     found, checked = [], 0
     final: Mapping[int, tuple[str, str]] = trace.gathered("final")
     for part in trace.parts:

@@ -88,7 +88,6 @@ def verify(runs: Sequence[RecordedRun]) -> tuple[Verdict, ...]:
 
 
 def _another_job(first: RecordedRun, other: RecordedRun) -> str:
-    """Why the two runs cannot be compared: other settings, data or base model. "" if no such difference is recorded."""
     starts = [run.history.start.fields for run in (first, other) if run.history.start is not None]
     if len(starts) < 2:
         return ""

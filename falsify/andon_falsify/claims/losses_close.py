@@ -76,7 +76,6 @@ def compare(seen: Mapping[int, float], law: Mapping[int, float], bound: float, f
 
 
 def _of_loop(evidence: Evidence) -> Verdict:
-    """Update by update, since a loop need not report the loss of each. A ratio that nothing explains is chance."""
     law, verdicts = evidence.loop_law, dict[int, Verdict]()
     if law.why_not:
         return not_applicable(CLAIM, law.why_not)

@@ -8,13 +8,6 @@ from itertools import pairwise
 from andon_falsify.claims.evidence import Evidence, tensors
 from andon_falsify.verdict import Claim, Clause, Counterexample, Verdict, conclude
 
-
-def _counts_bytes(evidence: Evidence) -> str:
-    if evidence.observed.place != "cpu":
-        return ON_GPUS
-    return "" if evidence.observed.case.memory else "bytes were not counted"
-
-
 CLAIM = Claim(
     "memory-budget",
     1,
@@ -23,7 +16,11 @@ CLAIM = Claim(
     order=110,
     subjects=("trainer",),
     trial="memory",
-    needs=(tensors("bytes of memory"), _counts_bytes),
+    needs=(
+        tensors("bytes of memory"),
+        lambda run: "" if run.observed.place == "cpu" else ON_GPUS,
+        lambda run: "" if run.observed.case.memory else "bytes were not counted",
+    ),
     clauses=(Clause("memory-budget", "same"),),
 )
 ON_GPUS = "bytes are counted on the CPU alone; on GPUs every run holds its peak against its plan"

@@ -11,12 +11,7 @@ from andon_falsify.claims.evidence import Evidence
 from andon_falsify.history import History, StepEvent
 from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
 
-
-def _has_replicas(evidence: Evidence) -> str:
-    alone = evidence.of_script and evidence.history.steps and all(step.world == 1 for step in evidence.history.steps)
-    return "one rank has no other to agree with" if alone else ""
-
-
+_ALONE = "one rank has no other to agree with"
 CLAIM = Claim(
     "replicas-agree",
     1,
@@ -24,7 +19,7 @@ CLAIM = Claim(
     "after it, to the bit.",
     order=10,
     subjects=("trainer", "loop", "script", "ledger"),
-    needs=(_has_replicas,),
+    needs=(lambda run: _ALONE if run.of_script and {step.world for step in run.history.steps} == {1} else "",),
     clauses=(
         Clause("replicas-agree", "same"),
         Clause("optimizers-agree"),
@@ -125,7 +120,6 @@ def _absent(event: StepEvent, digests: Mapping[int, str]) -> str:
 def _differing(
     what: str, when: str, digests: Mapping[int, str], quantity: Literal["gradient", "optimizer", "weights"] = "weights"
 ) -> list[Counterexample]:
-    """`what` of the ranks whose digest is not the most frequent one (that of rank 0, if two are as frequent)."""
     if len(set(digests.values())) <= 1:
         return []
     usual = Counter(digests[rank] for rank in sorted(digests)).most_common(1)[0][0]

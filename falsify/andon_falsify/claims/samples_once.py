@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from math import ceil
+from math import ceil, comb
 from typing import TYPE_CHECKING
 
 from andon_falsify.claims.evidence import Evidence
@@ -33,8 +34,10 @@ CLAIM = Claim(
 )
 _TWICE, _LOST, _STRANGE = "rows are used more than once", "rows are not used", "rows do not belong there"
 """Causes, which a smaller counterexample must keep."""
-_ORDERED = 8
-"""Fewer rows may come in the same order twice by chance."""
+_RENEW = "call sampler.set_epoch(epoch), or seed your sampler by the epoch"
+_ORDERED, _CHANCE = 8, 10**6
+"""Fewer rows, or batches that could be drawn in fewer ways, may come in the same order twice by chance."""
+_WORD = (1 << 64) - 1
 
 
 def check(evidence: Evidence) -> Verdict:
@@ -54,7 +57,6 @@ def _rows(what: str, where: str, expected: str, seen: str, cause: str = "") -> C
 
 
 def _of_loop(law: LoopLaw) -> Verdict:
-    """Rows as they were recognised at the model on all ranks, each in the update whose gradient it is part of."""
     made, parts = sorted(law.first.made), law.parts
     if made and all(set(part.rowless) >= set(made) for part in parts):
         return not_applicable(CLAIM, "the model gets no `input_ids`, and the loop reports no rows (told.rows)")
@@ -137,21 +139,29 @@ def check_history(history: History) -> Verdict:
 def check_visits(history: History) -> Verdict:
     """The same for the ledger of a script, which has the rows of its ranks but not the plan.
 
-    Of R different rows, every R consecutive visits must visit each once: these are the epochs. A violation that the
-    watch saw at the data loader falsifies: of the order, or of any kind if the script does not report its rows. Only
-    the watch knows whether a sampler shuffles, so an order that it did not see is noted.
+    Of R different rows, every R consecutive visits must visit each once: these are the epochs. With `drop_last` an
+    epoch is shorter: all updates are equally large, and it leaves out fewer rows than one has. Two epochs may have one
+    order only if each rank reads its rows in rising order: then the script does not shuffle. A violation that the watch
+    saw at the data loader falsifies: of the order, or of any kind if the script does not report its rows.
     """
-    visits = [row for step in history.trajectory.values() for row in step.ids]
+    steps = [*history.trajectory.values()]
+    visits = [row for step in steps for row in step.ids]
     clauses = ("order-renewed",) if visits else ("order-renewed", CLAIM.name)
     found = [each.fields for each in history.of_kind("violation") if each.fields.get("clause") in clauses]
     if broken := [fields for fields in found if fields.get("action") != "suspected"]:
         seen, where = broken[0].get("seen"), f"step {broken[0].get('step')}, at its data loader"
-        remedy = ": call sampler.set_epoch(epoch)" if broken[0].get("clause") == "order-renewed" else ""
+        remedy = f": {_RENEW}" if broken[0].get("clause") == "order-renewed" else ""
         return conclude(CLAIM, len(broken), [_rows(f"{seen}{remedy}", where, "", "")])
     if not visits:
-        return not_applicable(CLAIM, "the script does not report its rows (w.batch)")
-    rows = set(visits)
-    epochs = [visits[start : start + len(rows)] for start in range(0, len(visits), len(rows))]
+        return _check_drawn(steps)
+    rows, sizes = set(visits), {len(step.ids) for step in steps}
+
+    def cut(length: int) -> list[list[RowId]]:
+        return [visits[start : start + length] for start in range(0, len(visits), length)]
+
+    shorter = len(rows) - len(rows) % min(sizes) if len(sizes) == 1 else 0
+    dropped = shorter and any(map(_repeated, cut(len(rows)))) and not any(map(_repeated, cut(shorter)))
+    epochs = cut(length := shorter if dropped else len(rows))
     for epoch, own in enumerate(epochs):
         if twice := _repeated(own):
             start = epoch * len(rows)
@@ -160,15 +170,61 @@ def check_visits(history: History) -> Verdict:
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
             shown = ("each once", f"{never}more than once {listed(twice)}")
             return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
-    whole = [own for own in epochs if len(own) == len(rows) >= _ORDERED]
-    same = any(one == other for one, other in pairwise(whole))
-    note = "two epochs have the same order: if they should be shuffled, call sampler.set_epoch(epoch)" if same else ""
+    whole = [own for own in epochs if len(own) == length >= _ORDERED]
+    again = next((epoch for epoch, pair in enumerate(pairwise(whole), start=1) if pair[0] == pair[1]), 0)
+    holders = [part.rank for step in steps for part in step.ranks for _ in part.ids] or [0] * len(visits)
+    by_rank = sorted(zip(holders, whole[0], strict=False), key=lambda visit: visit[0]) if again else []
+    rising = by_rank == sorted(by_rank, key=lambda visit: (visit[0], f"{visit[1]:0>20}"))
+    return _of_orders(len(epochs), again, rising=rising, compared=len(whole) > 1)
+
+
+def _of_orders(checked: int, again: int, note: str = "", *, rising: bool, compared: bool) -> Verdict:
+    """The verdict on epochs that visit each row once. again: the first epoch with the order of the one before, or 0."""
+    if again and not rising:
+        what, seen = f"the rows have the order of epoch {again - 1}", f"the same, although they are shuffled: {_RENEW}"
+        return conclude(CLAIM, checked, [_rows(what, f"epoch {again}", "another order", seen)])
+    orders = f"two epochs have the same rising order: if they should be shuffled, {_RENEW}" if again else ""
     once = f"orders of epochs were not compared: the run has no two whole epochs of at least {_ORDERED} rows"
-    return conclude(CLAIM, len(epochs), [], note=note if len(whole) > 1 else once)
+    return conclude(CLAIM, checked, [], note="; ".join(filter(None, (note, orders if compared else once))))
+
+
+def _check_drawn(steps: Sequence[StepEvent]) -> Verdict:
+    """The indices that a torch DataLoader drew: the watch writes the sum of their mixed values for each update.
+
+    A pass is whole if its sum is that of the indices from 0, each once; one with padding, or over a part of the data
+    set, cannot be told from a wrong one. Passes have one order if updates at the same place have the same sum.
+    """
+    passes, reached, size = list[dict[int, int]](), 0, 0
+    for step in steps:
+        now, rows = int(step.state.get("in pass", 0)), step.state.get("rows")
+        if now and rows:
+            passes += [] if passes and now > reached else [{}]
+            passes[-1][now], reached = int(rows, 16), now
+            size = min(size or sys.maxsize, int(step.state["of"]))
+    full = sum(map(_mixed, range(size))) & _WORD if any(size in own for own in passes) else -1
+    whole = [own for own in passes if size in own and sum(own.values()) & _WORD == full]
+    if not whole:
+        why = "no pass of its data loader is known to have every row once" if passes else "it has no torch DataLoader"
+        return not_applicable(CLAIM, f"the script does not report its rows (w.batch), and {why}")
+    later = [n for n, own in enumerate(passes) if n and own in whole and comb(size, size // len(own)) > _CHANCE]
+    again = next((number for number in later if passes[number - 1].items() <= passes[number].items()), 0)
+    rising = False
+    for shards in (1, steps[0].world or 1):  # the ranks read the data set in turn, or each its own part
+        shares = [range(part * size // shards, (part + 1) * size // shards) for part in range(shards)]
+        ends = pairwise((0, *whole[0]))
+        sums = [sum(_mixed(row) for own in shares for row in own[a // shards : b // shards]) for a, b in ends]
+        rising = rising or [each & _WORD for each in sums] == [*whole[0].values()]
+    return _of_orders(len(whole), again, "rows as its data loader drew them", rising=rising, compared=bool(later))
+
+
+def _mixed(word: int) -> int:
+    """The finalizer of splitmix64, which the watch sums over indices."""
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31
 
 
 def _split(event: StepEvent) -> list[Counterexample]:
-    """Rows of the ranks against rows of the batch, as multisets; the count against the rows."""
     where, found = f"step {event.number}", []
     if event.count is not None and event.count != len(event.ids):
         found.append(_rows("the count is not that of the batch", where, str(len(event.ids)), str(event.count)))

@@ -78,7 +78,6 @@ def _rate(what: str, where: str, expected: str, seen: str) -> Counterexample:
 
 
 def _owner(seen: float | None, lawful: Sequence[tuple[float, int]], allowed: float) -> str:
-    """Which updates have the rate `seen`, if they are one or two. `lawful`: rates and updates, ascending."""
     if seen is None or math.isnan(seen):
         return ""
     first = bisect_left(lawful, seen - allowed, key=lambda each: each[0])
@@ -88,7 +87,6 @@ def _owner(seen: float | None, lawful: Sequence[tuple[float, int]], allowed: flo
 
 
 def _of_loop(trace: Trace) -> Verdict:
-    """The rates that a loop declares, or the case's rate throughout in every group; the same on all ranks."""
     import torch
 
     from andon_falsify.loops.sightings import LoopSightings, first_of

@@ -82,7 +82,7 @@ def _between_updates(law: LoopLaw, step: int) -> Iterator[Counterexample]:
 
 
 def _clip(law: LoopLaw, step: int, noise: float) -> Iterator[Counterexample]:
-    """Torch's clip read another norm than that of the gradient, or a gradient that was not whole yet."""
+    """No clip where the case demands one, or one by another norm or of a gradient that was not whole yet."""
     from andon_falsify.reference.update import global_norm, is_clipped
 
     made, where, limit = law.first.made[step], f"step {step}", law.case.clip_norm
@@ -94,6 +94,9 @@ def _clip(law: LoopLaw, step: int, noise: float) -> Iterator[Counterexample]:
             held = f"{norm:.6g}, but the clip saw one of norm {'unknown' if given is None else f'{given:.6g}'}"
             wanted = f"a gradient of norm <= {limit:g}, clipped as it is"
             yield Counterexample(what, where, wanted, held, quantity="gradient")
+    elif given is None and limit is not None and is_clipped(norm, limit):
+        what = "the gradient is not clipped: the loop has to clip it to the case's clip_norm"
+        yield Counterexample(what, where, f"a norm of at most {limit:g}", f"{norm:.6g}", quantity="norm")
     elif given is not None and norm and not abs(given - norm) <= noise * norm:
         what, ratio = "clipped by a norm that is not the gradient's", given / norm
         equals = explain_ratio(ratio, {"world": law.case.world, "accumulation": law.case.accumulation})

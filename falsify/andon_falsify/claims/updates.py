@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from andon_falsify.claims.evidence import SCRIPT
+from andon_falsify.claims.rounding import EXACT, Rounding, roughly
 from andon_falsify.claims.samples_once import listed
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import Counterexample, Quantity
+from andon_falsify.verdict import Claim, Counterexample, Quantity, Verdict, unknown
 
 NUMBERS: Mapping[str, tuple[Quantity, str]] = {
     "lr": ("learning rate", "the learning rate"),
@@ -31,7 +31,6 @@ QUANTITIES: Mapping[str, Quantity] = {
     "grad_norm": "norm",
 }
 """What each name of `bits` is a number of."""
-_DOUBLINGS = 6
 _SEED = (
     "Call torch.manual_seed(0), and random.seed(0) and numpy.random.seed(0) if it uses them, before it creates the "
     "model and the data"
@@ -54,7 +53,7 @@ def bits(event: StepEvent) -> dict[str, str]:
 
 
 def different_numbers(
-    ours: StepEvent, theirs: StepEvent, where: str, number: int
+    ours: StepEvent, theirs: StepEvent, where: str, number: int, noise: Rounding = EXACT
 ) -> tuple[int, dict[str, Counterexample]]:
     """How many numbers were compared, and by field those that differ, in causal order.
 
@@ -68,16 +67,11 @@ def different_numbers(
         checked += 1
         mine, other = before.value, after.value
         both = mine is not None and other is not None
-        if abs(other - mine) > allowed(number) * max(abs(mine), 1e-12) if both else mine != other:
+        if abs(other - mine) > noise.allowed(field, number) * max(abs(mine), 1e-12) if both else mine != other:
             ratio = other / mine if mine and other is not None else None
             shown = (where, str(before), str(after), ratio)
             found[field] = Counterexample(f"{what} differs", *shown, quantity=quantity)
     return checked, found
-
-
-def allowed(step: int) -> float:
-    """The relative difference that rounding may cause in a norm by update `step`: it doubles with each of the first."""
-    return float(SCRIPT.norm * 2.0 ** min(step - 1, _DOUBLINGS))
 
 
 def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Counterexample]:
@@ -97,17 +91,20 @@ def first_difference(first: History, again: History, *, exact: bool = False) -> 
     started = [run.start.initial_weights for run in (first, again) if run.start is not None]
     if len(set(started)) > 1 and None not in started:
         return "the weights that it begins with"
+    noise = roughly(first.bits)
     for number in sorted(first.trajectory.keys() & again.trajectory.keys()):
         step, twin = first.trajectory[number], again.trajectory[number]
         apart = ["the rows"] if different_rows(step, twin, "") else []
-        apart += [NUMBERS[field][1] for field in different_numbers(step, twin, "", 1)[1]]
+        since = number if noise.coarse else 1
+        apart += [NUMBERS[field][1] for field in different_numbers(step, twin, "", since, noise)[1]]
         apart += [f"the {name}" for name in DIGESTS if exact and step.digests.get(name) != twin.digests.get(name)]
         if apart:
             return f"{apart[0]} at step {number}"
     return ""
 
 
-def unseeded(runs: str, first: History, again: History, *, exact: bool = False) -> str:
-    """Why `runs` of one layout that differ prove nothing, and what to do about it; "" if they do not differ."""
+def unseeded(claim: Claim, runs: str, first: History, again: History, *, exact: bool = False) -> Verdict | None:
+    """Unknown if `runs` of one layout differ, which then prove nothing. None if they do not differ."""
     difference = first_difference(first, again, exact=exact)
-    return f"your script is not seeded: {runs} differ, first in {difference}. {_SEED}" if difference else ""
+    why = f"your script is not seeded: {runs} differ, first in {difference}"
+    return unknown(claim, why, remedy=_SEED) if difference else None

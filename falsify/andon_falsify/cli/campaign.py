@@ -8,18 +8,21 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from andon.console.messages import BROKEN_STREAM, InputError, Problem, put, say
 from andon_contracts.legible import legible_line
+from andon_falsify.campaign.classes import Class, ClassCampaign, Classes
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
-from andon_falsify.campaign.trial import Trial
+from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Column, Report, verdict_lines
 from andon_falsify.report.junit import write_junit
+from andon_falsify.report.markdown import write_markdown
 from andon_falsify.verdict import Outcome, Verdict
 
 _UNKNOWN = 2
@@ -30,7 +33,7 @@ _SHARE = 20
 
 
 class ReportFiles:
-    """The files of `--json`, `--junit` and `--html`, by option."""
+    """The files of `--json`, `--junit`, `--markdown` and `--html`, by option."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
         """Raises `InputError` if one could not be written at the end."""
@@ -48,20 +51,19 @@ class ReportFiles:
 
     def write(self, report: Report, *, html: bool = True) -> None:
         """Raises `InputError` for the first file that cannot be written."""
+        writers = {"--json": write_json, "--junit": write_junit, "--markdown": write_markdown}
         for option, path in self.paths.items():
-            if option == "--json":
-                write_json(report, path)
-            elif option == "--junit":
-                write_junit(report, path)
+            if option in writers:
+                writers[option](report, path)
             elif html:
                 from andon_falsify.report.page import write_html
 
                 write_html(report, path)
 
-    def write_so_far(self, campaign: Campaign) -> None:
+    def write_so_far(self, campaign: Campaign | ClassCampaign) -> None:
         """Write the files that can be read before the end. An error is logged once, and the next call tries again."""
         try:
-            if self.paths.keys() & {"--json", "--junit"}:
+            if self.paths.keys() - {"--html"}:
                 self.write(campaign.report("the campaign is still running", explained=False), html=False)
         except InputError as error:
             if str(error) not in self._refused:
@@ -69,20 +71,31 @@ class ReportFiles:
                 say(*map(str, error.problems))
 
 
-def run(request: Request, files: ReportFiles, deadline_s: float | None) -> int:
+def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None) -> int:
     """Run the campaign, write and print its report; the exit code. Raises `InputError`.
 
     What ends a campaign early is raised after its report was written: an interruption, or an internal error.
     """
     cut: BaseException | None = None
-    with stops(deadline_s), Progress() as progress, opened(request) as campaign:
+    opening: AbstractContextManager[Campaign | ClassCampaign] = (
+        opened(request) if isinstance(request, Request) else nullcontext(ClassCampaign(request))
+    )
+    with stops(deadline_s), Progress() as progress, opening as campaign:
         put(opening_line(campaign))
         progress.begin(len(campaign.trials))
         try:
-            written = 0
+            written, began = 0, time.monotonic()
             files.write_so_far(campaign)
-            for done, (trial, verdicts) in enumerate(campaign.run(), start=1):
+            judged: Iterator[tuple[Trial | Class, Mapping[str, Verdict]]] = campaign.run()
+            for done, (trial, verdicts) in enumerate(judged, start=1):
                 progress.told(trial, verdicts)
+                if done == 1 and isinstance(request, Request) and request.script and isinstance(campaign, Campaign):
+                    # Each layout and one rank once, and three runs to resume; a difference takes further runs.
+                    resumed = sum(each.kind == RESUME for each in campaign.trials) * ("{resume" in request.script)
+                    runs, made = len({each.place for each in campaign.trials}) + 1 + 3 * resumed, campaign.bench.runs
+                    if runs > made > 0:
+                        took = (time.monotonic() - began) / made
+                        say(f"about {runs} runs of your command, {took:.0f} s each: {took * runs:.0f} s in all")
                 if done - written >= max(1, done // _SHARE):
                     written = done
                     files.write_so_far(campaign)
@@ -158,16 +171,19 @@ def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None
             return
 
 
-def opening_line(campaign: Campaign) -> str:
+def opening_line(campaign: Campaign | ClassCampaign) -> str:
     """`andon 0.1.0 on inline, gloo; budget quick, seed 7: 36 trials, 20 of 21 claims`."""
+    if isinstance(campaign, ClassCampaign):
+        return campaign.opening_line
     bench = campaign.bench
     backends = dict.fromkeys(trial.place[0] for trial in campaign.trials)
     seeds = sorted({trial.seed for trial in campaign.trials})
     shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
     name = f"{Column(bench.subject, '').short} {bench.version}".strip()
     how = "exactly one case" if campaign.exact else f"budget {campaign.budget.name}"
+    counted = f"{len(campaign.trials)} trial{'s' * (len(campaign.trials) != 1)}"
     claims = f"{len(campaign.claims)} of {len(bench.claims)} claims"
-    return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {len(campaign.trials)} trials, {claims}"
+    return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {counted}, {claims}"
 
 
 class Progress:
@@ -183,23 +199,25 @@ class Progress:
         self._logger = threading.Thread(target=self._log, daemon=True)
 
     def __enter__(self) -> Progress:
-        """Itself; nothing is shown yet."""
         return self
 
     def begin(self, trials: int) -> None:
         self._began, self._trials = time.monotonic(), trials
-        if sys.stderr is not None and sys.stderr.isatty():
+        if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:  # not in extra `judge`
             self._bar = _bar(trials)
         else:
             self._logger.start()
 
-    def told(self, trial: Trial, verdicts: Mapping[str, Verdict]) -> None:
+    def told(self, trial: Trial | Class, verdicts: Mapping[str, Verdict]) -> None:
         self._done += 1
         self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
         if self._bar is not None:
             bar, task = self._bar
+            outcomes = [each.outcome for each in verdicts.values()]
+            counts = ", ".join(f"{outcomes.count(each)} {each.value}" for each in Outcome if each in outcomes)
+            line = f"andon: {legible_line(f'{trial.title}: {counts}')}"
             with suppress(*BROKEN_STREAM):
-                bar.console.print(f"andon: {legible_line(_trial_line(trial, verdicts))}", markup=False, highlight=False)
+                bar.console.print(line, markup=False, highlight=False)
                 bar.update(task, completed=self._done, description=self._summary())
 
     def __exit__(self, *_: object) -> None:
@@ -221,14 +239,6 @@ class Progress:
     def _summary(self) -> str:
         then = "; searching for smaller counterexamples" if self._done == self._trials else ""
         return f"falsified: {', '.join(sorted(self._fallen))}{then}" if self._fallen else "none falsified"
-
-
-def _trial_line(trial: Trial, verdicts: Mapping[str, Verdict]) -> str:
-    """`law at gloo, world 2, accumulation 1: 13 holds, 1 falsified`."""
-    backend, world, accumulation = trial.place
-    counts = {outcome: sum(each.outcome is outcome for each in verdicts.values()) for outcome in Outcome}
-    counted = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items() if count)
-    return f"{trial.kind} at {backend}, world {world}, accumulation {accumulation}: {counted}"
 
 
 def _bar(trials: int) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
+from click.exceptions import Exit as Ended
 
 from andon.console.messages import put, say
 from andon_contracts.legible import legible_line
@@ -15,12 +15,13 @@ from andon_falsify.verdict import Outcome, closing_line, exit_code
 
 _SHOWN = 5
 
-Runs = Annotated[list[Path], typer.Argument(help="Run folders or ledgers; several are compared with each other.")]
 
-
-def verify(
-    runs: Runs, verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say why claims do not apply.")] = False
-) -> None:
+@click.command(cls=FalsifyCommand)
+@click.argument(
+    "runs", nargs=-1, type=Path, required=True, help="Run folders or ledgers; several are compared with each other."
+)
+@click.option("--verbose", "-v", is_flag=True, help="Say why claims do not apply.")
+def verify(runs: tuple[Path, ...], verbose: bool) -> None:
     """Check every claim that a ledger can decide.
 
     Exit codes: 0 all claims hold, 1 one is falsified or a violation is recorded, 2 one is unknown, 64 wrong arguments.
@@ -29,9 +30,9 @@ def verify(
         lines, code = report(runs, verbose=verbose)
     except OSError as error:
         say(f"{error.filename}: {error.strerror}")
-        raise typer.Exit(USAGE) from None
+        raise Ended(USAGE) from None
     put(*lines)
-    raise typer.Exit(code)
+    raise Ended(code)
 
 
 def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, ...], int]:
@@ -47,8 +48,8 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
     for verdict in (each for each in verdicts if each.claim not in inapplicable):
         compared = f"{verdict.checked} comparisons" if verdict.checked else ""
         why = "; ".join(filter(None, (compared, verdict.why)))
-        shown = f" ({why})" if why else ""
-        lines.append(f"{verdict.claim} v{versions[verdict.claim]}: {verdict.outcome.value}{shown}")
+        named = f"{verdict.claim} v{versions[verdict.claim]}"
+        lines.append(f"{named}: {verdict.outcome.value}" + (f" ({why})" if why else ""))
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
@@ -67,5 +68,4 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
     return tuple(map(legible_line, lines)), code
 
 
-verify.command_class = FalsifyCommand  # type: ignore[attr-defined]
 verify.report = report  # type: ignore[attr-defined]

@@ -25,7 +25,6 @@ from andon_falsify.campaign.trial import Trial
 from andon_falsify.campaign.warm_bench import AndonBench
 from andon_falsify.claims import claims_of
 from andon_falsify.ranks.pool import RankPools
-from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.report.findings import counterexample_lines, reasons
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, room_for, why_not
@@ -88,7 +87,6 @@ class Suite:
         return self._verdicts[tried.place][tried.claim]
 
     def _at(self, place: Place) -> Campaign:
-        """The trials of one place, with its share of the time; a smaller counterexample may lie at another."""
         whole = self._campaign
         trials = [trial for trial in whole.trials if trial.place == place]
         judged = frozenset().union(*(whole.bench.kinds[trial.kind] for trial in trials))
@@ -105,10 +103,11 @@ class Count:
     """The verdicts of a session. claims: every claim about its subject, which the closing line counts.
 
     expected_failed: the claims that may be falsified, with the reason; one that holds everywhere fails the session.
+    must_apply: the session fails if no claim applies.
     """
 
-    def __init__(self, claims: Sequence[Claim], expected_failed: Mapping[str, str]) -> None:
-        self._expected_failed = expected_failed
+    def __init__(self, claims: Sequence[Claim], expected_failed: Mapping[str, str], *, must_apply: bool) -> None:
+        self._expected_failed, self._must_apply = expected_failed, must_apply
         self._claims = claims
         self._verdicts: dict[str, list[Verdict]] = {}
         self._runs = 0
@@ -129,7 +128,10 @@ class Count:
         """Fail the session for a falsified or unknown claim, and for a claim that holds but was expected to fail."""
         if hasattr(session.config, "workerinput") or session.exitstatus != pytest.ExitCode.OK:
             return
-        for verdict in self._merged():
+        merged = self._merged()
+        if self._must_apply and {verdict.outcome for verdict in merged} == {Outcome.NOT_APPLICABLE}:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        for verdict in merged:
             expected = verdict.claim in self._expected_failed and verdict.outcome is not Outcome.UNKNOWN
             if verdict.outcome is Outcome.HOLDS if expected else verdict.outcome not in _ACCEPTED:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
@@ -194,6 +196,20 @@ class ClaimRunner:
             pytest.fail("\n".join(broken), pytrace=False)
 
 
+class _Ours:
+    """Andon's trainer. Its first run imports it: the extra `judge` does not install the libraries that it needs."""
+
+    name = "andon"
+
+    def __init__(self, pools: RankPools) -> None:
+        self._pools = pools
+
+    def run(self, case: Case) -> Trace:
+        from andon_falsify.ranks.trainer import AndonTrainer
+
+        return AndonTrainer(self._pools).run(case)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of `andon falsify` that make sense for tests."""
     group = parser.getgroup("andon", "try to prove a data-parallel trainer wrong (andon_falsify)")
@@ -224,10 +240,10 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the count, and the campaign if the options ask for one. Raises `UsageError` for wrong options."""
-    count = Count(claims_of("trainer"), {})
+    count = Count(claims_of("trainer"), {}, must_apply=False)
     if (suite := _suite(config)) is not None:
         config.stash[_SUITE] = suite
-        count = Count(suite.claims, suite.expected_failed)
+        count = Count(suite.claims, suite.expected_failed, must_apply=True)
     config.pluginmanager.register(count, "andon-falsify-count")
 
 
@@ -299,7 +315,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def subject() -> Iterator[Remembering]:
     """Our trainer; it does not run a case twice."""
     with RankPools() as pools:
-        yield Remembering(AndonTrainer(pools))
+        yield Remembering(_Ours(pools))
 
 
 @pytest.fixture(scope="session")

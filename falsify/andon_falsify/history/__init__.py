@@ -24,6 +24,7 @@ from andon_falsify.history.events import Unread as Unread
 MAX_LINE_BYTES = 16 * 2**20
 MAX_LINES = 1_000_000
 _EARLY = "early-stopping"
+FP32_BITS = 24
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,16 @@ class Run:
 
 @dataclass(frozen=True)
 class History:
-    """Events and unreadable lines of one run, in the order of the file. Messages call it by its `name`."""
+    """Events and unreadable lines of one run, in the order of the file. Messages call it by its `name`.
+
+    sketch: of a script's first gradient, () if unknown. bits: of the coarsest significand that it computes with.
+    """
 
     name: str
     events: tuple[Event, ...]
     unread: tuple[Unread, ...] = ()
+    sketch: tuple[float, ...] = ()
+    bits: int = FP32_BITS
 
     @cached_property
     def start(self) -> StartEvent | None:

@@ -11,6 +11,7 @@ import marshal
 import math
 import reprlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -228,7 +229,8 @@ class StepEvent(Event):
     `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" if the gradient's digest
     and norm are of the gradient that the optimizer received, clipped or not; else they are of the gradient before
     clipping. `skipped`: a loss scaler skipped the update. `draws`: the modules that draw random numbers in its forward
-    passes, as far as they are known. `terms`: the terms that the loss is the mean of; None: the rows.
+    passes, as far as they are known. `terms`: the terms that the loss is the mean of; None: the rows. `state`: of the
+    random streams and of the rows that a torch DataLoader drew, digests; the rows "in pass" so far, "of" all.
 
     A history holds hundreds of thousands of updates, so all but `number` and `epoch` is in `packed` (see `_pack`): ten
     times smaller than the objects. `fields` is empty.
@@ -253,11 +255,18 @@ class StepEvent(Event):
     world = _Packed(_integer)
     backend = _Packed(_text)
     digests = _Packed(_texts)
+    state = _Packed(_texts)
     ranks = _Packed(_ranks)
 
     @property
     def step(self) -> int:
         return self.number
+
+    def same_rows(self, other: StepEvent) -> bool:
+        """Whether both updates are known to have the same rows: as reported, or as a torch DataLoader drew them."""
+        if self.ids and other.ids:
+            return Counter(self.ids) == Counter(other.ids)
+        return "rows" in self.state and self.state["rows"] == other.state.get("rows")
 
     @property
     def finite(self) -> bool:

@@ -38,7 +38,7 @@ from andon_falsify.loops.parameters import (
 )
 from andon_falsify.loops.sightings import LoopSightings, Made, Stranger
 from andon_falsify.subjects.case import PAD, Case, Rows
-from andon_falsify.subjects.trace import CutOff, Values, digest
+from andon_falsify.subjects.trace import CutOff, Values, bytes_of, digest
 
 IGNORED_LABEL = -100
 """A row with this label has no loss in torch's cross entropy, so it is not trained on."""
@@ -158,7 +158,8 @@ class ForwardPasses:
 
 
 def _generator() -> str:
-    return hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8).hexdigest()
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    return hashlib.blake2b(b"".join(map(bytes_of, states)), digest_size=8).hexdigest()
 
 
 class Observer:
@@ -197,11 +198,9 @@ class Observer:
             yield
 
     def rows(self, ids: Sequence[int]) -> None:
-        """See `Told.rows`."""
         self._told_rows = [int(row) for row in ids]
 
     def loss(self, value: float | Tensor) -> None:
-        """See `Told.loss`."""
         # A rank without rows has no forward pass. If it has reported the last update's loss, this is of the next one.
         later = self._phase == "update" or self._step in self._seen.told_losses
         self._seen.told_losses[max(1, self._step + later)] = float(value)
@@ -231,7 +230,6 @@ class Observer:
         self._passes.end(output, training=module.training)
 
     def _begin(self) -> None:
-        """The first forward pass of an update: the place to save, to cut the run off, and to plant poison."""
         case, step = self._case, self._step
         self._settle()
         statistics = buffers(unwrapped(self._loop.model), running=True)

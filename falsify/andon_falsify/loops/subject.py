@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import os
+import pickle
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from andon_falsify.ranks.pool import RankPools
 from andon_falsify.ranks.server import environment
 from andon_falsify.reference.training import RowGradients
 from andon_falsify.subjects.case import Case
-from andon_falsify.subjects.trace import CutOff, RankUpdate, Reported, Trace, digest, lines_of
+from andon_falsify.subjects.trace import CutOff, RankUpdate, Reported, Trace, bytes_of, digest, lines_of
 
 _OFFERS = {
     "evaluates": ("evaluate",),
@@ -67,10 +68,10 @@ class LoopSubject:
         `Trace.errors` has, by rank, errors of the loop and of its import, and ranks that died or did not answer.
         Raises `ValueError` if the rows cannot be made distinct.
         """
-        case = case.but(rows=distinct(case.rows, case.longest), backend="gloo")
+        case = case.but(rows=distinct(case.rows, case.longest), backend="nccl" if case.backend == "nccl" else "gloo")
         search = dict.fromkeys(os.path.abspath(folder) for folder in (*sys.path, os.getcwd()))
         job = (self.make, case, tuple(search))
-        answers = self._pools.of(case.world).run("andon_falsify.loops.subject:train", job)
+        answers = self._pools.of(case.world, case.backend).run("andon_falsify.loops.subject:train", job)
         parts = [answer.value for answer in answers if isinstance(answer.value, LoopSightings)]
         errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
         return trace_of(case, [] if errors else parts, errors, self.name)
@@ -193,6 +194,8 @@ def _loop_of(make: str, case: Case) -> Any:
         raise ValueError(msg)
     if not trained(unwrapped(loop.model)):
         raise ValueError("no parameter of the loop's `model` trains")
+    if case.backend == "nccl" and not all(each.is_cuda for each in trained(unwrapped(loop.model)).values()):
+        raise ValueError('the loop\'s `model` is not on the GPU of its rank: move it with .to("cuda")')
     return loop
 
 
@@ -237,8 +240,7 @@ def _digests(model: nn.Module) -> dict[str, str]:
 
 def _recomputed(loop: Any, model: nn.Module, case: Case, seen: LoopSightings, rank: int) -> dict[int, RowGradients]:
     """The law of every update from rank 0's weights before it; empty on other ranks. Collective."""
-    everyone: list[dict[int, list[tuple[int, ...]]]] = [{} for _ in range(case.world)]
-    dist.all_gather_object(everyone, {step: list(seen.of(rank, step).leaves) for step in seen.made})
+    everyone = _gathered({step: list(seen.of(rank, step).leaves) for step in seen.made})
     if rank or not case.values or seen.sharded:
         return {}
     exact = copy.deepcopy(model).double()
@@ -253,6 +255,16 @@ def _recomputed(loop: Any, model: nn.Module, case: Case, seen: LoopSightings, ra
     return found
 
 
+def _gathered(own: dict[int, list[tuple[int, ...]]]) -> list[dict[int, list[tuple[int, ...]]]]:
+    """`own` of every rank. `all_gather_object` needs numpy, which torch does not require."""
+    data = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)]))
+    parts = [torch.zeros(int(max(sizes)), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(parts, nn.functional.pad(data, (0, len(parts[0]) - len(data))))
+    return [pickle.loads(bytes_of(part)) for part in parts]
+
+
 def _law(loop: Any, model: nn.Module, rows: list[int]) -> RowGradients:
     parameters = trained(model)
     losses, parts = [], []
@@ -262,7 +274,7 @@ def _law(loop: Any, model: nn.Module, rows: list[int]) -> RowGradients:
             raise ValueError(f"loss_sum of row {row} says that it is of {count} rows")
         given = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
         parts.append([torch.zeros_like(p) if g is None else g for p, g in zip(parameters.values(), given, strict=True)])
-        losses.append(total.detach().double())
+        losses.append(total.detach().double().cpu())
     columns = zip(*parts, strict=True)
-    stacked = {name: torch.stack(column) for name, column in zip(parameters, columns, strict=False)}
+    stacked = {name: torch.stack(column).cpu() for name, column in zip(parameters, columns, strict=False)}
     return RowGradients(tuple(rows), torch.stack(losses) if losses else torch.zeros(0), stacked)

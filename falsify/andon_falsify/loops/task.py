@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from andon_falsify.subjects.assembly import model_of
+from andon.console.messages import InputError, install_hint
 from andon_falsify.subjects.case import PAD, VOCABULARY, Case, Rows, make_rows
 
 
@@ -77,8 +78,14 @@ def model(case: Case) -> nn.Module:
 
     A small `Qwen3ForSequenceClassification`, or `BertForSequenceClassification` for an encoder, that is not downloaded;
     with peft's LoRA if the case has a rank. `model(**collate(items))` returns `.loss` (mean over rows) and `.logits`.
+    With nccl it is on the rank's GPU; the loop moves its batches. Raises `InputError` without transformers or peft.
     """
-    return model_of(case).train()
+    if absent := [name for name in ("transformers", "peft") if find_spec(name) is None]:
+        remedy = f"{install_hint('falsify')}; or train a torch module of your own, with loss_sum"
+        raise InputError.at("model(case)", f"needs {' and '.join(absent)}; {remedy}")
+    from andon_falsify.subjects.assembly import model_of
+
+    return model_of(case).train().to("cuda" if case.backend == "nccl" else "cpu")
 
 
 def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

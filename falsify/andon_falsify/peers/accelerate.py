@@ -26,11 +26,11 @@ from andon_falsify.subjects.case import Case
 
 
 def accelerator_for(case: Case, **settings: Any) -> Accelerator:
-    """A new accelerator on CPUs. Its state outlives it, and one process runs one case after the other."""
+    """A new accelerator. Its state outlives it, and one process runs one case after the other."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     as_launched()
-    return Accelerator(cpu=True, gradient_accumulation_steps=case.accumulation, **settings)
+    return Accelerator(cpu=case.backend != "nccl", gradient_accumulation_steps=case.accumulation, **settings)
 
 
 class AccelerateLoop:
@@ -128,11 +128,10 @@ class RightAccelerateLoop(PlainLoop):
                     return
 
     def _update_with(self, window: list[dict[str, Tensor]]) -> Tensor:
-        """One update with this rank's micro-batches; the mean loss of the rows of all ranks."""
         count = torch.stack([(batch["labels"] != IGNORED_LABEL).sum() for batch in window]).sum()
         rows = self.accelerator.reduce(count, reduction="sum")
         averaged = self.case.accumulation * self.accelerator.num_processes
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.device)
         for place, batch in enumerate(window, start=1):
             with nullcontext() if place == len(window) else self.accelerator.no_sync(self.model):
                 # The model receives the labels too: they tell rows that are trained on from those that fill the epoch.

@@ -62,7 +62,9 @@ class TutorialLoop:
 
 class DdpLoop(TutorialLoop):
     def __init__(self, case: Case) -> None:
-        super().__init__(case, DistributedDataParallel(model(case)))
+        plain = model(case)  # DDP moves batches to the device of `device_ids`
+        ids = [next(plain.parameters()).device] if case.backend == "nccl" else None
+        super().__init__(case, DistributedDataParallel(plain, device_ids=ids))
 
     def backward(self, batch: Any, *, synchronize: bool) -> None:
         wrapped: Any = self.model
@@ -75,7 +77,7 @@ class Fsdp2Loop(TutorialLoop):
 
     def __init__(self, case: Case) -> None:
         whole: Any = model(case)
-        mesh = init_device_mesh("cpu", (case.world,))
+        mesh = init_device_mesh("cuda" if case.backend == "nccl" else "cpu", (case.world,))
         base = whole.get_base_model() if case.rank else whole
         for layer in base.model.layers:
             fully_shard(layer, mesh=mesh)

@@ -45,7 +45,7 @@ class HfTrainerLoop:
         self._folder = tempfile.TemporaryDirectory(prefix="andon-hf-trainer-")
         arguments = TrainingArguments(
             self._folder.name,
-            use_cpu=True,
+            use_cpu=case.backend != "nccl",
             per_device_train_batch_size=case.local_batch,
             per_device_eval_batch_size=case.local_batch,
             gradient_accumulation_steps=case.accumulation,

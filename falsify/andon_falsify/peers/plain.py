@@ -30,8 +30,9 @@ class PlainLoop:
         self.model = model(case)
         self.optimizer = optimizer(case, self.model.parameters())
         self.rows = dataset(case)
+        self.device = next(self.model.parameters()).device
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.weights = None if case.class_weights is None else torch.tensor(case.class_weights)
+        self.weights = None if case.class_weights is None else torch.tensor(case.class_weights, device=self.device)
         self.done = 0
 
     def train(self, told: Told) -> None:
@@ -41,8 +42,7 @@ class PlainLoop:
                 self.done = update
 
     def _update(self, batch: list[int]) -> Tensor:
-        """One update with the rows `batch`, the same on every rank; their mean loss."""
-        total = torch.zeros(())
+        total = torch.zeros((), device=self.device)
         for piece in cut(self._mine(batch), self.case.local_batch):
             loss = self._loss_sum(piece) / len(batch)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -55,20 +55,21 @@ class PlainLoop:
         return batch[dist.get_rank() :: dist.get_world_size()]
 
     def _batches(self) -> Iterator[list[int]]:
-        """The global batches of all epochs, equal on every rank and for every number of ranks."""
         batches = []
         for epoch in range(self.case.epochs):
             order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.case.seed + epoch))
             batches += cut(order.tolist(), self.case.global_batch)
         yield from batches[: self.case.max_steps]
 
+    def _collated(self, ids: Sequence[int]) -> dict[str, Tensor]:
+        return {name: each.to(self.device) for name, each in collate([self.rows[row] for row in ids]).items()}
+
     def _loss_sum(self, ids: Sequence[int]) -> Tensor:
-        batch = collate([self.rows[row] for row in ids])
+        batch = self._collated(ids)
         labels = batch.pop("labels")
         return cross_entropy(self.model(**batch).logits, labels, self.weights, reduction="sum")
 
     def _add_over_ranks(self, total: Tensor) -> None:
-        """All-reduce gradients and loss in place; a rank without rows adds 0."""
         for parameter in self.trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -96,9 +97,9 @@ class PlainLoop:
     def _scores(self, ids: list[int]) -> Tensor:
         """float64 [2]: the sum of the losses of these rows, and the number of correct predictions."""
         self.model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for piece in cut(ids, 8):
-            batch = collate([self.rows[row] for row in piece])
+            batch = self._collated(piece)
             labels = batch.pop("labels")
             logits = self.model(**batch).logits
             sums[0] += cross_entropy(logits, labels, self.weights, reduction="sum")

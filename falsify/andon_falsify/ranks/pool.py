@@ -19,8 +19,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from andon_falsify.ranks.processes import kill
 from andon_falsify.ranks.rank import Answer, RankSpec, serve
-from andon_falsify.ranks.server import SERVER, RankProcess, Stray, kill
+from andon_falsify.ranks.server import SERVER, RankProcess, Stray
 
 _DEADLINE_S = 90.0
 _START_S = 60.0
@@ -93,7 +94,6 @@ class RankPool:
             self._end()
 
     def _start(self) -> dict[int, Answer]:
-        """Returns the ranks' answers if one failed to start, else nothing."""
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", dir=SERVER.folder)
         for number in range(self.world):
             spec = RankSpec(number, self.world, os.getpid(), self._folder.name, self.deadline_s, self.backend)
@@ -107,7 +107,6 @@ class RankPool:
         return answers if any(answer.error for answer in answers.values()) else {}
 
     def _collect(self, answers: dict[int, Answer], deadline_s: float) -> None:
-        """Add the answers that are missing, of ranks that do not answer in time an error."""
         began = time.monotonic()
         deadline = began + deadline_s
         while len(answers) < self.world:
@@ -137,7 +136,6 @@ class RankPool:
         return answer
 
     def _end(self) -> list[Stray]:
-        """End the ranks. Kill and return what they have left behind."""
         pids = self.pids
         for rank in self._ranks:
             rank.pipe.close()  # the sign to leave

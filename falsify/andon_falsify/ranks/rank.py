@@ -72,7 +72,6 @@ def serve(spec: RankSpec, pipe: Connection) -> None:
 
 
 def _redirect(printed: TextIO) -> None:
-    """Let the standard streams lead to `printed`, whatever a case has done to them."""
     for descriptor in (1, 2):
         os.dup2(printed.fileno(), descriptor)
 

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import psutil
+from andon_falsify.ranks.processes import Process, descendants, kill
 
 PRELOADED = (
     "torch",
@@ -41,7 +41,7 @@ _POLL_S = 0.01
 class Stray:
     """A process that outlived the case that started it. rank: the pid of the rank that it is from, 0 if unknown."""
 
-    process: psutil.Process
+    process: Process
     command: str
     rank: int
 
@@ -93,22 +93,20 @@ class Server:
     def _strays(self, ranks: Collection[int]) -> list[Stray]:
         living = {child.pid for child in multiprocessing.active_children()} | set(ranks)
         found = []
-        for process in self._descendants():
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):  # it has just ended
-                if process.pid in living or process.status() == psutil.STATUS_ZOMBIE:
+        for process, ancestors in self._descendants().items():
+            with suppress(ProcessLookupError):  # it has just ended
+                if process.pid in living or process.zombie:
                     continue
-                above = [os.getsid(process.pid), *(parent.pid for parent in process.parents())]
+                above = [os.getsid(process.pid), *ancestors]
                 rank = next((pid for pid in above if pid in ranks), 0)
                 if rank or living.isdisjoint(above):
-                    words = " ".join(process.cmdline())
+                    words = process.command
                     found.append(Stray(process, words if len(words) <= 60 else f"{words[:60]}...", rank))
         return found
 
-    def _descendants(self) -> list[psutil.Process]:
-        with suppress(psutil.NoSuchProcess):
-            if self._server._forkserver_pid is not None:
-                return list(psutil.Process(self._server._forkserver_pid).children(recursive=True))
-        return []
+    def _descendants(self) -> dict[Process, list[int]]:
+        pid = self._server._forkserver_pid
+        return {} if pid is None else descendants(pid)
 
     def stop(self) -> None:
         """Kill every process that came of the server, then the server: while it lives, it adopts what they leave."""
@@ -175,14 +173,6 @@ def _interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-def kill(processes: Sequence[psutil.Process], wait_s: float) -> None:
-    """Kill them, and wait until they are gone, at most `wait_s` seconds."""
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(processes, wait_s)
 
 
 def _stop_tracker() -> None:

@@ -55,7 +55,6 @@ class AndonTrainer:
         self._late = late
 
     def run(self, case: Case) -> Trace:
-        """See `Subject.run`."""
         errors: dict[int, str] = {}
         try:
             if case.backend in IN_A_GROUP:
@@ -112,7 +111,6 @@ def _observe(case: Case, backend: Backend, *, late: bool | None = None) -> Obser
 
 
 def _describe(parts: TrainerUnderTest) -> None:
-    """Note the state at the start, faults included, and watch the gradients from now on."""
     case, seen = parts.case, parts.seen
     for rank, replica in parts.by_rank.items():
         note_start(seen, rank, replica.model)
@@ -178,7 +176,6 @@ def _train(parts: TrainerUnderTest, folder: RunFolder) -> None:
 
 
 def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> Any:
-    """The trainer's own journal. Notes every result, and cuts the run off after the update that the case names."""
     inner, case, seen = files or Journal(), parts.case, parts.seen
 
     def step(batch: GlobalBatch, result: StepResult, record: Step) -> None:

@@ -186,7 +186,6 @@ class Decoder:
         return final @ params["model.embed_tokens.weight"].T
 
     def _final(self, layers: Layers, tokens: Tensor, attention: Tensor) -> Tensor:
-        """[rows, length, hidden]: after the last layer and its norm."""
         params, length = layers.params, tokens.shape[1]
         hidden = params["model.embed_tokens.weight"][tokens]
         allowed = torch.ones(length, length, dtype=torch.bool).tril() & attention.bool()[:, None, None, :]

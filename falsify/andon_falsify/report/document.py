@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from andon.console.messages import InputError, Problem, ProblemList, shown
-from andon.run.atomic import storage, write_whole
+from andon.console.messages import InputError, Problem, ProblemList, reading, shown
+from andon.run.atomic import write_whole
 from andon_falsify.report.findings import SCHEMA, Report
 
 _REPORT = TypeAdapter(Report)
@@ -42,7 +42,7 @@ def _plain(value: Any) -> Any:
 
 def read_json(path: Path) -> Report:
     """The report in the file `path`. Raises `InputError` with every problem of the file."""
-    with storage(path, "read"):
+    with reading(path):
         text = path.read_bytes()
     return parse(text, str(path))
 

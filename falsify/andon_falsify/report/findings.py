@@ -215,13 +215,18 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
     cut_short: list the claims that no trial has judged yet by name only. rest: where the other counterexamples are.
     """
     cells = report.cells
+    several = len({cell.subject for cell in cells}) > 1
     untried = [cell for cell in cells if not any(finding.place for finding in cell.findings)] if cut_short else []
-    shared = "" if cut_short else _shared_reason(cells)
-    if shared:
-        yield f"no claim can be judged: {shared}"
+    judged = [cell for cell in cells if cell.verdict.outcome is not Outcome.NOT_APPLICABLE]
+    open_ = [cell.claim for cell in judged if cell.verdict.outcome is Outcome.UNKNOWN]
+    causes = {reasons(cell.verdict) for cell in judged}
+    if shared := not cut_short and len(open_) == len(judged) > len(causes) == 1:
+        yield f"no claim can be judged: {causes.pop()}"
+        yield f"unknown ({len(open_)}): {', '.join(open_)}"
     for cell in cells:
-        if cell not in untried:
-            yield f"{cell.claim} v{cell.findings[0].version}: {_outcome(cell, shared)}{_expected(cell)}"
+        if cell not in untried and not (shared and cell.verdict.outcome is Outcome.UNKNOWN):
+            of = f"{cell.subject.short}: " if several else ""
+            yield f"{of}{cell.claim} v{cell.findings[0].version}: {_outcome(cell)}{_expected(cell)}"
             yield from counterexample_lines(cell.verdict, rest)
     fell = [cell.expected for cell in cells if cell.verdict.outcome is Outcome.FALSIFIED]
     if any(expected is not None and not expected.excused for expected in fell):
@@ -250,31 +255,23 @@ def counterexample_lines(verdict: Verdict, rest: str = "in the file of --json") 
 
 
 def reasons(verdict: Verdict) -> str:
-    """The first reasons, and the number of the others."""
-    more = len(verdict.reasons) - _SHOWN
+    """The first reasons, of a claim that holds only one, and the number of the others; then the remedies."""
+    most = 1 if verdict.outcome is Outcome.HOLDS else _SHOWN
+    more = len(verdict.reasons) - most
     counted = (f"and {more} more",) if more > 0 else ()
-    return replace(verdict, reasons=(*verdict.reasons[:_SHOWN], *counted)).why
+    return replace(verdict, reasons=(*verdict.reasons[:most], *counted)).why
 
 
-def _shared_reason(cells: Sequence[Cell]) -> str:
-    """The reason for which all of several claims are unknown, if it is the same for all; it is reported once."""
-    judged = [cell.verdict for cell in cells if cell.verdict.outcome is not Outcome.NOT_APPLICABLE]
-    found = {reasons(verdict) for verdict in judged}
-    unknown = all(verdict.outcome is Outcome.UNKNOWN for verdict in judged)
-    return found.pop() if unknown and len(found) == 1 and len(judged) > 1 else ""
-
-
-def _outcome(cell: Cell, shared: str) -> str:
+def _outcome(cell: Cell) -> str:
     verdict, why = cell.verdict, reasons(cell.verdict)
     if verdict.outcome is Outcome.HOLDS:
         return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
     places = "" if verdict.outcome is Outcome.NOT_APPLICABLE else _places(cell.deciding)
     at = f" at {places}" if places else ""
-    return f"{verdict.outcome.value}{at}" + (f" ({why})" if why not in ("", shared) else "")
+    return f"{verdict.outcome.value}{at}" + (f" ({why})" if why else "")
 
 
 def _places(findings: Sequence[Finding]) -> str:
-    """`gloo, world 2, accumulation 1 and 2; gloo, world 3, accumulation 2`; at most three, and the number of others."""
     held: dict[str, set[int]] = {}
     for finding in findings:
         if place := replace(finding, accumulation=0).place:

@@ -80,7 +80,6 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _of_fused_dropout(result: tuple[Tensor, Tensor], args: Sequence[Any]) -> Tensor | None:
-    """`nn.Dropout` on a GPU: the output and what was kept. Arguments: the input, the chance to drop, whether."""
     output, kept = result
     return kept.to(output.dtype) / (1 - args[1]) if args[1] else None
 

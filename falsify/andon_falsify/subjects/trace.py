@@ -10,6 +10,7 @@ line of this one.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import math
@@ -17,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from andon_falsify.history import History, chain_digest, read_lines
@@ -35,13 +35,18 @@ _REALS = ("lr", "loss", "grad_norm")
 Line = Mapping[str, Any]
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor on the CPU, without numpy, which torch does not require."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+
+
 def digest(tensors: Tensors) -> str:
     """16 hexadecimal digits over names, types, shapes and bytes of `tensors`, sorted by name."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         found.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
-        found.update(value.view(torch.uint8).numpy().tobytes() if value.dim() else repr(value.item()).encode())
+        found.update(bytes_of(value) if value.dim() else repr(value.item()).encode())
     return found.hexdigest()[:16]
 
 
@@ -233,7 +238,11 @@ def _events(
     for told in updates:
         reached = step = told["step"]
         by_rank = {rank: part.of(rank, step) for part in parts for rank in part.ranks}
-        ranks = [_rank_part(by_rank[rank]) for rank in sorted(by_rank)]
+        ranks = []
+        for rank, own in sorted(by_rank.items()):
+            digests = {"weights": own.weights, "optimizer": own.optimizer, "gradient": own.gradient}
+            used = [row for leaf in own.leaves for row in leaf]
+            ranks.append({"rank": rank, "leaves": [], "ids": used, **_known(digests)})
         known = {name: value for name, value in told.items() if value is not None}
         event = {
             "kind": "step",
@@ -251,11 +260,6 @@ def _events(
         yield {"kind": "violation", "clause": clause, "step": step, "ranks": [], "tensor": "", "seen": message}
     elif case.stop_after is None:
         yield {"kind": "end", "step": reached, "reason": "finished", "digests": {}}
-
-
-def _rank_part(own: RankUpdate) -> Line:
-    digests = {"weights": own.weights, "optimizer": own.optimizer, "gradient": own.gradient}
-    return {"rank": own.rank, "leaves": [], "ids": [row for leaf in own.leaves for row in leaf], **_known(digests)}
 
 
 def _real(value: float) -> Line:
@@ -293,7 +297,6 @@ class Remembering:
         self.runs = 0
 
     def run(self, case: Case) -> Trace:
-        """See `Subject.run`."""
         if case in self._held:
             return self._held[case]
         self.runs += 1

@@ -175,7 +175,6 @@ def note_end(seen: Observations, by_rank: Mapping[int, Replica]) -> None:
 
 
 def _state_digests(replica: Replica) -> tuple[str, str]:
-    """Of the weights, as the model has them, and of the optimizer's state with the count of updates."""
     state = {name: value.reshape(-1) for name, value in replica.optimizer_state().items()}
     state["updates"] = torch.tensor([replica.updates])
     return digest(trainable_parameters(replica.model)), digest(state)
