@@ -204,7 +204,7 @@ AGREED = "1: 0[a] 1[b] 2[c] | 2: 0[a] 1[b] 2[c] | 3: 0[a] 1[b] 2[c]"
 def test_replicas_agree(field: str) -> None:
     told(replicas_agree, AGREED, HOLDS)
     text = f"{AGREED} {field[0]}="
-    told(replicas_agree, f"{text}7,8,7", FALSIFIED, f"step 3, rank 1: the {field} differs", "seen 0000000000000008")
+    told(replicas_agree, f"{text}7,8,7", FALSIFIED, f"step 3, rank 1: the {field} differ", "seen 0000000000000008")
     told(replicas_agree, f"{text}8,7,7", FALSIFIED, "step 3, rank 0")
     told(replicas_agree, f"{text}8,7,9", FALSIFIED, "step 3, ranks 1, 2")
 
@@ -217,7 +217,7 @@ def test_replicas_agree_infers_nothing_from_silence_and_notices_a_lie_about_the_
     told(replicas_agree, history("1: ids=a,b", world=2), UNKNOWN, "any rank")
     told(replicas_agree, "1: 0[a] 1[b] o=-", UNKNOWN, "no optimizer digest of rank 0, 1")
     told(replicas_agree, "1: 0[a] 1[b] o=7,-", UNKNOWN, "no optimizer digest of rank 1")
-    told(replicas_agree, "1: 0[a] 1[b] o=- w=1,2", FALSIFIED, "step 1, rank 1: the weights differs")
+    told(replicas_agree, "1: 0[a] 1[b] o=- w=1,2", FALSIFIED, "step 1, rank 1: the weights differ")
     told(replicas_agree, history("1: 0[a] 0[b]", world=2), FALSIFIED, "rank 0 is listed 2 times in a world of 2")
     told(replicas_agree, history("1: 0[a] 2[b]", world=2), FALSIFIED, "rank 2 is listed 1 times")
     rank = '{"rank":%d,"weights":"a","optimizer":"b","gradient":"%d"}'

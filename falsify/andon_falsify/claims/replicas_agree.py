@@ -85,7 +85,8 @@ def check_history(history: History) -> Verdict:
                 missing = missing or f"step {event.number}: no {field} digest of {absent}"
             if len(digests) > 1:
                 checked += 1
-                found += _differing(f"{field}: the ranks differ", f"step {event.number}", digests, field)
+                what = f"the {field} differ{'s' * (field != 'weights')} between ranks"
+                found += _differing(what, f"step {event.number}", digests, field)
     return conclude(CLAIM, checked, found, missing)
 
 

@@ -113,17 +113,16 @@ def check_history(resumed: History, uninterrupted: History | None = None) -> Ver
     began = next((run.events[0] for run in resumed.runs if run.steps), None)
     done = began.step or 0 if watched and began is not None and began.kind == "resume" else 0  # into a new ledger
     for run in resumed.runs:
-        anew = watched and run.resumed and run.events[0].fields.get("name") is None
-        first = {} if anew else first  # the loop began at step 1 again, and promises no equal bits
+        if watched and run.resumed and run.events[0].fields.get("name") is None:
+            first = {}  # the loop began at step 1 again, and promises no equal bits
         expected = done + 1
         for event in run.steps:
             before = event if event.line in resumed.retracted else first.setdefault(event.number, event)
             if before is not event:
                 checked += 1
                 found += _differ(event, before, "done again after a resume", resumed.name)
-            if event.number > expected:
-                wanted, seen = f"step {expected}", f"step {event.number}"
-                found.append(Counterexample(f"{wanted} is missing", seen, wanted, seen))
+            wanted, seen = f"step {expected}", f"step {event.number}"
+            found += [Counterexample(f"{wanted} is missing", seen, wanted, seen)] * (event.number > expected)
             expected = event.number + 1
             done = max(done, event.number)
     if uninterrupted is not None:
