@@ -5,10 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from unittest.mock import Mock
 
@@ -41,11 +38,9 @@ from andon_contracts.observe import (
     flat_norm,
     nonfinite,
     norm_of,
-    plain,
     sum_of_squares,
     word_sums,
 )
-from andon_contracts.watch.checks.clipping import torch_norm_error
 from tests.support.memory import peak_bytes
 
 
@@ -77,11 +72,6 @@ def test_sums_are_those_of_the_digest() -> None:
 
 
 _LARGE = 300_001
-
-
-def _flip(tensor: Tensor, place: int) -> None:
-    raw = plain(tensor).reshape(-1)[place : place + 1].view(torch.uint8)
-    raw[0] ^= 1
 
 
 def test_another_layout_under_the_same_dtypes_is_read_anew() -> None:
@@ -226,8 +216,8 @@ def _add(*gradients: Tensor) -> list[tuple[int, float, float]]:
 def test_extremes_say_what_is_finite_and_what_is_zero() -> None:
     nan = torch.ones(50)
     nan[17] = float("nan")
-    found = _add(torch.tensor([1.0, -3.0]), nan, torch.tensor([2.0, float("-inf")]), torch.zeros(4), torch.zeros(0))
-    assert found[0] == (0, -3.0, 1.0)
+    found = _add(torch.tensor([1e-30, -3.0]), nan, torch.tensor([2.0, float("-inf")]), torch.zeros(4), torch.zeros(0))
+    assert found[0] == (0, -3.0, pytest.approx(1e-30))
     assert all(value != value for value in found[1][1:])
     assert found[2] == (2, float("-inf"), 2.0)
     assert {index: (low, high) for index, low, high in found[3:]} == {3: (0.0, 0.0), 4: (0.0, 0.0)}
@@ -248,14 +238,6 @@ def test_every_backward_pass_has_its_own_extremes() -> None:
         seen.clear()
         assert not seen.added
         assert seen.read() == []
-
-
-def test_a_gradient_of_another_dtype_than_its_parameter_is_seen() -> None:
-    seen = Extremes()
-    seen.add(0, torch.tensor([1.0, 1e-30]))
-    ((index, low, high),) = seen.read()
-    assert (index, high) == (0, 1.0)
-    assert low == pytest.approx(1e-30)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -337,12 +319,6 @@ def test_the_norm_is_that_of_float64_at_any_length(drawn: Callable[[int], Tensor
     assert float(flat_norm(flat)) == pytest.approx(_true(flat), rel=BOUND)
 
 
-def test_torchs_own_norm_of_a_long_tensor_is_off_by_no_more_than_is_said() -> None:
-    flat = _heavy(30_000_000)
-    assert float(flat_norm(flat)) == pytest.approx(_true(flat), rel=BOUND)
-    assert float(torch.linalg.vector_norm(flat)) == pytest.approx(_true(flat), rel=torch_norm_error(flat.numel()))
-
-
 @pytest.mark.parametrize("count", [1, 64, 65, 1_000])
 def test_squares_are_added_by_halves(count: int) -> None:
     flat = _normal(count)
@@ -352,21 +328,6 @@ def test_squares_are_added_by_halves(count: int) -> None:
         pairs = itertools.zip_longest(squares[:kept], squares[kept:])
         squares = [one if other is None else one + other for one, other in pairs]
     assert sum_of_squares(flat) == math.fsum(map(float, squares))
-
-
-# The default run shows the order of the additions, on which the bits depend: test_squares_are_added_by_halves.
-@pytest.mark.deep
-def test_the_bits_are_those_of_a_cpu_with_other_vectors() -> None:
-    # Every CPU rounds divisions the same way.
-    flat = torch.arange(1, 3_000_001).remainder(1009) / torch.arange(1, 3_000_001).remainder(997).add(1)
-    program = (
-        "import torch; torch.set_num_threads(3); from andon_contracts.observe import flat_norm; "
-        "flat = torch.arange(1, 3_000_001).remainder(1009) / torch.arange(1, 3_000_001).remainder(997).add(1); "
-        "print(float(flat_norm(flat)).hex())"
-    )
-    said = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-    found = subprocess.run([sys.executable, "-c", program], env=said, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == float(flat_norm(flat)).hex()
 
 
 @pytest.mark.parametrize("scale", [1e-44, 1e-30, 1e-12, 1e19, 1e30, 2e35])

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
@@ -18,16 +18,13 @@ from random import Random
 
 import psutil
 import pytest
-import torch
 
-from andon.run.checkpoint import MANIFEST, STATE, TENSORS, CheckpointError, load_checkpoint, save_checkpoint
 from falsify.nemesis import hosts, judging, processes, tracing
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import verdict
 from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
 from falsify.nemesis.bench import NEMESES, Bench
-from falsify.nemesis.crash_points import EIO, ENOSPC, KILL, Point, points, tried
-from falsify.nemesis.disk import DAMAGES
+from falsify.nemesis.crash_points import KILL, Point, points, tried
 from falsify.nemesis.disk_acts import ACTS, CONTROL
 from falsify.nemesis.fuzz.__main__ import fuzz
 from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
@@ -35,7 +32,7 @@ from falsify.nemesis.fuzz.samples import ledger_lines
 from falsify.nemesis.fuzz.surfaces import SURFACES
 from falsify.nemesis.hosts import Host
 from falsify.nemesis.language import Fault, Guard, Nemesis, Phase, Place, Promise, Row
-from falsify.nemesis.left_behind import Undisturbed, intact
+from falsify.nemesis.left_behind import Undisturbed
 from falsify.nemesis.network import both_ways
 from falsify.nemesis.planting import ClosingError, NotStruckError, Plant, Planting, Struck, UnavailableError, idle
 from falsify.nemesis.plants import TARGETS
@@ -262,21 +259,6 @@ def test_a_control_that_never_acted_or_broke_shows_nothing(tmp_path: Path) -> No
     assert judging.doubt(replace(KEPT, ending=Ending((0,), "")), FOUND, DUE) == ""
 
 
-def saved(folder: Path, step: int) -> Path:
-    state = {"step": step, "words": [f"word {step} {number}" for number in range(600)]}
-    return save_checkpoint(folder, step, {"w": torch.full((3000,), float(step))}, state)
-
-
-@pytest.mark.parametrize("name", [TENSORS, STATE, MANIFEST])
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_is_refused_by_file(tmp_path: Path, damage: Callable[[Path, Path], object], name: str) -> None:
-    before, path = saved(tmp_path, 1), saved(tmp_path, 2)
-    damage(path / name, before / name)
-    assert not intact(path)
-    with pytest.raises(CheckpointError, match=rf"step-00000002/({name}|{TENSORS}):"):
-        load_checkpoint(path)
-
-
 LOG = """\
 7 openat(AT_FDCWD</>, "{0}/new/a", O_WRONLY|O_CREAT, 0666) = 4<{0}/new/a>
 7 write(4<{0}/new/a>, ""..., 6) = 6
@@ -430,27 +412,6 @@ def strace() -> None:
 
 def chosen(found: Sequence[Point], *wanted: tuple[str, str]) -> list[Point]:
     return [[point for point in found if (point.call, point.fault) == each][-1] for each in wanted]
-
-
-# By default: tests/run/test_atomic.py.
-@pytest.mark.deep
-@pytest.mark.usefixtures("strace")
-@pytest.mark.parametrize(
-    ("act", "wanted"),
-    [
-        ("save a step again", [("rename", KILL), ("write", KILL), ("fsync", EIO), ("rename", ENOSPC)]),
-        ("prune", [("unlinkat", KILL), ("getdents64", EIO)]),
-        ("append to the ledger", [("write", KILL), ("close", EIO)]),
-        ("own the folder", [("flock", EIO), ("write", KILL)]),
-        ("load", [("openat", EIO), ("read", EIO)]),
-    ],
-)
-def test_a_call_that_fails_leaves_old_or_new(tmp_path: Path, act: str, wanted: list[tuple[str, str]]) -> None:
-    every = points(act, tmp_path)
-    assert len(every) > 15
-    found = [tried(point, tmp_path) for point in chosen(every, *wanted)]
-    assert [each.wrong for each in found] == [()] * len(wanted)
-    assert [each.code is None for each in found] == [fault == KILL for _, fault in wanted]
 
 
 # By default: tests/run/test_atomic.py.

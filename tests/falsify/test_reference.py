@@ -375,21 +375,6 @@ def test_an_encoder_that_it_does_not_compute_is_refused(setting: dict[str, objec
         Encoder.from_config({**encoder().config, **setting})
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("base_model.model.model.layers.0.q_proj.base_layer.weight", "model.layers.0.q_proj.weight"),
-        ("base_model.model.m.q_proj.lora_A.default.weight", "m.q_proj.lora_A.weight"),
-        ("module.base_model.model.m.q_proj.lora_B.default.weight", "m.q_proj.lora_B.weight"),
-        ("base_model.model.score.modules_to_save.default.weight", "score.weight"),
-        ("base_model.model.score.original_module.weight", None),
-        ("model.default.weight", "model.default.weight"),
-    ],
-)
-def test_canonical_names(name: str, expected: str | None) -> None:
-    assert canonical_name(name) == expected
-
-
 def test_two_tensors_of_one_name_and_a_label_that_is_no_class_are_refused() -> None:
     """One of the two would be lost in silence; -1 would silently read the last class."""
     with pytest.raises(ValueError, match=r"both m\.weight"):

@@ -142,13 +142,13 @@ def test_each_rewriting_finds_its_part() -> None:
 @given(st.lists(st.integers(0, 2**31 - 2), min_size=2, max_size=2), st.floats(0.01, 0.99), st.integers(1, 40))
 def test_what_is_dropped_is_a_law_of_keys_and_place(keys: list[int], rate: float, count: int) -> None:
     """The documented hash in Python's integers: masks are part of a run's result and must not change by accident."""
-    dropped = hashed_dropout(torch.ones(count), torch.tensor(keys, dtype=torch.int32), rate) == 0
-    for place in range(count):
+    values = hashed_dropout(torch.full((count,), 3.0), torch.tensor(keys, dtype=torch.int32), rate).tolist()
+    for place, value in enumerate(values):
         bits = (place ^ keys[0]) * 0x9E3779B1 % 2**32
         bits = ((bits ^ bits >> 15) + keys[1]) * 0x85EBCA6B % 2**32
         bits = (bits ^ bits >> 13) * 0xC2B2AE35 % 2**32
         bits ^= bits >> 16
-        assert bool(dropped[place]) == (bits % 2**31 < round(rate * 2**31))
+        assert value == pytest.approx(0.0 if bits % 2**31 < round(rate * 2**31) else 3.0 / (1 - rate))
 
 
 def test_dropout_is_keyed_by_the_stream_and_differs_by_its_place() -> None:
@@ -191,16 +191,6 @@ COUNT = 200_000
 def keys_of(seed: int, count: int) -> torch.Tensor:
     """int32 [count, 2]."""
     return torch.randint(2**31 - 1, (count, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.5, 0.9])
-def test_dropout_drops_its_share_and_divides_the_rest(rate: float) -> None:
-    deviation = math.sqrt(rate * (1 - rate) * COUNT)
-    for keys in keys_of(1, 20):
-        values = hashed_dropout(torch.full((COUNT,), 3.0), keys, rate)
-        dropped = int((values == 0).sum())
-        assert abs(dropped - rate * COUNT) < 6 * deviation
-        assert torch.allclose(values[values != 0], torch.tensor(3.0 / (1 - rate)))
 
 
 def test_masks_of_different_keys_and_places_are_unrelated() -> None:

@@ -104,7 +104,7 @@ def live(context: RankContext, folder: Path, options: Mapping[str, Any]) -> int:
 
     timeout_s = options.get("timeout_s", PATIENCE_S)
     store, rank, size = join("gloo", timeout_s)
-    clock, timeouts = StepClock(), Timeouts(options.get("bound_s", timeout_s), options.get("step_s"), PATIENCE_S)
+    clock, timeouts = StepClock(), Timeouts(options.get("bound_s", timeout_s), None, PATIENCE_S)
     watched_by(Heartbeat(store, rank, size, clock, timeouts, end_now))
     for step in range(1, STEPS + 1):
         clock.at(step, UPDATE)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the launcher; all but `all_reduce` work without torch, so that ranks start fast.
+"""What ranks do in the tests of the launcher: all of it works without torch, so that ranks start fast.
 
 Ranks speak to a test through a named pipe: a line says that a rank has come to a point, and the end of the file that
 no rank that ever opened it lives any more.
@@ -57,37 +57,10 @@ def end(payload: Payload) -> int:
         raise Violation.of("weights agree", Finding("2 digests", step=3, ranks=(1,), tensor="lora_A"))
     if how in ("SIGKILL", "SIGSEGV"):
         os.kill(os.getpid(), getattr(signal, how))
-    if how == "SIGKILL to the server":
-        os.kill(os.getppid(), signal.SIGKILL)
-        how = "wait"
-    if how == "SIGSTOP to the server":
-        os.kill(os.getppid(), signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGKILL)
     if how in ("wait", "link_error"):
         _wait(link_error=how == "link_error")
         return Exit.PREEMPTED
     return int(how)
-
-
-def all_reduce(payload: Payload) -> int:
-    """Sum over gloo for ever, until the rank and step that the payload names meet their fault."""
-    import torch
-    import torch.distributed as dist
-
-    from andon.launch.joining import join
-
-    context = RankContext.from_environment()
-    join("gloo", payload["timeout_s"])
-    for step in range(payload["steps"]):
-        if step == payload["at"] and context.rank == payload["rank"]:
-            if payload["how"] == "raise":
-                raise LookupError("its own error")
-            os.kill(os.getpid(), getattr(signal, payload["how"]))
-        ones = torch.ones(8)
-        dist.all_reduce(ones)
-        if not torch.equal(ones, torch.full((8,), float(context.world_size))):
-            return Exit.VIOLATION
-    return Exit.OK
 
 
 def _wait(*, link_error: bool) -> None:

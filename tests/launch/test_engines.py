@@ -52,8 +52,8 @@ def arguments(runs: Runs) -> list[str]:
     return [part for each in runs.overrides(EPOCHS) for part in ("--set", each)]
 
 
-def rank_one(run: Path, parent: bool) -> int | None:
-    """The process that is rank 1 of the run, or its parent; None where there is none."""
+def parent_of_rank_one(run: Path) -> int | None:
+    """The parent of the process that is rank 1 of the run; None where there is none."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             told = (process / "cmdline").read_bytes().split(b"\0"), (process / "environ").read_bytes().split(b"\0")
@@ -61,17 +61,17 @@ def rank_one(run: Path, parent: bool) -> int | None:
         except OSError:
             continue
         if str(run).encode() in told[0] and b"andon" in told[0] and b"RANK=1" in told[1]:
-            return above if parent else int(process.name)
+            return above
     return None
 
 
-def killed_in(run: Path, work: Callable[[], None], *, parent: bool) -> None:
-    """Do the work; once the run has a checkpoint, the process of rank 1, or its parent, is killed."""
+def killed_in(run: Path, work: Callable[[], None]) -> None:
+    """Do the work; once the run has a checkpoint, the parent of rank 1 is killed."""
     killed, ended = list[int](), threading.Event()
 
     def kill() -> None:
         while not killed and not ended.wait(0.05):
-            found = rank_one(run, parent) if any((run / "checkpoints").glob("step-*")) else None
+            found = parent_of_rank_one(run) if any((run / "checkpoints").glob("step-*")) else None
             if found is not None:
                 os.kill(found, signal.SIGKILL)
                 killed.append(found)
@@ -140,24 +140,6 @@ def test_each_task_is_a_rank_and_a_job_that_may_go_on_is_queued_again(
     assert (f"requeued {os.getpid()}" in done.stdout) == queued
 
 
-# By default: the same script with a stand-in for Python (above), and a resume on other ranks (training/test_resume).
-@pytest.mark.deep
-@pytest.mark.timeout(600)
-def test_the_script_for_slurm(tmp_path: Path, alone: tuple[Runs, Path]) -> None:
-    runs, reference = alone
-    ended: list[subprocess.CompletedProcess[str]] = []
-
-    def start(restarts: int) -> None:
-        ended.append(submitted(as_slurm(tmp_path, 2, restarts), *arguments(runs)))
-
-    killed_in(tmp_path / "run", lambda: start(0), parent=False)
-    assert ended[0].returncode == 128 + signal.SIGKILL, ended[0].stderr
-    start(1)
-    assert ended[1].returncode == 0, ended[1].stderr
-    assert resumed(tmp_path / "run")
-    assert outcome(tmp_path / "run") == outcome(reference)
-
-
 def _slurm() -> bool:
     found = shutil.which("sinfo") and subprocess.run(["sinfo", "-h", "-t", "idle"], capture_output=True, check=False)
     return bool(found and found.returncode == 0 and found.stdout.strip())
@@ -194,6 +176,6 @@ def test_workers_of_ray(tmp_path: Path, alone: tuple[Runs, Path], workers: int) 
         ended = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False)
         assert ended.returncode == 0, ended.stderr[-4000:]
 
-    killed_in(run, train, parent=True)
+    killed_in(run, train)
     assert resumed(run)
     assert outcome(run) == outcome(reference)

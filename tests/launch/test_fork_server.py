@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,16 +29,13 @@ def importing(dies: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": where, "ANDON_TEST_DIES": dies}
 
 
-def launched(
-    folder: Path, *hows: dict[str, str], stopped: bool = False, dies: str = ""
-) -> tuple[int, list[dict[str, str]], str]:
-    """Launch two ranks for each of `hows` (`{"0": "0"}`: rank 0 ends with 0). Returns exit code, results, stderr.
+def launched(folder: Path, *, stopped: bool = False, dies: str = "") -> tuple[int, list[dict[str, str]], str]:
+    """Launch two ranks. Returns exit code, results, stderr.
 
-    dies: how the fork server ends while it imports. Nothing of the launches is left.
+    dies: how the fork server ends while it imports. Nothing of the launch is left.
     """
     modules = ("andon.launch.server_first", "tests.launch.dying") if dies else WITHOUT_TORCH
-    entries = [("end", {"how": how}) for how in hows or ({},)]
-    requested = {"modules": modules, "folder": str(folder), "stopped": stopped, "entries": entries}
+    requested = {"modules": modules, "folder": str(folder), "stopped": stopped, "entries": [("end", {"how": {}})]}
     command = [sys.executable, "-m", "tests.launch.driver", json.dumps(requested)]
     environ = importing(dies)
     pipe = subprocess.PIPE
@@ -72,19 +68,6 @@ def test_a_server_that_ends_before_a_rank_starts(tmp_path: Path, how: dict[str, 
     if how.get("dies", "SIGKILL") != "SIGKILL":
         why = f"{SERVER} cannot import what they need: ValueError: no such docstring"
         assert set(errors.splitlines()) == {f"andon: {why}"}
-
-
-# By default: a server that does not run, or dies, while ranks start (above).
-@pytest.mark.deep
-def test_a_server_that_does_not_run_while_ranks_run(tmp_path: Path) -> None:
-    """The exit code of a rank that stopped its server is lost, and no success. The next launch has another server."""
-    code, (stopped, killed), _ = launched(
-        tmp_path, {"0": "SIGSTOP to the server", "1": "0"}, {"0": "SIGKILL to the server", "1": "wait"}
-    )
-    assert (code, stopped["exit"], killed["exit"]) == (Exit.RANK_LOST, "RANK_LOST", "RANK_LOST")
-    assert stopped["cause"] == "rank 0 of 2 was lost together with the process that started it"
-    lost = "rank [01] of 2 was lost together with the process that started it"
-    assert re.match(f"{lost}: the process that ranks are forked from was killed by SIGKILL \\(", killed["cause"])
 
 
 def test_a_server_whose_launcher_is_gone_before_it_looks_ends_at_once() -> None:

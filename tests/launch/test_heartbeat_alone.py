@@ -398,14 +398,6 @@ def test_a_rank_does_not_go_on_where_nobody_looks_after_its_agent(tmp_path: Path
     assert f"rank 1: {words}" in said
 
 
-def test_a_step_that_takes_too_long_ends_the_run_if_asked(tmp_path: Path) -> None:
-    with world(tmp_path, 2) as ranks:
-        ends = ranks.start([0, 1], {"rank 1": "hangs", "step_s": SHORT_S}).ended(0, 1)
-    late = f"the update of step {AT} took longer than run.step_deadline_s, {SHORT_S:g} s: rank 1 of 2 is slow: "
-    assert {Exit.RANK_SILENT} <= {end.exit for end in ends} <= {Exit.RANK_SILENT, Exit.RANK_LOST}
-    assert all(end.cause.startswith(late) for end in ends if end.exit == Exit.RANK_SILENT)
-
-
 @pytest.mark.parametrize(("there", "missing"), [(0, 1), (1, 0)])
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, there: int, missing: int) -> None:
     with world(tmp_path, 2) as ranks:

@@ -75,12 +75,11 @@ def signalled(pipe: Pipe, signals: list[signal.Signals], group: bool) -> Iterato
     [
         ([USR1], False, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGUSR1"), AT_A_BOUNDARY),
         ([TERM], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGTERM"), AT_A_BOUNDARY),
-        ([INT], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGINT"), AT_A_BOUNDARY),
         ([HUP], True, "", 60, (Exit.PREEMPTED, "ended at a step boundary on SIGHUP"), AT_A_BOUNDARY),
         ([INT, INT], False, "01", 3600, (Exit.RANK_LOST, "a second SIGINT asked for it"), {0: -9, 1: -9}),
         ([TERM], False, "1", 0.1, (Exit.RANK_SILENT, "rank 1 did not end within 1.6 s of SIGTERM"), {0: 75, 1: -9}),
     ],
-    ids=["USR1", "TERM to the group", "INT to the group", "HUP to the group", "two INT", "too late"],
+    ids=["USR1", "TERM to the group", "HUP to the group", "two INT", "too late"],
 )
 def test_a_signal_ends_ranks_at_a_step_boundary(
     pipe: Pipe,
@@ -173,10 +172,6 @@ def imports(pid: int, run: Path) -> bool:
     return "pydantic_core" in Path(f"/proc/{pid}/maps").read_text()
 
 
-def has_the_folder(pid: int, run: Path) -> bool:
-    return run.exists()
-
-
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     runs = Runs(write_jsonl(tmp_path / "train.jsonl"))
@@ -218,17 +213,6 @@ def test_a_signal_before_training_began_ends_it_by_one_line(
     said = said_after(command, tmp_path / "run", moment, signum)
     assert (command.returncode, said) == (code, [f"andon: ended by {signum.name} before training began"])
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
-
-
-# By default: what comes between two handlers (below), and a signal to ranks that run (above).
-@pytest.mark.deep
-def test_a_signal_while_ranks_are_started_is_not_lost(tmp_path: Path, command: subprocess.Popen[str]) -> None:
-    """Before training begins 130 and nothing is left; else 75 and it may be resumed; no traceback either way."""
-    said = said_after(command, tmp_path / "run", has_the_folder, signal.SIGINT)
-    assert [line for line in said if not line.startswith(("andon: ", "step ", "validation "))] == []
-    begun = (tmp_path / "run" / "ledger.jsonl").exists()
-    assert command.returncode == (Exit.PREEMPTED if begun else Exit.INTERRUPTED), said
-    assert (tmp_path / "run").exists() == begun
 
 
 @pytest.fixture

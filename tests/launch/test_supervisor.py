@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from andon.console.messages import Exit
-from andon.launch import launcher
+from andon.launch import fork_server, launcher
 from andon.launch.context import collected, die_with_parent
 from andon.launch.launcher import LaunchResult, Supervisor
 from andon.launch.report import UNSEEN, Report, path_of
@@ -94,11 +94,16 @@ def test_once_a_rank_has_died_the_others_are_killed(tmp_path: Path, ranks: list[
     assert (ended.exit, ended.first and ended.first.rank) == (Exit.RANK_LOST, 0)
 
 
-def test_exit_codes_that_nobody_reports_are_not_waited_for(tmp_path: Path, ranks: list[Rank]) -> None:
+def test_exit_codes_that_nobody_reports_are_not_waited_for(
+    tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "how_it_ended", lambda seconds: "it was killed")
     for rank in ranks:
         rank.untold = True
     ranks[0].process.kill()
-    assert watch(ranks, tmp_path).exits == {0: UNSEEN, 1: -signal.SIGKILL, 2: -signal.SIGKILL}
+    ended = watch(ranks, tmp_path)
+    assert ended.exits == {0: UNSEEN, 1: -signal.SIGKILL, 2: -signal.SIGKILL}
+    assert ended.cause == "rank 0 of 3 was lost together with the process that started it: it was killed"
 
 
 def test_a_rank_that_is_stopped_is_given_up(tmp_path: Path, ranks: list[Rank]) -> None:

@@ -6,24 +6,18 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from andon.backend.base import GroupBackend, InlineBackend
 from andon.config.schema import Optimizer
 from andon.console.messages import InputError
 from andon.coordinator import DataParallelCoordinator, resolve_devices
-from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig, encode
-from andon.step.micro_batch import Batch, LeafLoss
-from andon.step.step import TrainingStep
+from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
 from andon_contracts.violation import Violation
 from tests.seed.subject import (
     CONFIG,
@@ -44,8 +38,6 @@ from tests.seed.subject import (
     states,
     weights,
 )
-from tests.support.ranks import run_ranks
-from tests.support.toy import CPU, Settings, ToyTask, build, rate, record, run
 
 ABSENT = 10_007  # a GPU that no machine has
 BYTES = replace(FIXTURE, vocab_size=256)  # the seed's fixture with room for every byte
@@ -67,16 +59,6 @@ def test_t02_no_devices_are_an_error() -> None:
     """T2, R9: an empty list is refused with the seed's words."""
     with pytest.raises(ValueError, match="At least one GPU index required"):
         DataParallelCoordinator(FIXTURE, FIXTURE_CONFIG, [])
-
-
-def test_t03_the_accessors_give_the_primary() -> None:
-    """T3, R13 to R15: with three replicas, the primary is replica 0 itself, with the configuration given."""
-    with replicas(3) as coordinator:
-        assert coordinator.num_gpus == 3
-        assert coordinator.primary_pipeline is coordinator.pipelines[0]
-    with DataParallelCoordinator(FIXTURE, FIXTURE_CONFIG, ["cpu"]) as coordinator:
-        assert coordinator.primary_pipeline.config.num_classes == 2
-        assert coordinator.primary_pipeline.config.lora_rank == 4
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -250,25 +232,6 @@ def test_v09_a_nan_in_any_shard_stops_everybody(rank: int) -> None:
             coordinator.primary_pipeline.forward_only([ord("z")], 0)
 
 
-class Meeting(ToyTask):
-    """Its pass goes on once every rank of the group is inside of its own."""
-
-    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        dist.barrier()
-        return super().loss_sum(model, batch)
-
-
-def in_a_group() -> Mapping[str, object]:
-    step, trained = build(GroupBackend("gloo", CPU), Settings(4, sizes=(8,)), Meeting())
-    return record(step(Settings(4, sizes=(8,)).batches()[0], rate(1), 1), trained)
-
-
-def test_v17_replicas_compute_at_the_same_time() -> None:
-    """V17, N3: ranks of `gloo` are inside their forward passes at one moment, with the bits of replicas in turn."""
-    (in_turn,) = run(InlineBackend([CPU] * 2), Settings(4, sizes=(8,)))
-    assert [outcome.get() for outcome in run_ranks(2, in_a_group)] == [in_turn] * 2
-
-
 def test_v18_what_is_frozen_is_watched_where_it_lives() -> None:
     """V18, FALSIFY-LORA-001: a base weight of one replica that moves stops the next step, naming that replica."""
     with replicas(3) as coordinator:
@@ -327,19 +290,6 @@ def test_v20_a_bad_sample_changes_nothing(bad: Any) -> None:
         coordinator.train_batch_parallel([bad, sample("!!", 0), sample("xy", 0)])
     assert [each.where for each in caught.value.problems] == ["sample 0", "sample 2"]
     assert "121" in str(caught.value), "the byte of y is outside of 100 ids"
-
-
-def test_v21_replicas_of_another_structure_cannot_train_together() -> None:
-    """V21, C-DP-SYNC-001: a replica with fewer adapters is refused at the start; the seed copies what both have."""
-    deep = replace(SMALL, num_hidden_layers=2)
-    pipelines = [ClassifyPipeline(shape, CONFIG) for shape in (deep, SMALL)]
-    before = [state(each) for each in pipelines]
-    rows = encode(deep, CONFIG, [([0], 0)])
-    backend = InlineBackend([pipeline.device for pipeline in pipelines])
-    step = TrainingStep(backend, [pipeline.replica for pipeline in pipelines], rows, 4, None)
-    with pytest.raises(Violation, match="layout-equal"):
-        step.attest_start({})
-    assert [state(each) for each in pipelines] == before
 
 
 @pytest.mark.parametrize("tensor", ["lora_A", "lora_B", "classifier.modules_to_save.default.weight", "default.bias"])

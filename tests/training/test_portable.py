@@ -150,14 +150,6 @@ def test_another_value_is_another_run(runs: Runs, fresh: tuple[dict[str, Any], P
         runs.train(folder, resume="auto")
 
 
-# Deep: the ranks of torchrun set the variables themselves. `test_every_rank_computes_so` shows it of ours.
-@pytest.mark.deep
-def test_ranks_of_torchrun_compute_so(runs: Runs, fresh: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "andon", "train")
-    python(tmp_path, *torchrun, "--run-dir", "run", *(f"--set={each}" for each in runs.overrides(ON)))
-    assert outcome(tmp_path / "run") == outcome(fresh[1] / "first")
-
-
 def test_the_ledger_is_that_of_any_such_cpu_and_the_card_names_the_setting(
     fresh: tuple[dict[str, Any], Path], whole: Path
 ) -> None:

@@ -21,8 +21,6 @@ from tests.watch.clean_loops import adamw
 from tests.watch.clean_models import Normed, Replying
 from tests.watch.loop import CLASSES, FEATURES, data
 
-BATCH = 8
-
 
 def sharded(steps: int, wrap: str = "FSDP2", how: str = "") -> Seen:
     """Each layer and the whole sharded, with clipping, accumulation, and checkpoints that are loaded.

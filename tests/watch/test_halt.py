@@ -9,7 +9,6 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
+from andon_contracts.legible import ERROR_FILE_VARIABLE
 from andon_contracts.liveness import halt
 from andon_contracts.liveness.diagnosis import POINTS, EndMessages, Position
 from andon_contracts.liveness.halt import BACKWARD, REDUCTION, Counts, HaltSignal, PendingCollectives, Waiting
@@ -230,6 +230,7 @@ def test_nobody_trains_on_after_a_halt() -> None:
 
 
 def _bare(rank: int, folder: str) -> None:
+    os.environ[ERROR_FILE_VARIABLE] = f"{folder}/error-{rank}"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     model, _ = _watched()
     dist.barrier()
@@ -253,8 +254,10 @@ def _processes(work: Callable[..., None], *args: object) -> list[int | None]:
 
 
 def test_an_error_that_multiprocessing_catches_is_heard(tmp_path: Path) -> None:
-    """Its processes call no excepthook, and skip what runs at an interpreter's exit."""
+    """Its processes call no excepthook, and skip what runs at an interpreter's exit. Torch's launcher is told too."""
     assert _processes(_bare, str(tmp_path)) == [0, 1]
+    told = "rank 1 of 2 failed at step 1, before its forward pass (not a contract violation): ValueError: boom."
+    assert all(told in (tmp_path / f"error-{rank}").read_text() for rank in range(2))
     assert (tmp_path / "said").read_text().startswith("failed: rank 1 of 2 failed at step 1")
 
 
@@ -283,33 +286,6 @@ def test_a_violation_ends_short(rank: int, monkeypatch: pytest.MonkeyPatch, caps
     signal.close()
     text = "andon.Violation: finite broken\n"
     assert capsys.readouterr().err == text + "  where    x\n" * (rank == 0)
-
-
-SCRIPT = f"""
-import os, time, torch, torch.distributed as dist, andon
-dist.init_process_group("gloo")
-model = torch.nn.Linear(2, 2)
-andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), hard_stop=True)
-dist.barrier()
-if dist.get_rank() == 1:
-    raise ValueError("{REASON}")
-time.sleep(600)
-"""
-
-
-# Deep, for torchrun's start: the tests above have each rank end by the same error.
-@pytest.mark.deep
-def test_torchs_launcher_names_the_cause(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text(SCRIPT)
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path)]
-    done = subprocess.run([sys.executable, *words, str(tmp_path / "loop.py")], capture_output=True, text=True)
-    assert done.returncode == 1
-    root = done.stderr.partition("Root Cause")[2]
-    assert "rank      : 1 " in root
-    assert (
-        f"rank 1 of 2 failed at step 1, before its forward pass (not a contract violation): ValueError: {REASON}."
-        in root
-    )
 
 
 def _vanishing(rank: int, folder: str, gone: int) -> None:
