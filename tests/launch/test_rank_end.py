@@ -104,7 +104,7 @@ GOOD = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "
 
 
 def test_the_variables_of_torchrun_are_read() -> None:
-    assert RankContext.from_environment(GOOD) == RankContext(3, 1, 4, "r", os.getppid())
+    assert RankContext.from_environment(GOOD) == RankContext(3, 1, 4, 2, "r", os.getppid())
     assert RankContext.from_environment(GOOD | {"ANDON_LAUNCHER_PID": "77"}).launcher_pid == 77
 
 

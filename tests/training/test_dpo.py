@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from typer.testing import CliRunner
 
 from andon.cli.commands import app
 from andon.config.load import load_config

@@ -168,7 +168,8 @@ def decided(backend: str, allowed: bool, *more: str) -> tuple[str, str]:
     devices = (GPU, CPU) if backend == "mixed" else (GPU, torch.device("cuda", 1))
     flags = {"run.backend": backend, "run.workers": 2, "run.cpu_fallback": allowed}
     try:
-        name, device = _usable(load_config(None, more, flags), backend, devices, torch.distributed.get_rank())
+        rank = torch.distributed.get_rank()
+        name, device = _usable(load_config(None, more, flags), backend, devices[rank], rank)
     except InputError as error:
         return "refused", str(error)
     return name, device.type
