@@ -102,13 +102,13 @@ def test_the_server_imports_nothing_that_initialises_cuda(tmp_path: Path) -> Non
     """peft imports bitsandbytes if it is installed, which asks CUDA for the GPU. A forked rank could use none then."""
     (tmp_path / "bitsandbytes").mkdir()
     (tmp_path / "bitsandbytes" / "__init__.py").write_text("")
-    asked = "'peft' in __import__('sys').modules"
-    started = f"multiprocessing.get_context('forkserver').Pool(1).apply(eval, ({asked!r},))"
-    warm = "import multiprocessing; from andon.launch.launcher import warm_up; warm_up(('json', 'peft'))"
-    code = f"{warm}; print({started})"
-    known = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=known, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.stdout == "False\n"
+    code = "from multiprocessing import forkserver; from andon.launch.launcher import warm_up; "
+    code += (
+        "forkserver.ensure_running = int; warm_up(('json', 'peft')); print(*forkserver._forkserver._preload_modules)"
+    )
+    known = os.environ | {"PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=known, stdout=subprocess.PIPE, timeout=PATIENCE_S)
+    assert done.stdout == b"json\n"
 
 
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next() -> None:
