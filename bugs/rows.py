@@ -71,7 +71,7 @@ def plain(job: Job, rows: Dataset[Any] | None = None, **sampler: Any) -> DataLoa
 
 
 def epochs(loader: DataLoader[Any], number: int = 3, *, told: bool = True) -> Iterator[Batches]:
-    """The loader for each epoch, whose sampler is told which one it is."""
+    """The loader for each epoch. If `told`, its sampler receives the epoch."""
     for epoch in range(number):
         if told:
             assert isinstance(loader.sampler, DistributedSampler)
@@ -85,13 +85,13 @@ def different_orders(seen: list[list[int]]) -> int:
 
 @case("epoch-not-set", "meta-llama/llama-recipes config_utils.py", 3, 1, found="finding")
 def epoch_not_set(job: Job) -> object:
-    """Nobody tells the distributed sampler which epoch it is, so that three epochs have one order."""
+    """`set_epoch` is not called, so three epochs have one order."""
     return different_orders(train(job, epochs(plain(job), told=job.right)))
 
 
 @case("epoch-not-set-drop-last", "NVIDIA/tacotron2#241", 3, 1, found="finding")
 def epoch_not_set_drop_last(job: Job) -> object:
-    """The same with a sampler of its own seed that drops the last rows: the dropped rows are never trained."""
+    """The same, and the sampler drops the last rows: the dropped rows are never trained."""
     rows = Subset(data(), range(ROWS - 1))
     loader = DataLoader(
         rows,
@@ -128,8 +128,7 @@ def split_by_rank(job: Job) -> object:
 
 @case("one-seed-for-all", "pytorch/examples FSDP2/example.py", 48, 24, found="finding")
 def one_seed_for_all(job: Job) -> object:
-    """All ranks draw their batches from generators with one seed, and none takes a part of its own: they train on the
-    same rows."""
+    """All ranks draw their batches from generators with one seed and do not split them: they train on the same rows."""
     rows, size = data(), job.batch * job.world
 
     def drawn(epoch: int) -> Iterator[Sequence[torch.Tensor]]:

@@ -181,7 +181,7 @@ BAD_PAIRS: dict[str, tuple[dict[str, object], str]] = {
     "mixed": ({"prompt": "x", "chosen": [SAID], "rejected": "b"}, "make all lists, or all strings"),
     "equal": ({"prompt": "x", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
     "nothing shared": ({"chosen": "a b", "rejected": "c b"}, "have no common beginning to be the prompt"),
-    "another prompt": ({"prompt": "who", "chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, "the prompt is none of"),
+    "another prompt": ({"prompt": "who", "chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, "prompt is not among"),
     "empty answer": ({"prompt": "x", "chosen": "a", "rejected": ""}, "rejected is empty"),
     "one begins the other": ({"chosen": [ASKED, SAID], "rejected": [ASKED]}, "rejected is an empty list"),
     "bad prompt, said once": ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty"),

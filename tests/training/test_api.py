@@ -245,7 +245,7 @@ def test_an_interrupt_ends_at_a_step_boundary_and_is_then_raised(
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(("step", "left"), [(AT, "resume with"), (2, "there is no checkpoint yet; start anew with")])
+@pytest.mark.parametrize(("step", "left"), [(AT, "resume with"), (2, "there is no checkpoint yet; start again with")])
 def test_a_second_interrupt_ends_at_once_and_is_raised_too(
     whole: Path,
     tmp_path: Path,

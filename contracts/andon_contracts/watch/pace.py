@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 FULL, LONGEST = 64, 64
-"""So many updates are read in full at first, and one in at most so many later. Every `FULL` updates decide anew."""
+"""The first `FULL` updates are read in full, later one in up to `LONGEST`. Each `FULL` updates set the interval."""
 _CYCLE, _IN_A_ROW = 256, 3
 """Three updates in a row are read of each 256, and then another phase of the interval: what comes once in each epoch is
 read at last, whatever the length of an epoch.
@@ -29,7 +29,7 @@ class Pace:
 
     def __init__(self, budget: float | None, device: torch.device | None) -> None:
         self.every = 1
-        """One update in so many is read in full."""
+        """The interval: one in `every` updates is read in full."""
         self.full = self.passed_over = 0
         """The number of updates that were read in full, and of those that were not."""
         self._budget, self._device = budget, device

@@ -279,13 +279,13 @@ def _as_pair(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, ob
     if prompt is None or (isinstance(prompt, str) and lists[0]):
         whole: Any = chosen
         shared: Any = _shared(chosen, rejected)
-        if prompt is None or shared:  # both conversations are whole, and a string is one of their messages
+        if prompt is None or shared:  # both are whole conversations; a string is one of their messages
             if not shared:
                 faults.append(
                     "has no column 'prompt', and chosen and rejected have no common beginning to be the prompt"
                 )
             elif prompt is not None and all(each.get("content") != prompt for each in shared if isinstance(each, dict)):
-                faults.append("the prompt is none of the messages with which chosen and rejected begin; leave it out")
+                faults.append("prompt is not among the messages that chosen and rejected begin with; remove it")
             prompt, chosen, rejected = shared, whole[len(shared) :], rejected[len(shared) :]  # type: ignore[index]
         else:
             prompt = [{"role": "user", "content": prompt}]

@@ -1,4 +1,4 @@
-"""Where a model is: a local folder, or a name that the hub is asked for once, before a library starts its retries."""
+"""Locates a model: a local folder, or a hub id, which is requested once before a library starts its retries."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """The layers of `model`, with its adapter attached, that `quantize` packs, by name.
 
     They are the plain linear layers with frozen weights of their own, except those of the head, and those that the
-    model keeps in fp32, as transformers does. Raises `InputError` if there are none.
+    model keeps in fp32, as transformers does. Raises `InputError` if the model has no such layer.
     """
     base: Any = without_adapter(model)
     head = {id(each) for name in head_names(base) for each in base.get_submodule(name).modules()}

@@ -107,7 +107,7 @@ def resume_command(folder: RunFolder) -> str:
 
 
 def how_to_resume(folder: RunFolder, command: str = "") -> str:
-    how = "resume" if any(folder.checkpoints.glob("step-*")) else "there is no checkpoint yet; start anew"
+    how = "resume" if any(folder.checkpoints.glob("step-*")) else "there is no checkpoint yet; start again"
     return f"{how} with: {command or resume_command(folder)}"
 
 

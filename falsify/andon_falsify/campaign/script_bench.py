@@ -135,7 +135,7 @@ class ScriptBench(Bench):
         """Kill a run after a quarter of its updates, resume it in the same folder, kill it after a sixth more, resume.
 
         So in a run of one or two epochs both resumptions begin in the first, and the last one goes on to the second.
-        then: `case` on the ranks of the first resumption. If that ends before it can be killed, there is no second.
+        then: `case` on the ranks of the first resume. If that run ends before it is killed, it is not resumed again.
         """
         updates = len(self._run(case).history.trajectory)
         for after in (-(-updates // 4), 1, 1):  # a short run may be over before it is killed

@@ -21,7 +21,7 @@ BLIND = 0.01
 _MARGIN, _LATER = 5.0, 10.0
 """Times the noise: at the first gradient, and for norms and losses, of which many are compared."""
 _FLOOR, _RESIDUAL = 3e-3, 1e-3
-"""The least that is allowed in a run of less than fp32; and in fp32, beside the factor."""
+"""The smallest tolerances: of a run in less than fp32, and in fp32 of the part that no factor explains."""
 _DOUBLINGS = 6
 
 
@@ -72,7 +72,7 @@ EXACT = Rounding()
 
 
 class _Roughly(Rounding):
-    """For two runs alike in less than fp32, which a GPU may sum in another order: only the first update is compared."""
+    """Compares only the first update of two equal runs in less than fp32: a GPU may sum in another order."""
 
     def allowed(self, name: str, number: int) -> float:
         return BLIND if number == 1 else inf
