@@ -53,7 +53,7 @@ def require_found(name: str, revision: str | None = None) -> None:
     except errors.HFValidationError:
         why = "the name can be no hub id, which is NAME or OWNER/NAME"
     except errors.OfflineModeIsEnabled:
-        why = f"no model of that name{at} in the hub's cache (HF_HUB_OFFLINE forbids to ask the hub)"
+        why = f"no model of that name{at} in the hub's cache (HF_HUB_OFFLINE is set, so the hub was not asked)"
     except errors.GatedRepoError:
         return  # it exists; loading it reports the access that it needs
     except errors.RepositoryNotFoundError:
