@@ -277,7 +277,7 @@ def test_many_or_long_counterexamples_stay_readable() -> None:
 
 
 def test_a_curve_lies_where_its_numbers_are() -> None:
-    curve = draw(finding("gradient-law", curve=(1.0, 3.0, 2.0), curve_law=2.0))
+    curve = draw(finding("gradient-law", curve=(0.5, 1.5, 1.0)))
     assert len(curve.lines) == 1
     points = [tuple(map(float, point.split(","))) for point in curve.lines[0].split()]
     (left, low), (middle, high), (right, between) = points
@@ -286,7 +286,8 @@ def test_a_curve_lies_where_its_numbers_are() -> None:
     assert 0 <= high < between < low <= HEIGHT
     assert between == pytest.approx((low + high) / 2, abs=0.11)
     assert curve.law == f"{between:.1f}"
-    assert curve.words == ("one number per update: 3 numbers; first 1, last 2, lowest 1, highest 3; it should be 2")
+    told = "3 numbers; first 0.5, last 1, lowest 0.5, highest 1.5; it should be 1"
+    assert curve.words == f"seen / reference, by update: {told}"
 
 
 def test_a_curve_breaks_where_a_number_is_not_finite() -> None:
@@ -300,7 +301,7 @@ def test_a_curve_breaks_where_a_number_is_not_finite() -> None:
 
 @pytest.mark.parametrize("curve", [(0.0,), (4.0, 4.0), (1e300, -1e300), (5e-324, 0.0), (1e308, 1.7e308)])
 def test_a_curve_of_any_numbers_is_in_its_picture(curve: tuple[float, ...]) -> None:
-    drawn = draw(finding("gradient-law", curve=curve, curve_law=1.0))
+    drawn = draw(finding("gradient-law", curve=curve))
     for x, y in drawn.dots:
         assert 0 <= float(x) <= WIDTH
         assert 0 <= float(y) <= HEIGHT

@@ -93,8 +93,6 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
             accumulation=accumulation,
             seed=seed,
             curve=curve,
-            curve_name="seen / reference, by update" if curve else "",
-            curve_law=1.0 if curve else None,
         )
 
     if not said:

@@ -26,8 +26,7 @@ Number = Annotated[float, WrapValidator(lambda value, read: nan if value is None
 class Finding(Verdict):
     """The verdict on one claim at one backend, world size and accumulation (0 if no case was run).
 
-    seed: the campaign's. curve: one number per update, for a picture; curve_name: what the numbers are
-    ("gradient / law"); curve_law: what each number should be, if that is the same for all.
+    seed: the campaign's. curve: seen / reference of each update, for a picture; each should be 1.
     """
 
     version: int
@@ -38,8 +37,6 @@ class Finding(Verdict):
     accumulation: int
     seed: int = 0
     curve: tuple[Number, ...] = ()
-    curve_name: str = ""
-    curve_law: float | None = None
 
     @property
     def place(self) -> str:
