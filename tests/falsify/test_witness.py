@@ -36,7 +36,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects import trace as of_trainers
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
-from andon_falsify.subjects.trace import Observations, Remembering, Reported, Values, assemble_trace
+from andon_falsify.subjects.trace import Observations, Remembering, Reported, Trace, Values, assemble_trace
 from andon_falsify.verdict import Outcome
 from falsify.power.laboratory import Laboratory, signature
 from falsify.power.registry import named
@@ -229,5 +229,5 @@ def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:
     part = LoopSightings((0,))
     part.made[1] = Made("SGD", (Group(("w",), {"lr": 0.1}),), math.nan, clipped=True)
     part.told_losses[2] = 0.5
-    trace = of_loops.trace_of(case, [part], {}, "loop")
+    trace = Trace(case, (part,), read_lines(of_loops.witnessed(case, [part]), "loop"), None)
     assert loss_finite.check(of_trace(trace)).outcome is Outcome.UNKNOWN

@@ -143,7 +143,7 @@ class RunLaw(ABC):
         states: dict[tuple[str, ...], State] = {}
         for step in self.recorded:
             before = self.before(step)
-            gradients = clip(_exact(self.trace.first.values[step].gradients), self.limit(step))[0]
+            gradients = clip(_exact(self.trace.first.values[step].gradients), self.limit(step))
             wanted = dict(before)
             for group in self.groups(step):
                 weights = {name: before[name] for name in group.names}
@@ -311,7 +311,7 @@ class LoopLaw(RunLaw):
         held = is_clipped(global_norm(self.seen(step)), limit)
         if self.first.made[step].clipped or held or not is_clipped(law.norm, limit):
             return law
-        return replace(law, gradients=clip(law.gradients, limit)[0])
+        return replace(law, gradients=clip(law.gradients, limit))
 
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         made, found = self.first.made[step], []

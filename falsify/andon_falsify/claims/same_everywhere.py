@@ -86,7 +86,7 @@ def check(evidence: Evidence) -> Verdict:
         noise = measured(alone, [evidence.other(name).history for name in PERTURBED])
         return check_layouts(alone, evidence.history, evidence.layout, noise)
     if evidence.of_loop:
-        return check_loop([evidence.observed, evidence.other("alone").observed])
+        return check_loop(evidence.observed, evidence.other("alone").observed)
     if evidence.trace is not None:
         return check_traces(evidence.other("alone").observed, evidence.trace)
     if not evidence.elsewhere:
@@ -98,34 +98,33 @@ def check(evidence: Evidence) -> Verdict:
     return compare(histories)
 
 
-def check_traces(base: Trace, *others: Trace) -> Verdict:
+def check_traces(base: Trace, other: Trace) -> Verdict:
     """All bits of every update, if the ranks are on devices of one kind."""
-    elsewhere = sorted({other.place for other in others} - {base.place, ""})
-    if elsewhere and base.place:
-        why = f"different kinds of devices round differently: {' and '.join(elsewhere)} against {base.place}"
+    if base.place and other.place not in ("", base.place):
+        why = f"different kinds of devices round differently: {other.place} against {base.place}"
         return not_applicable(CLAIM, why)
-    return compare([base.seen, *(other.seen for other in others)])
+    return compare([base.seen, other.seen])
 
 
-def check_loop(traces: Sequence[Trace]) -> Verdict:
-    """The first trace against each other one: the same global batches on other numbers of ranks and micro-batches.
+def check_loop(trace: Trace, alone: Trace) -> Verdict:
+    """A loop against its run on one rank: the same global batches in other micro-batches.
 
     To the bit if the loop promises it (`to_the_bit = True`), else within the measured noise if nothing is drawn.
     """
     from andon_falsify.claims.alike import alike
     from andon_falsify.loops.sightings import first_of
 
-    first = first_of(traces[0])
-    if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
+    ours, theirs = trace.case, alone.case
+    if (ours.world, ours.accumulation) == (theirs.world, theirs.accumulation):
         return unknown(CLAIM, "one number of ranks and one accumulation: there is nothing to compare")
-    sizes = {trace.case.global_batch for trace in traces}
-    if len(sizes) > 1:
-        return unknown(CLAIM, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
-    if "to_the_bit" in first.claims:
-        return compare([trace.seen for trace in traces])
-    if any(first_of(trace).draws for trace in traces):
+    if ours.global_batch != theirs.global_batch:
+        sizes = f"{ours.global_batch} and {theirs.global_batch}"
+        return unknown(CLAIM, f"the global batches have {sizes} rows: not comparable")
+    if "to_the_bit" in first_of(trace).claims:
+        return compare([trace.seen, alone.seen])
+    if first_of(trace).draws or first_of(alone).draws:
         return not_applicable(CLAIM, "forward passes draw random numbers, which differ with the number of ranks")
-    return alike(CLAIM, traces[0], traces[1:])
+    return alike(CLAIM, trace, alone)
 
 
 def compare(histories: Sequence[History]) -> Verdict:
