@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from andon_falsify import claims, collate, dataset, loop_case
+from andon_falsify import claims, collate, dataset
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.campaign.warm_bench import LoopBench
 from andon_falsify.claims import alike, same_everywhere
@@ -22,7 +22,7 @@ from andon_falsify.loops.observer import ForwardPasses, recognised
 from andon_falsify.loops.parameters import only_shrunk
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
-from andon_falsify.loops.task import distinct
+from andon_falsify.loops.task import distinct, loop_case
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, Rows, make_rows

@@ -13,16 +13,7 @@ from andon_falsify.claims.halt_together import stops
 from andon_falsify.claims.rounding import Rounding, roughly
 from andon_falsify.claims.updates import DIGESTS, INPUTS, QUANTITIES, bits, different_numbers, different_rows, unseeded
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Outcome,
-    Verdict,
-    conclude,
-    merge,
-    not_applicable,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace

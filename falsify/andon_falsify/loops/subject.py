@@ -219,7 +219,7 @@ def _finish(loop: Any, case: Case, seen: LoopSightings, rank: int) -> None:
         seen.tuned = {step: plain_values(loop.tuned(step)) for step in seen.made}
     for step, made in sorted(seen.made.items()):
         norm, loss = math.nan if made.norm is None else made.norm, seen.told_losses.get(step, math.nan)
-        seen.reported.append(Reported(step, 0, 0, (), 0, 0, made.rate, loss, norm))
+        seen.reported.append(Reported(step, 0, (), 0, made.rate, loss, norm))
     if "recomputes" in seen.claims and seen.violation is None:
         seen.recomputed = _recomputed(loop, model, case, seen, rank)
 

@@ -74,10 +74,8 @@ class Reported:
 
     step: int
     epoch: int
-    position: int
     ids: tuple[int, ...]
     count: int
-    correct: int
     lr: float
     loss: float
     norm: float
@@ -195,7 +193,7 @@ def assemble_trace(case: Case, parts: Sequence[Observations], errors: Mapping[in
 def witnessed(case: Case, parts: Sequence[Observations]) -> list[bytes]:
     """The lines of the witness, see `lines_of`."""
     plan = {"batch_size": case.batch_size, "micro_batches": case.micro_batches, "steps": case.updates()}
-    names = ("step", "ids", "epoch", "position", "count", "correct", "lr", "loss")
+    names = ("step", "ids", "epoch", "count", "lr", "loss")
     reported = [each for part in parts[:1] for each in part.reported]
     updates = [{name: getattr(each, name) for name in names} | {"grad_norm": each.norm} for each in reported]
     return lines_of(case, parts, updates, plan)
