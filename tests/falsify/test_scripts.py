@@ -26,6 +26,7 @@ from andon_falsify.claims.rounding import measured
 from andon_falsify.claims.same_everywhere import COMPARED, check_class, check_layouts
 from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.ranks.processes import descendants
 from andon_falsify.report.document import read_json
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
@@ -429,6 +430,18 @@ while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():
     done = run([sys.executable, "-c", program], tmp_path / "run", 30.0)
     assert [stray.partition(" ")[0] for stray in done.stray] == [pid.read_text()]
     assert over(int(pid.read_text()))
+
+
+def test_a_chain_of_processes_that_fork_and_leave_is_ended(tmp_path: Path) -> None:
+    """While its processes are listed, each may end and leave another one."""
+    program = """
+import os, time
+while os.fork() == 0:
+    time.sleep(0.02)
+os._exit(0)
+"""
+    run([sys.executable, "-c", program, str(tmp_path)], tmp_path / "run", 30.0)
+    assert not [each.pid for each in descendants(1) if str(tmp_path) in each.command]
 
 
 def test_a_campaign_that_is_terminated_ends_its_script_and_leaves_its_report(tmp_path: Path) -> None:
