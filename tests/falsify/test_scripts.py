@@ -306,7 +306,7 @@ def test_a_gradient_in_bf16_is_judged_by_the_noise_that_was_measured(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lr": 0.5}, "the learning-rate schedule (0.5, not 1)"),
+        ({"lr": 0.5}, "the learning rate (0.5, not 1), which a schedule and an optimizer hold"),
         (drawn([7], 9, 1), "the position in the data"),
         ({"digests": {"gradient": "0" * 16, "weights": "9" * 16}}, "the state of the optimizer"),
         (

@@ -247,7 +247,7 @@ def _likely(ours: StepEvent, theirs: StepEvent, draws: str) -> str:
     streams = [name for name, held in ours.state.items() if "stream" in name and theirs.state.get(name, held) != held]
     what = "weights and buffers"
     if ours.lr and theirs.lr and ours.lr.hex != theirs.lr.hex:
-        what = f"the learning-rate schedule ({theirs.lr}, not {ours.lr})"
+        what = f"the learning rate ({theirs.lr}, not {ours.lr}), which a schedule and an optimizer hold"
     elif "rows" in theirs.state and ours.state.get("rows", "") != theirs.state["rows"]:
         what = "the position in the data (its data loader drew other rows)"
     elif ours.digests.get("gradient") == theirs.digests.get("gradient") is not None:

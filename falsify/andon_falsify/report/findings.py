@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import WrapValidator
 
+from andon_contracts.legible import counted
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
 
 SCHEMA = 2
@@ -262,7 +263,7 @@ def reasons(verdict: Verdict) -> str:
 def _outcome(cell: Cell) -> str:
     verdict, why = cell.verdict, reasons(cell.verdict)
     if verdict.outcome is Outcome.HOLDS:
-        return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
+        return f"holds ({counted(verdict.checked, 'comparison')}" + (f"; {why})" if why else ")")
     places = "" if verdict.outcome is Outcome.NOT_APPLICABLE else _places(cell.deciding)
     at = f" at {places}" if places else ""
     return f"{verdict.outcome.value}{at}" + (f" ({why})" if why else "")
