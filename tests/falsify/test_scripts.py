@@ -231,6 +231,22 @@ def test_drawn_rows_show_a_mean_of_means_and_other_rows() -> None:
     assert "its data loader drew other rows" in same(ledger(first, last), ledger(first, other)).why
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_the_last_rows_of_an_epoch_that_have_no_update_of_their_own_fall(ids: bool) -> None:
+    """As reported, or as a data loader drew them: 10 rows in batches of 4, the last 2 together with the next 4."""
+
+    def step(rows: list[int], reached: int, norm: float = 1.0) -> Fields:
+        own = {**PLAIN, "ids": rows} if ids else drawn(rows, 10, reached)
+        return {**own, "grad_norm": norm}
+
+    first, last, again = step([4, 1, 2, 3], 4), step([9, 8], 10), step([0, 5, 9, 7], 4)
+    base, right = ledger(first, last, again), ledger(first, last, again)
+    assert same(base, right).outcome is Outcome.HOLDS
+    merged, others = (ledger(first, step([9, 8, 0, 5, 9, row], 4, 2.5)) for row in (7, 6))
+    assert "expected the rows of step 2, seen those of steps 2 and 3" in str(same(base, merged))
+    assert same(base, others).outcome is Outcome.UNKNOWN
+
+
 @pytest.mark.parametrize(
     ("clause", "action", "outcome"),
     [

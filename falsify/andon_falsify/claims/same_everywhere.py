@@ -7,6 +7,7 @@ by rank, or has other rows on other layouts differs for that reason alone, and n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -64,6 +65,7 @@ _DRAWS = (
 )
 _SCHEDULED = "a different number of updates: a schedule as long as the run then gives other learning rates"
 _GRADIENT = "the reduced gradient differs"
+_MERGED = "an update has the rows of two: the last micro-batches of an epoch have no update of their own"
 _NOISY = "Train in fp32 or with larger batches while you compare runs"
 _NO_DRAWS = "Switch dropout off (p = 0) while you compare runs"
 
@@ -202,8 +204,11 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
     checked, gradients = 0, first_gradients(base, other)
     for place, number in enumerate(sorted(ours.keys() & theirs.keys())):
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
-        if rows := different_rows(step, twin, where):
-            said = f"{where}: the rows differ (expected {rows[0].expected}, seen {rows[0].seen})"
+        if _merged(ours, twin):
+            rows = (f"the rows of step {number}", f"those of steps {number} and {number + 1}")
+            return conclude(CLAIM, checked + 1, [Counterexample(_MERGED, where, *rows, quantity="rows")])
+        if apart_rows := different_rows(step, twin, where):
+            said = f"{where}: the rows differ (expected {apart_rows[0].expected}, seen {apart_rows[0].seen})"
             return unknown(CLAIM, said, checked, _DEAL)
         compared, apart = different_numbers(step, twin, where, number, noise)
         parallel = False
@@ -317,6 +322,20 @@ def _unproven(
         return f"{said}, although the rows are the same", _DRAWS
     drawn = "rows" in step.state and "rows" in twin.state
     return f"{said}; {'its data loader drew other rows' if drawn else 'the rows are not known'}", f"{_DEAL}. {_REPORT}"
+
+
+def _merged(ours: Mapping[int, StepEvent], twin: StepEvent) -> bool:
+    """Whether `twin` has the rows of two of `ours`: of a short one at the end of an epoch, and of the next."""
+    step, later = ours[twin.number], ours.get(twin.number + 1)
+    if later is None:
+        return False
+    if step.ids and later.ids and twin.ids:
+        return len(step.ids) < len(later.ids) and Counter(step.ids + later.ids) == Counter(twin.ids)
+    if any("rows" not in each.state for each in (step, later, twin)):
+        return False
+    ended, begun = (int(each.state.get("in pass", 0)) for each in (step, later))
+    first, second, both = (int(each.state["rows"], 16) for each in (step, later, twin))
+    return begun < ended and (first + second - both) % 2**64 == 0  # sums over the indices of rows
 
 
 def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:
