@@ -8,10 +8,6 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
-from math import nan
-from typing import Annotated
-
-from pydantic import WrapValidator
 
 from andon_contracts.legible import counted
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
@@ -19,15 +15,13 @@ from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line
 SCHEMA = 2
 _SHOWN, _LONGEST_NAME = 3, 60
 """Reasons and places in the text, whose others are counted; characters of a name."""
-Number = Annotated[float, WrapValidator(lambda value, read: nan if value is None else read(value))]
-"""JSON has no NaN: null is read as NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding(Verdict):
     """The verdict on one claim at one backend, world size and accumulation (0 if no case was run).
 
-    seed: the campaign's. curve: seen / reference of each update, for a picture; each should be 1.
+    seed: the campaign's.
     """
 
     version: int
@@ -37,7 +31,6 @@ class Finding(Verdict):
     world: int
     accumulation: int
     seed: int = 0
-    curve: tuple[Number, ...] = ()
 
     @property
     def place(self) -> str:

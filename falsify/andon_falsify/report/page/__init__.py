@@ -8,24 +8,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from importlib import resources
-from math import isfinite
 from pathlib import Path
 
 from markupsafe import Markup
 
 from andon.console.html import escaping, source
-from andon.inspection.report.curves import Scale
 from andon.run.atomic import write_whole
 from andon_contracts.legible import counted
-from andon_falsify.report.findings import Cell, Finding, Mark, Report, Table, count_marks, reasons
+from andon_falsify.report.findings import Cell, Mark, Report, Table, count_marks, reasons
 from andon_falsify.verdict import Outcome
 
-WIDTH, HEIGHT = 420, 120
-"""Of the picture of a curve; its margins, and the most points that get a dot."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 24
-_MOST_DOTS = 60
 _MOST_CHARACTERS = 4000
 _FELL = (Mark.FALSIFIED, Mark.EXPECTED)
 _MARKS = {
@@ -58,7 +51,7 @@ def render(report: Report) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     template = escaping(_part("page.html.j2"), _MOST_CHARACTERS)
-    functions = {"draw": draw, "reasons": reasons, "count_marks": count_marks}
+    functions = {"reasons": reasons, "count_marks": count_marks}
     trusted = {"style": Markup(style), "script": Markup(script), "policy": policy}
     return template.render(page=page, report=report, classes=_CLASSES, **functions, **trusted)
 
@@ -151,51 +144,3 @@ def _column_rules(subjects: int) -> str:
     rules += [f"{', '.join(shown)} {{ display: table-row }}"] if shown else []
     inside = "\n".join(f"  {rule}" for rule in rules)
     return f"{widths}@media screen {{ @supports selector(:has(*)) {{\n{inside}\n}} }}\n"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seen / reference of each update as a line in a picture of `WIDTH` x `HEIGHT`.
-
-    words: the curve in a sentence. lines: the points of each unbroken piece, in SVG's notation. dots: x and y of each
-    number. law: the height of 1, where all points should lie. ticks: height and label of the left marks.
-    """
-
-    words: str
-    count: int
-    lines: tuple[str, ...]
-    dots: tuple[tuple[str, str], ...]
-    law: str
-    ticks: tuple[tuple[str, str], ...]
-
-
-def draw(finding: Finding) -> Curve | None:
-    """The curve of `finding`, with gaps at numbers that are not finite; None if no number is finite."""
-    finite, total, ticks = [number for number in finding.curve if isfinite(number)], len(finding.curve), [1.0]
-    if not finite:
-        return None
-    words = f"seen / reference, by update: {total} numbers; first {finite[0]:.4g}, last {finite[-1]:.4g}, "
-    words += f"lowest {min(finite):.4g}, highest {max(finite):.4g}; it should be 1"
-    words += f"; {total - len(finite)} not finite" if total > len(finite) else ""
-    low, high = min(finite + ticks), max(finite + ticks)
-    if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    height = Scale(low, high, HEIGHT - _BOTTOM, _TOP)
-    across = Scale(1, max(2, total), _LEFT, WIDTH - _RIGHT)
-    pieces: list[list[tuple[str, str]]] = [[]]
-    for update, number in enumerate(finding.curve, start=1):
-        if isfinite(number):
-            pieces[-1].append((across(update), height(number)))
-        elif pieces[-1]:
-            pieces.append([])
-    for number in (max(finite), min(finite)):  # unless their labels overlap
-        if all(abs(float(height(number)) - float(height(other))) >= 12 for other in ticks):
-            ticks.append(number)
-    return Curve(
-        words,
-        total,
-        lines=tuple(" ".join(f"{x},{y}" for x, y in piece) for piece in pieces if len(piece) > 1),
-        dots=tuple(point for piece in pieces for point in piece if len(finite) <= _MOST_DOTS or len(piece) == 1),
-        law=height(1.0),
-        ticks=tuple((height(number), f"{number:.4g}") for number in ticks),
-    )
