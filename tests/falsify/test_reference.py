@@ -21,7 +21,6 @@ from andon_falsify.reference.models import (
     Decoder,
     Encoder,
     Layers,
-    Lora,
     Masks,
     Params,
     canonical,
@@ -278,7 +277,7 @@ def test_logits_and_gradients_are_those_of_the_architecture(
     """With LoRA and padding: the scores of every row, and every trainable tensor's gradient over a ragged batch."""
     subject = build()
     subject.model.eval()
-    reference: Model = law.from_config(subject.config, Lora(ALPHA))
+    reference: Model = law.from_config(subject.config, ALPHA)
     batch = pieces(5, SHAPES, left=left)
     count = sum(len(piece.labels) for piece in batch)
     for piece in batch:
@@ -309,7 +308,7 @@ def test_masks_act_where_peft_and_attention_drop() -> None:
         return mask
 
     params = {"m.weight": weight, "m.lora_A.weight": down, "m.lora_B.weight": up}
-    seen = Layers(params, Lora(4.0), masks).linear(inputs, "m")
+    seen = Layers(params, 4.0, masks).linear(inputs, "m")
     expected = inputs @ weight.T + 2.0 * ((inputs * mask) @ (up @ down).T)
     assert torch.allclose(seen, expected, rtol=1e-14, atol=1e-14)
     assert asked == [("m.lora_dropout", (2, 3, 4))]
@@ -346,7 +345,7 @@ def test_every_place_of_dropout_is_asked_for() -> None:
             asked.append(name)
 
         (piece,) = pieces(2, ((2, 5),))
-        law.from_config(subject.config, Lora(ALPHA)).logits(subject.params, piece.tokens, piece.attention, masks)
+        law.from_config(subject.config, ALPHA).logits(subject.params, piece.tokens, piece.attention, masks)
         adapters = [name for name in subject.params if name.endswith("lora_A.weight")]
         assert len(asked) == len(set(asked)) == len(adapters) + 2 + hidden
         assert {name.removesuffix(".lora_A.weight") + ".lora_dropout" for name in adapters} <= set(asked)

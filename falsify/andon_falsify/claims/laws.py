@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
-from andon_falsify.reference.models import Decoder, Encoder, Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.models import Decoder, Encoder, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
 from andon_falsify.reference.training import Piece, RowGradients, pair_gradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
@@ -110,9 +110,9 @@ class RunLaw(ABC):
 
     @cached_property
     def model(self) -> Decoder | Encoder:
-        lora = Lora(2.0 * self.case.rank) if self.case.rank else None
+        alpha = 2.0 * self.case.rank if self.case.rank else None
         kind = Decoder if self.case.architecture == "decoder" else Encoder
-        return kind.from_config(self.trace.first.config, lora)
+        return kind.from_config(self.trace.first.config, alpha)
 
     @cached_property
     def initial(self) -> dict[str, Tensor]:

@@ -147,9 +147,7 @@ class Plan(NamedTuple):
     rows: int | None = None
     ids: tuple[RowId, ...] | None = None
     batch_size: int | None = None
-    micro_batches: int | None = None
     seed: int | None = None
-    epochs: int | None = None
     steps: int | None = None
 
 

@@ -281,5 +281,5 @@ def _expected(cell: Cell) -> str:
     if cell.verdict.outcome is Outcome.FALSIFIED:
         return f", {'as expected' if cell.expected.excused else 'known'}: {cell.expected.reason}"
     passed = cell.expected.excused and cell.verdict.outcome is Outcome.HOLDS
-    remedy = "; remove its --expected-failed (exit code 3)" if passed else ""
+    remedy = "; expect it no longer (exit code 3)" if passed else ""
     return f", but expected to be falsified: {cell.expected.reason}{remedy}"
