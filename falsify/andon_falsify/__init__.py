@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from andon_falsify.loops.protocol import Loop as Loop
     from andon_falsify.loops.protocol import Told as Told
-    from andon_falsify.loops.subject import LoopSubject as LoopSubject
     from andon_falsify.loops.task import collate as collate
     from andon_falsify.loops.task import dataset as dataset
-    from andon_falsify.loops.task import loop_case as loop_case
     from andon_falsify.loops.task import model as model
     from andon_falsify.loops.task import optimizer as optimizer
     from andon_falsify.subjects.case import Case as Case
@@ -23,11 +21,9 @@ if TYPE_CHECKING:
 _HOME = {
     "Case": "andon_falsify.subjects.case",
     "Loop": "andon_falsify.loops.protocol",
-    "LoopSubject": "andon_falsify.loops.subject",
     "Told": "andon_falsify.loops.protocol",
     "collate": "andon_falsify.loops.task",
     "dataset": "andon_falsify.loops.task",
-    "loop_case": "andon_falsify.loops.task",
     "model": "andon_falsify.loops.task",
     "optimizer": "andon_falsify.loops.task",
 }

@@ -101,7 +101,7 @@ def _train(coordinator: DataParallelCoordinator, case: Case, seen: Observations)
             coordinator.learning_rate = rate = schedule.rate(step)
             seen.at = step
             result = coordinator.train_batch_parallel([samples[row] for row in batch.ids])
-            note_result(seen, batch, result.total, result.correct, rate, result.avg_loss, result.grad_norm)
+            note_result(seen, batch, result.total, rate, result.avg_loss, result.grad_norm)
             note_state(seen, step, by_rank)
     except Violation as violation:
         seen.violation = (violation.clause, violation.step, str(violation))

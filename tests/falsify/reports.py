@@ -50,13 +50,12 @@ def finding(claim: str, subject: str = "andon", outcome: Outcome | str = Outcome
 def campaign() -> Report:
     """Three subjects: one without fault, one with expected failures, one with an unexpected pass and open questions."""
     trainer: dict[str, Any] = {"subject_version": "5.23.0"}
-    curve: dict[str, Any] = {"curve": (4.0, 4.0, 4.0, 4.0, 5.3), "curve_name": "gradient / law", "curve_law": 1.0}
     found = [finding(claim, world=world) for claim in STATEMENTS for world in (1, 2, 3)]
     found += [
         finding("replicas-agree", "hf_trainer", **trainer),
         finding("samples-once", "hf_trainer", "falsified", counterexamples=(REPEATED,), **trainer),
         finding("gradient-law", "hf_trainer", world=1, accumulation=1, **trainer),
-        finding("gradient-law", "hf_trainer", "falsified", **trainer, **curve),
+        finding("gradient-law", "hf_trainer", "falsified", **trainer),
         finding("losses-close", "hf_trainer", "unknown", reasons=("the loop told no loss",), **trainer),
         finding("resume-equal", "hf_trainer", "not applicable", reasons=("the loop does not save",), **trainer),
     ]
@@ -84,9 +83,8 @@ def campaign() -> Report:
 def hostile(text: str) -> Report:
     """A report that has `text` everywhere where a text may stand."""
     example = Counterexample(text, text, text, text, 2.0, text, 1, text)
-    places: dict[str, Any] = dict.fromkeys(("backend", "subject_version", "curve_name"), text)
+    places: dict[str, Any] = dict.fromkeys(("backend", "subject_version"), text)
     places["reasons"] = (text,)
-    places["curve"] = (1.0, 2.0)
     return Report(
         started=text,
         versions={text: text},

@@ -56,26 +56,24 @@ def test_a_step_line_is_read_field_by_field() -> None:
     text = {
         **STEP,
         "epoch": 2,
-        "position": 4,
         "ids": [7, "b"],
         "count": 2,
-        "correct": 1,
         "world": 2,
         "backend": "gloo",
         "lr": {"value": 0.5, "hex": "0x1.0p-1"},
         "loss": {"value": None, "hex": "nan"},
         "grad_norm": 0.25,
         "digests": {"weights": "00000000000000aa", "content": ""},
-        "ranks": [{"rank": 1, "leaves": [3], "ids": [7], "weights": "00000000000000ab"}],
+        "ranks": [{"rank": 1, "ids": [7], "weights": "00000000000000ab"}],
     }
     (event,) = one(text).steps
-    assert (event.number, event.epoch, event.position, event.count, event.correct) == (1, 2, 4, 2, 1)
+    assert (event.number, event.epoch, event.count) == (1, 2, 2)
     assert (event.ids, event.world, event.backend) == ((7, "b"), 2, "gloo")
     assert event.digests == {"weights": "00000000000000aa"}
     assert (event.lr.value, event.grad_norm.hex) == (0.5, (0.25).hex())
     assert (event.loss.finite, event.finite) == (False, False)
     (rank,) = event.ranks
-    assert (rank.rank, rank.leaves, rank.ids) == (1, (3,), (7,))
+    assert (rank.rank, rank.ids) == (1, (7,))
     assert (rank.weights, rank.optimizer, rank.gradient) == ("00000000000000ab", None, None)
 
 
@@ -99,7 +97,6 @@ def test_a_step_line_is_read_field_by_field() -> None:
         ({**STEP, "loss": {"value": True, "hex": "x"}}, "not value and hex"),
         ({**STEP, "ranks": [3]}, "ranks holds 3"),
         ({**STEP, "ranks": [{"rank": "0"}]}, "rank '0'"),
-        ({**STEP, "ranks": [{"rank": 0, "leaves": ["a"]}]}, "leaves holds 'a'"),
         ({**STEP, "ranks": [{"rank": 0, "weights": 7}]}, "weights is 7, not text"),
         ({**STEP, "digests": []}, "digests is [], not an object"),
         ({**STEP, "prev": 3}, "prev is 3"),
@@ -491,7 +488,6 @@ def test_schedule() -> None:
     told(schedule, rates(*range(1, 11)), HOLDS, law=LAW)
     near = f"1: 0[a] lr={0.5 * (1 + 1e-9)!r}"
     told(schedule, near, FALSIFIED, "step 1", law=LAW)
-    told(schedule, near, HOLDS, law=LAW, tolerance=1e-8)
     told(schedule, "1: 0[a] lr=nan", FALSIFIED, "seen nan", law=LAW)
     told(schedule, rates(3, 4, of=2), FALSIFIED, "step 3: the learning rate", "that of step 6", law=LAW)
     restarted = f"{rates(1, 2, 3)} | resume step=3 | 4: 0[a] lr={LAW(1)!r}"
@@ -646,11 +642,9 @@ def test_memory_within() -> None:
     over = memory_budget.check_bytes({0: 100, 1: 111}, 100)
     says(over, FALSIFIED, "rank 1: the peak is 1.110 of the plan, 1.10 is allowed")
     says(memory_budget.check_bytes({0: 110, 1: 100}, 100), HOLDS)
-    says(memory_budget.check_bytes({0: 100, 1: 111}, {0: 100, 1: 110}), HOLDS)
-    says(memory_budget.check_bytes({0: 130}, 100, slack=0.3), HOLDS)
     says(memory_budget.check_bytes({}, 100), UNKNOWN)
     says(memory_budget.check_bytes({0: 0}, 100), UNKNOWN, "peak 0 bytes")
-    says(memory_budget.check_bytes({0: 1, 1: 1}, {0: 100}), UNKNOWN, "rank 1", "plan 0 bytes")
+    says(memory_budget.check_bytes({0: 1}, 0), UNKNOWN, "plan 0 bytes")
     says(memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 5, 5, 5]}), HOLDS)
     says(memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 6, 7, 7]}), HOLDS)
     growing = memory_budget.check_bytes({0: 9}, 9, resting={0: [1, 5, 6, 7, 8]})

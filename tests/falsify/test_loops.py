@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from andon_falsify import claims, collate, dataset, loop_case
+from andon_falsify import claims, collate, dataset
 from andon_falsify.campaign.trial import LAW, Trial
 from andon_falsify.campaign.warm_bench import LoopBench
 from andon_falsify.claims import alike, same_everywhere
@@ -22,8 +22,7 @@ from andon_falsify.loops.observer import ForwardPasses, recognised
 from andon_falsify.loops.parameters import only_shrunk
 from andon_falsify.loops.sightings import LoopSightings, Stranger
 from andon_falsify.loops.subject import LoopSubject
-from andon_falsify.loops.task import distinct
-from andon_falsify.peers.plain import PlainLoop
+from andon_falsify.loops.task import distinct, loop_case
 from andon_falsify.peers.registry import PEERS
 from andon_falsify.ranks.pool import RankPools
 from andon_falsify.subjects.case import Case, Rows, make_rows
@@ -125,7 +124,7 @@ def test_a_noise_of_0_is_a_measurement(pools: RankPools, monkeypatch: pytest.Mon
     law = LoopLaw(trace := subject.run(SGD))
     monkeypatch.setattr(alike, "_rounded", lambda case, batches, rates, size: alike._exact(law, batches, rates))
     assert alike.noise(trace) == dict.fromkeys(range(1, 7), 0.0)
-    parted = alike.alike(same_everywhere.CLAIM, trace, [subject.run(SGD.but(lr=2 * SGD.lr))]).counterexamples
+    parted = alike.alike(same_everywhere.CLAIM, trace, subject.run(SGD.but(lr=2 * SGD.lr))).counterexamples
     assert any(found.expected.startswith(f"at most {alike.FLOOR:.2e} ") for found in parted)
 
 
@@ -140,7 +139,7 @@ def test_an_update_without_rows_is_compared_with_another_run(pools: RankPools) -
     subject = LoopSubject(f"{HERE}:OnceMore", pools=pools)
     trace = subject.run(SGD)
     assert falsified(verdicts(trace)) == {"samples-once"}
-    assert check_loop([trace, subject.run(SGD.but(world=1, micro_batches=1))]).outcome is Outcome.HOLDS
+    assert check_loop(trace, subject.run(SGD.but(world=1, micro_batches=1))).outcome is Outcome.HOLDS
 
 
 def test_training_without_its_dropout_is_seen_on_one_rank(pools: RankPools) -> None:
@@ -183,7 +182,7 @@ def test_the_tutorial_of_ddp_takes_a_mean_of_means(pools: RankPools) -> None:
     assert "the mean of the means of 4 micro-batches (of 3, 1, 3, 1 rows)" in str(found["gradient-law"])
     assert [each.where for each in found["gradient-law"].counterexamples] == ["step 3", "step 6"]
     assert "32 visits of 31 rows" in str(found["samples-once"])
-    assert check_loop([trace, subject.run(SGD.but(world=1, micro_batches=2))]).outcome is Outcome.FALSIFIED
+    assert check_loop(trace, subject.run(SGD.but(world=1, micro_batches=2))).outcome is Outcome.FALSIFIED
 
 
 def test_a_short_window_that_is_divided_as_a_full_one_is_named_so(pools: RankPools) -> None:
@@ -248,14 +247,6 @@ def test_a_short_window_is_named_by_what_it_has_of_a_full_one() -> None:
     ]
     for ratio, visits, said in windows:
         assert short_window(ratio, visits, case) == said
-
-
-def test_a_subject_that_a_rank_could_not_find_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be imported by a rank"):
-        LoopSubject(lambda case: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match=r"write package\.module:make"):
-        LoopSubject("mytrainer")
-    assert LoopSubject(PlainLoop).make == "andon_falsify.peers.plain:PlainLoop"
 
 
 def test_what_clipping_leaves_has_shrunk_and_nothing_else() -> None:

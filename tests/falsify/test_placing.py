@@ -19,14 +19,14 @@ from andon_falsify.claims import (
     resume_equal,
     same_everywhere,
 )
-from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.compliance.cases import BIG, PLAIN, SGD
 from andon_falsify.ranks.pool import RankPool, RankPools
 from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects.case import Case
 from andon_falsify.subjects.placing import devices_of, place_of_bits, room_for, why_not
 from andon_falsify.subjects.trace import Trace
-from andon_falsify.verdict import Outcome, Verdict
+from andon_falsify.verdict import ExtraRun, Outcome, Verdict
 from falsify.power.laboratory import untried
 from falsify.power.registry import named
 
@@ -102,7 +102,7 @@ def test_a_mixed_group_keeps_every_claim(trainer: AndonTrainer) -> None:
     case = Case(backend="mixed", world=2)
     trace = trainer.run(case)
     assert (trace.errors, trace.violation) == ({}, None)
-    evidence = of_trace(trace, alone=trainer.run(alone(case)))
+    evidence = replace(of_trace(trace), others={"alone": of_trace(trainer.run(alone(case)))})
     found = judged(evidence, [claim for claim in claims_of("trainer") if claim.trial == LAW])
     assert {verdict.outcome for verdict in found.values()} <= {Outcome.HOLDS, Outcome.NOT_APPLICABLE}, found
     assert trace.place == place_of_bits(devices_of("mixed", 2))
@@ -113,7 +113,8 @@ def test_a_mixed_group_resumes(trainer: AndonTrainer) -> None:
     case = Case(backend="mixed", world=2, epochs=2)
     cut, resumed = cut_and_resume(trainer, case, after=3, every=2)
     assert resumed.first.resumed_from == 2
-    verdict = resume_equal.check(of_trace(trainer.run(case), cut=cut, resumed=resumed))
+    others: dict[ExtraRun, Evidence] = {"cut": of_trace(cut), "resumed": of_trace(resumed)}
+    verdict = resume_equal.check(replace(of_trace(trainer.run(case)), others=others))
     assert verdict.outcome is Outcome.HOLDS, verdict
 
 
@@ -132,8 +133,9 @@ def test_other_devices_are_not_compared_to_the_bit(trainer: AndonTrainer) -> Non
 
 def test_a_run_goes_on_to_the_bit_on_the_same_devices_alone(trainer: AndonTrainer) -> None:
     whole, cut = trainer.run(PLAIN), trainer.run(PLAIN.but(stop_after=1))
-    others = {"cut": placed(cut, "cpu cuda"), "resumed": placed(whole, "cpu cuda cpu")}
-    verdict = resume_equal.check(of_trace(placed(whole, "cpu cuda"), **others))
+    resumed = of_trace(placed(whole, "cpu cuda cpu"))
+    others: dict[ExtraRun, Evidence] = {"cut": of_trace(placed(cut, "cpu cuda")), "resumed": resumed}
+    verdict = resume_equal.check(replace(of_trace(placed(whole, "cpu cuda")), others=others))
     assert verdict.outcome is Outcome.NOT_APPLICABLE
     assert "ran on cpu cuda and was resumed on cpu cuda cpu" in verdict.why
 

@@ -21,7 +21,7 @@ from andon.console.messages import InputError
 from andon_falsify.report.document import json_bytes, parse, read_json, write_json
 from andon_falsify.report.findings import SCHEMA, Column, Report, Table
 from andon_falsify.report.junit import write_junit
-from andon_falsify.report.page import HEIGHT, WIDTH, draw, render, write_html
+from andon_falsify.report.page import render, write_html
 from andon_falsify.verdict import Counterexample
 from tests.falsify.reports import NASTY, RATIO, REASON, campaign, finding, hostile
 from tests.support.pages import Read
@@ -53,12 +53,10 @@ def test_any_text_comes_back(text: str) -> None:
 def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     odd = finding("gradient-law", outcome="falsified", counterexamples=(replace(RATIO, ratio=math.inf),))
-    write_json(replace(campaign(), findings=(replace(odd, curve=(1.0, math.nan, math.inf)),)), path)
+    write_json(replace(campaign(), findings=(replace(odd, worst=math.nan),)), path)
     (written,) = json.loads(path.read_bytes())["findings"]
-    assert (written["curve"], written["counterexamples"][0]["ratio"]) == ([1.0, None, None], None)
-    first, *others = read_json(path).findings[0].curve
-    assert first == 1.0
-    assert [math.isnan(number) for number in others] == [True, True]
+    assert (written["worst"], written["counterexamples"][0]["ratio"]) == (None, None)
+    assert read_json(path).findings[0].worst is None
 
 
 def spoil(plain: dict[str, Any]) -> None:
@@ -274,36 +272,6 @@ def test_many_or_long_counterexamples_stay_readable() -> None:
     text = render(replace(campaign(), findings=(finding("samples-once", "ddp", "falsified", counterexamples=long),)))
     assert len(text) < 100_000
     assert "… (996000 more characters)" in text
-
-
-def test_a_curve_lies_where_its_numbers_are() -> None:
-    curve = draw(finding("gradient-law", curve=(1.0, 3.0, 2.0), curve_law=2.0))
-    assert len(curve.lines) == 1
-    points = [tuple(map(float, point.split(","))) for point in curve.lines[0].split()]
-    (left, low), (middle, high), (right, between) = points
-    assert left < middle < right <= WIDTH
-    assert right - middle == pytest.approx(middle - left, abs=0.11)
-    assert 0 <= high < between < low <= HEIGHT
-    assert between == pytest.approx((low + high) / 2, abs=0.11)
-    assert curve.law == f"{between:.1f}"
-    assert curve.words == ("one number per update: 3 numbers; first 1, last 2, lowest 1, highest 3; it should be 2")
-
-
-def test_a_curve_breaks_where_a_number_is_not_finite() -> None:
-    curve = draw(finding("gradient-law", curve=(1.0, 1.5, math.nan, 2.0, math.inf)))
-    assert len(curve.lines) == 1
-    assert len(curve.dots) == 3
-    assert curve.words.endswith("; 2 not finite")
-    assert draw(finding("gradient-law", curve=(math.nan,))) is None
-    assert draw(finding("gradient-law")) is None
-
-
-@pytest.mark.parametrize("curve", [(0.0,), (4.0, 4.0), (1e300, -1e300), (5e-324, 0.0), (1e308, 1.7e308)])
-def test_a_curve_of_any_numbers_is_in_its_picture(curve: tuple[float, ...]) -> None:
-    drawn = draw(finding("gradient-law", curve=curve, curve_law=1.0))
-    for x, y in drawn.dots:
-        assert 0 <= float(x) <= WIDTH
-        assert 0 <= float(y) <= HEIGHT
 
 
 def test_a_subject_is_named_once_and_what_most_are_judged_on_comes_first() -> None:

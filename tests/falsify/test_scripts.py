@@ -26,6 +26,7 @@ from andon_falsify.claims.rounding import measured
 from andon_falsify.claims.same_everywhere import COMPARED, check_class, check_layouts
 from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.history import History, chain_digest, read_lines
+from andon_falsify.ranks.processes import descendants
 from andon_falsify.report.document import read_json
 from andon_falsify.subjects.case import Case
 from andon_falsify.verdict import Outcome, Verdict
@@ -230,6 +231,22 @@ def test_drawn_rows_show_a_mean_of_means_and_other_rows() -> None:
     assert "its data loader drew other rows" in same(ledger(first, last), ledger(first, other)).why
 
 
+@pytest.mark.parametrize("ids", [True, False])
+def test_the_last_rows_of_an_epoch_that_have_no_update_of_their_own_fall(ids: bool) -> None:
+    """As reported, or as a data loader drew them: 10 rows in batches of 4, the last 2 together with the next 4."""
+
+    def step(rows: list[int], reached: int, norm: float = 1.0) -> Fields:
+        own = {**PLAIN, "ids": rows} if ids else drawn(rows, 10, reached)
+        return {**own, "grad_norm": norm}
+
+    first, last, again = step([4, 1, 2, 3], 4), step([9, 8], 10), step([0, 5, 9, 7], 4)
+    base, right = ledger(first, last, again), ledger(first, last, again)
+    assert same(base, right).outcome is Outcome.HOLDS
+    merged, others = (ledger(first, step([9, 8, 0, 5, 9, row], 4, 2.5)) for row in (7, 6))
+    assert "expected the rows of step 2, seen those of steps 2 and 3" in str(same(base, merged))
+    assert same(base, others).outcome is Outcome.UNKNOWN
+
+
 @pytest.mark.parametrize(
     ("clause", "action", "outcome"),
     [
@@ -305,7 +322,7 @@ def test_a_gradient_in_bf16_is_judged_by_the_noise_that_was_measured(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lr": 0.5}, "the learning-rate schedule (0.5, not 1)"),
+        ({"lr": 0.5}, "the learning rate (0.5, not 1), which a schedule and an optimizer hold"),
         (drawn([7], 9, 1), "the position in the data"),
         ({"digests": {"gradient": "0" * 16, "weights": "9" * 16}}, "the state of the optimizer"),
         (
@@ -429,6 +446,18 @@ while not os.path.exists({str(pid)!r}) or not open({str(pid)!r}).read():
     done = run([sys.executable, "-c", program], tmp_path / "run", 30.0)
     assert [stray.partition(" ")[0] for stray in done.stray] == [pid.read_text()]
     assert over(int(pid.read_text()))
+
+
+def test_a_chain_of_processes_that_fork_and_leave_is_ended(tmp_path: Path) -> None:
+    """While its processes are listed, each may end and leave another one."""
+    program = """
+import os, time
+while os.fork() == 0:
+    time.sleep(0.02)
+os._exit(0)
+"""
+    run([sys.executable, "-c", program, str(tmp_path)], tmp_path / "run", 30.0)
+    assert not [each.pid for each in descendants(1) if str(tmp_path) in each.command]
 
 
 def test_a_campaign_that_is_terminated_ends_its_script_and_leaves_its_report(tmp_path: Path) -> None:

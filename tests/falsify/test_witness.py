@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +26,7 @@ from andon_falsify.claims import (
     resume_equal,
     same_everywhere,
 )
-from andon_falsify.claims.evidence import of_trace
+from andon_falsify.claims.evidence import Evidence, of_trace
 from andon_falsify.history import read_lines
 from andon_falsify.loops import subject as of_loops
 from andon_falsify.loops.sightings import Group, LoopSightings, Made
@@ -36,8 +35,8 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.subjects import trace as of_trainers
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.masks import MaskRecorder
-from andon_falsify.subjects.trace import Observations, Remembering, Reported, Values, assemble_trace
-from andon_falsify.verdict import Outcome
+from andon_falsify.subjects.trace import Observations, Remembering, Reported, Trace, assemble_trace
+from andon_falsify.verdict import ExtraRun, Outcome
 from falsify.power.laboratory import Laboratory, signature
 from falsify.power.registry import named
 
@@ -79,7 +78,8 @@ def test_a_run_that_is_cut_off_resumes(late: AndonTrainer) -> None:
     assert cut.first.at == 6
     assert [each.step for each in cut.first.reported] == [1, 2, 3, 4, 5]
     assert resumed.first.resumed_from == 4
-    verdict = resume_equal.check(of_trace(late.run(CASE), cut=cut, resumed=resumed))
+    others: dict[ExtraRun, Evidence] = {"cut": of_trace(cut), "resumed": of_trace(resumed)}
+    verdict = resume_equal.check(replace(of_trace(late.run(CASE)), others=others))
     assert verdict.outcome is Outcome.HOLDS, verdict
 
 
@@ -154,10 +154,9 @@ def runs(draw: st.DrawFn) -> tuple[Case, list[LoopSightings]]:
         parts[0].made[step] = Made("SGD", (group,), draw(st.none() | REALS), clipped=False)
         if draw(st.booleans()):
             parts[0].told_losses[step] = draw(REALS)
-            parts[0].values[step] = Values({}, {})
         ids = tuple(draw(st.permutations(range(rows))))
         parts[0].reported.append(
-            Reported(step, draw(st.integers(0, 2)), 0, ids, rows, 0, draw(REALS), draw(REALS), draw(REALS))
+            Reported(step, draw(st.integers(0, 2)), ids, rows, draw(REALS), draw(REALS), draw(REALS))
         )
         for part in parts:
             sight = part.of(part.ranks[0], step)
@@ -194,28 +193,13 @@ def test_every_line_is_one_of_the_ledger(run: tuple[Case, list[LoopSightings]], 
         assert [(r.rank, r.ids, r.weights, r.gradient, r.optimizer) for r in record.ranks] == [
             (r.rank, r.ids, r.weights, r.gradient, r.optimizer) for r in event.ranks
         ]
-        kept = record.step in parts[0].values
-        assert (record.tensors is not None) is kept
-
-
-def test_a_line_refers_to_tensors_and_never_holds_them() -> None:
-    part = Observations((0,))
-    part.reported.append(Reported(1, 0, 0, (0, 1), 2, 1, 0.1, math.nan, 1.0))
-    part.values[1] = Values({"w": torch.full((1000,), 7.0)}, {"w": torch.full((1000,), 7.0)})
-    case = Case(rows=make_rows(2), batch_size=2, micro_batches=1)
-    lines = of_trainers.witnessed(case, [part])
-    line, record = lines[1], decoded(lines)[1]
-    assert isinstance(record, Step)
-    assert record.tensors == {"gradients": "1/gradients", "weights": "1/weights"}
-    assert len(line) < 1000
-    assert {field.name for field in dataclasses.fields(Values)} == set(record.tensors)
 
 
 def test_a_run_of_which_nothing_was_seen_is_not_one_of_another_machine() -> None:
     """Its rank died, so whether it gave the same bits is unknown: a claim that does not apply would pass in silence."""
     case = Case(rows=make_rows(4), batch_size=4, world=1)
     part = Observations((0,))
-    part.reported.append(Reported(1, 0, 0, (0, 1, 2, 3), 4, 0, 0.1, 0.5, 1.0))
+    part.reported.append(Reported(1, 0, (0, 1, 2, 3), 4, 0.1, 0.5, 1.0))
     whole = assemble_trace(case, [part], {}, "whole")
     dead = assemble_trace(case, [], {0: "died"}, "dead")
     assert [same_everywhere.check_traces(*pair).outcome for pair in ((dead, whole), (whole, dead))] == [
@@ -229,5 +213,5 @@ def test_only_updates_with_a_told_loss_are_judged_of_a_loop() -> None:
     part = LoopSightings((0,))
     part.made[1] = Made("SGD", (Group(("w",), {"lr": 0.1}),), math.nan, clipped=True)
     part.told_losses[2] = 0.5
-    trace = of_loops.trace_of(case, [part], {}, "loop")
+    trace = Trace(case, (part,), read_lines(of_loops.witnessed(case, [part]), "loop"), None)
     assert loss_finite.check(of_trace(trace)).outcome is Outcome.UNKNOWN

@@ -21,7 +21,7 @@ from andon.step.micro_batch import Task
 from andon.step.plan import BatchPlan
 from andon.tasks.text import NO_TAG, MultiLabelTask, RegressionTask, TaggingTask
 from andon.training.build import Run, build_run
-from andon_falsify.reference.models import Decoder, Lora, canonical, canonical_name
+from andon_falsify.reference.models import Decoder, canonical, canonical_name
 from tests.model.tiny import CPU, LORA, PAD, TINY, Shape, changed
 
 WORLD = 3
@@ -70,7 +70,7 @@ def _reference(run: Run) -> tuple[dict[str, torch.Tensor], Logits]:
     for name in trainable_parameters(model):
         parameters[str(canonical_name(name))].requires_grad_(True)
     config = model.get_base_model().config.to_dict()  # type: ignore[operator]
-    decoder = Decoder.from_config(config, Lora(LORA.alpha))
+    decoder = Decoder.from_config(config, LORA.alpha)
 
     def logits(tokens: list[int]) -> torch.Tensor:
         row = torch.tensor([tokens])

@@ -81,7 +81,7 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
             kept.append(replace(known, seed=each.trial.seed, repro=repeating(bench, each.trial, claim.name)))
         return replace(each.verdict, counterexamples=tuple(kept))
 
-    def finding(place: tuple[str, int, int], verdict: Verdict, seed: int = 0, curve: tuple[float, ...] = ()) -> Finding:
+    def finding(place: tuple[str, int, int], verdict: Verdict, seed: int = 0) -> Finding:
         backend, world, accumulation = place
         return Finding(
             **vars(verdict),
@@ -92,22 +92,11 @@ def findings(bench: Bench, claim: Claim, said: Sequence[TrialVerdict], *, explai
             world=world,
             accumulation=accumulation,
             seed=seed,
-            curve=curve,
-            curve_name="seen / reference, by update" if curve else "",
-            curve_law=1.0 if curve else None,
         )
 
     if not said:
         return [finding(("", 0, 0), unknown(claim, "no trial tested it"))]
-    return [
-        finding(place, merge(map(named, own)), own[0].trial.seed, next(filter(None, map(_curve, own)), ()))
-        for place, own in found.items()
-    ]
-
-
-def _curve(said: TrialVerdict) -> tuple[float, ...]:
-    ratios = tuple(found.ratio for found in said.verdict.counterexamples if found.ratio is not None)
-    return ratios if len(ratios) > 1 and all(map(isfinite, ratios)) else ()
+    return [finding(place, merge(map(named, own)), own[0].trial.seed) for place, own in found.items()]
 
 
 def repeating(bench: Bench, trial: Trial, claim: str) -> str:

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from andon.console.messages import InputError, Problem
 from andon_contracts.fingerprint import environment
+from andon_contracts.legible import counted
 from andon_falsify.campaign.findings import TrialVerdict, factors_of, findings, mistake
 from andon_falsify.campaign.request import OURS, Request, check_names
 from andon_falsify.campaign.shrink import shrink
 from andon_falsify.campaign.trial import Budget, Layouts, Trial, draw, read_trial
 from andon_falsify.peers.registry import PEERS, installed
-from andon_falsify.report.findings import Expected, Report
+from andon_falsify.report.findings import Column, Expected, Report
 from andon_falsify.verdict import Outcome, Verdict, unknown
 
 if TYPE_CHECKING:
@@ -57,6 +58,18 @@ class Campaign:
     _failures: list[str] = field(default_factory=list, init=False)
     _failed: set[tuple[str, int, int]] = field(default_factory=set, init=False)
     _worked: bool = field(default=False, init=False)
+
+    @property
+    def opening_line(self) -> str:
+        """`andon 0.1.0 on inline, gloo; budget quick, seed 7: 36 trials, 20 of 21 claims`."""
+        bench, trials = self.bench, self.trials
+        backends = ", ".join(dict.fromkeys(trial.place[0] for trial in trials)) or "no backend"
+        seeds = sorted({trial.seed for trial in trials})
+        shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
+        name = f"{Column(bench.subject, '').short} {bench.version}".strip()
+        how = "exactly one case" if self.exact else f"budget {self.budget.name}"
+        claims = f"{len(self.claims)} of {len(bench.claims)} claims"
+        return f"{name} on {backends}; {how}, {shown}: {counted(len(trials), 'trial')}, {claims}"
 
     def run(self) -> Iterator[tuple[Trial, Mapping[str, Verdict]]]:
         """Run every trial, and yield it with its verdicts; then search for smaller counterexamples."""
@@ -189,8 +202,8 @@ def opened(request: Request) -> Iterator[Campaign]:
         name, peer = request.subject, PEERS.get(request.subject)
         # As `python -m` does: `mytrainer:make` is a file in the current folder. Ranks inherit the path. The subject's
         # own code is imported by ranks alone, since it may end the process.
-        if (here := str(Path.cwd())) not in sys.path:
-            sys.path.insert(0, here)
+        if (folder := str(Path.cwd())) not in sys.path:
+            sys.path.insert(0, folder)
         package = name.partition(":")[0].partition(".")[0]
         if peer is None and package not in sys.modules and find_spec(package) is None:
             msg = f"there is no module {package!r}, in the current folder or installed; check the name"
@@ -254,7 +267,7 @@ def _drawn(request: Request, bench: Bench) -> list[Trial]:
 
 def _about(request: Request, bench: Bench, trials: Sequence[Trial]) -> Report:
     peer = PEERS.get(request.subject) if request.script is None else None
-    known = {} if peer is None else peer.expectations
+    known = peer.expected if peer is not None and peer.as_measured else {}
     expected = [Expected(bench.subject, *each) for each in known.items() if each[0] not in request.expected_failed]
     expected += [Expected(bench.subject, claim, reason, True) for claim, reason in request.expected_failed.items()]
     lacking = {name: [each.lacking for each in trials if each.place[0] == name] for name in request.backends}

@@ -349,7 +349,8 @@ def _with_sketch(history: History, ledger: Path) -> History:
 def _adopting_orphans() -> Iterator[Callable[[], list[Process]]]:
     """Context manager: a process that loses its parent becomes a child of this one instead of init's.
 
-    Yields a function that lists the living descendants of this process that began inside, and reaps the dead ones.
+    Yields a function that lists the descendants of this process that began inside, and reaps the dead ones. Each of
+    these is listed once: before it died it may have started one that is not listed yet.
     """
     libc, before, this = ctypes.CDLL(None), ctypes.c_int(), os.getpid()
     libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -361,7 +362,7 @@ def _adopting_orphans() -> Iterator[Callable[[], list[Process]]]:
         for dead in (each for each in found if each.zombie):
             with suppress(ChildProcessError):  # its parent lives
                 os.waitpid(dead.pid, os.WNOHANG)
-        return [each for each in found if not each.zombie]
+        return found
 
     try:
         yield younger
@@ -396,7 +397,8 @@ def _end_all(running: Callable[[], list[Process]], process: subprocess.Popen[byt
     deadline = time.monotonic() + (_GRACE_S if ended else 0.0)
     while (found := running()) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    names = tuple(f"{each.pid} ({each.command[:80] or 'ended'})" for each in found) if ended else ()
+    living = [each for each in found if not each.zombie]
+    names = tuple(f"{each.pid} ({each.command[:80] or 'ended'})" for each in living) if ended else ()
     deadline = time.monotonic() + _KILLING_S  # in the kernel, no signal reaches a process
     while (found := running()) and time.monotonic() < deadline:
         kill(found, _POLL_S)

@@ -29,8 +29,8 @@ class AndonBench(Bench):
     kind = "trainer"
     every_backend: tuple[str, ...] = (*CPU_BACKENDS, *GPU_BACKENDS)
 
-    def __init__(self, subject: Subject, name: str = "andon", version: str = "") -> None:
-        super().__init__(name, version or installed("andon"))
+    def __init__(self, subject: Subject) -> None:
+        super().__init__("andon", installed("andon"))
         self.backends = tuple(name for name in self.every_backend if not why_not(name))
         self._trainer = Remembering(subject)
 

@@ -79,28 +79,26 @@ def _rounded(
     return found
 
 
-def alike(claim: Claim, first: Trace, others: Sequence[Trace]) -> Verdict:
-    """Compare each of `others` with `first`: the rows of every update, then the weights after every update."""
-    found: list[Counterexample] = []
+def alike(claim: Claim, first: Trace, other: Trace) -> Verdict:
+    """Compare `other` with `first`: the rows of every update, then the weights after every update."""
     measured: dict[int, float] | None = None
     checked, nearest = 0, 0.0
-    for other in others:
-        mine, theirs = (f"world {each.case.world} accumulation {each.case.accumulation}" for each in (first, other))
-        pair = f"{theirs} against {mine}"
-        rows = list(_different_rows(first, other, pair))
-        found += [*rows, *_different_optimizers(first, other, pair)]
-        for step, distance in () if rows else _distances(first, other):
-            checked += 1
-            if not distance:
-                continue
-            measured = noise(first) if measured is None else measured
-            allowed = max(FLOOR, MARGIN * measured[step]) if step in measured else UNMEASURED
-            nearest = max(nearest, distance / allowed)
-            if not distance <= allowed:
-                what = "the weights differ by more than rounding explains"
-                limit = f"at most {allowed:.2e} of their movement ({MARGIN:g} x the noise of fp32)"
-                found.append(Counterexample(what, f"step {step}, {pair}", limit, f"{distance:.2e}", quantity="weights"))
-                break
+    mine, theirs = (f"world {each.case.world} accumulation {each.case.accumulation}" for each in (first, other))
+    pair = f"{theirs} against {mine}"
+    rows = list(_different_rows(first, other, pair))
+    found = [*rows, *_different_optimizers(first, other, pair)]
+    for step, distance in () if rows else _distances(first, other):
+        checked += 1
+        if not distance:
+            continue
+        measured = noise(first) if measured is None else measured
+        allowed = max(FLOOR, MARGIN * measured[step]) if step in measured else UNMEASURED
+        nearest = max(nearest, distance / allowed)
+        if not distance <= allowed:
+            what = "the weights differ by more than rounding explains"
+            limit = f"at most {allowed:.2e} of their movement ({MARGIN:g} x the noise of fp32)"
+            found.append(Counterexample(what, f"step {step}, {pair}", limit, f"{distance:.2e}", quantity="weights"))
+            break
     basis = f"noise of fp32 {max(measured.values()):.1e} of the movement" if measured else "noise not measured"
     note = f"largest difference {nearest:.2g} of what is allowed; {basis}, margin {MARGIN:g}"
     missing = "" if checked else "no update is in both runs with its weights"

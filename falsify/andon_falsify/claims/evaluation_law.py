@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from andon_falsify.claims.laws import LoopLaw
     from andon_falsify.loops.sightings import LoopSightings
 
-
 _SILENT = "the loop does not evaluate (`evaluate`)"
 CLAIM = Claim(
     "evaluation-law",

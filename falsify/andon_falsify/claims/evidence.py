@@ -130,19 +130,17 @@ class Evidence:
 
     @cached_property
     def loop_law(self) -> LoopLaw:
-        """The law of a loop."""
         from andon_falsify.claims.laws import LoopLaw
 
         return LoopLaw(self.observed)
 
 
-def of_trace(trace: Trace, **others: Trace | None) -> Evidence:
-    """The evidence of a run that the witness saw, with further runs by name ("alone", "cut", ...)."""
+def of_trace(trace: Trace) -> Evidence:
+    """The evidence of a run that the witness saw."""
     from andon_falsify.loops.sightings import LoopSightings
 
     kind: Kind = "loop" if trace.parts and isinstance(trace.first, LoopSightings) else "trainer"
-    made = {name: of_trace(other) for name, other in others.items() if other is not None}
-    return Evidence(trace.seen, trace.ledger, kind, trace, others=made)  # type: ignore[arg-type]
+    return Evidence(trace.seen, trace.ledger, kind, trace)
 
 
 def tensors(what: str, *, of_updates: bool = False) -> Callable[[Evidence], str]:

@@ -12,7 +12,6 @@ from andon_falsify.verdict import Claim, Clause, Counterexample, Quantity, Verdi
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
 
-
 _UNDECLARED = "the loop does not declare `halts` (it stops at NaN or infinity)"
 CLAIM = Claim(
     "halt-together",

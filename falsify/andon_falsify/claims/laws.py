@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from andon_falsify.loops.parameters import trained
 from andon_falsify.loops.sightings import Group, LoopSightings, first_of
 from andon_falsify.loops.task import model
-from andon_falsify.reference.models import Decoder, Encoder, Lora, Masks, canonical, canonical_name, no_dropout
+from andon_falsify.reference.models import Decoder, Encoder, Masks, canonical, canonical_name, no_dropout
 from andon_falsify.reference.published import PublishedPlan, PublishedSchedule
 from andon_falsify.reference.training import Piece, RowGradients, pair_gradients, row_gradients, token_gradients
 from andon_falsify.reference.update import AdamW, Sgd, State, UpdateRule, clip, global_norm, is_clipped
@@ -110,9 +110,9 @@ class RunLaw(ABC):
 
     @cached_property
     def model(self) -> Decoder | Encoder:
-        lora = Lora(2.0 * self.case.rank) if self.case.rank else None
+        alpha = 2.0 * self.case.rank if self.case.rank else None
         kind = Decoder if self.case.architecture == "decoder" else Encoder
-        return kind.from_config(self.trace.first.config, lora)
+        return kind.from_config(self.trace.first.config, alpha)
 
     @cached_property
     def initial(self) -> dict[str, Tensor]:
@@ -143,7 +143,7 @@ class RunLaw(ABC):
         states: dict[tuple[str, ...], State] = {}
         for step in self.recorded:
             before = self.before(step)
-            gradients = clip(_exact(self.trace.first.values[step].gradients), self.limit(step))[0]
+            gradients = clip(_exact(self.trace.first.values[step].gradients), self.limit(step))
             wanted = dict(before)
             for group in self.groups(step):
                 weights = {name: before[name] for name in group.names}
@@ -311,7 +311,7 @@ class LoopLaw(RunLaw):
         held = is_clipped(global_norm(self.seen(step)), limit)
         if self.first.made[step].clipped or held or not is_clipped(law.norm, limit):
             return law
-        return replace(law, gradients=clip(law.gradients, limit)[0])
+        return replace(law, gradients=clip(law.gradients, limit))
 
     def groups(self, step: int) -> tuple[ParameterGroup, ...]:
         made, found = self.first.made[step], []

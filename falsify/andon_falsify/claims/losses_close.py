@@ -31,12 +31,11 @@ def check(evidence: Evidence) -> Verdict:
     if evidence.of_loop:
         return _of_loop(evidence)
     law, trace, seen = evidence.law, evidence.observed, _reported(evidence)
-    wanted = {} if law.why_not else {expected.step: expected.loss for expected in law.expected}
-    verdicts = (
-        [not_applicable(CLAIM, law.why_not)]
-        if law.why_not
-        else [compare(seen, wanted, evidence.noise.loss, law.factors)]
-    )
+    if law.why_not:
+        verdicts = [not_applicable(CLAIM, law.why_not)]
+    else:
+        wanted = {expected.step: expected.loss for expected in law.expected}
+        verdicts = [compare(seen, wanted, evidence.noise.loss, law.factors)]
     if trace.case.backend == "mixed" and not trace.case.dropout:  # a GPU draws other masks than a CPU
         alone = evidence.find("alone")
         if alone is not None and alone.observed.place != trace.place:
@@ -82,17 +81,14 @@ def _of_loop(evidence: Evidence) -> Verdict:
     for expected in law.expected:
         if (step := expected.step) in law.first.told_losses:
             told, wanted = {step: law.first.told_losses[step]}, {step: expected.loss}
-            one, what = (
-                compare(told, wanted, evidence.noise.loss, law.factors),
-                "the reported loss is not that of the float64 reference",
-            )
+            one = compare(told, wanted, evidence.noise.loss, law.factors)
+            what = "the reported loss is not that of the float64 reference"
             found = (replace(each, what=what, where=f"step {step}") for each in one.counterexamples)
             verdicts[step] = replace(one, counterexamples=tuple(found))
     if not verdicts:
         if law.first.told_losses:
-            return unknown(
-                CLAIM, f"the rows of step {min(law.first.told_losses)} are not known (told.rows), only its loss"
-            )
+            step = min(law.first.told_losses)
+            return unknown(CLAIM, f"the rows of step {step} are not known (told.rows), only its loss")
         return not_applicable(CLAIM, "the loop reports no loss (told.loss)")
 
     def explained(found: Counterexample) -> Counterexample:

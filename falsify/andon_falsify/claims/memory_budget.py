@@ -24,20 +24,17 @@ CLAIM = Claim(
     clauses=(Clause("memory-budget", "same"),),
 )
 ON_GPUS = "bytes are counted on the CPU alone; on GPUs every run holds its peak against its plan"
+_ALLOWED = 1.1
+"""Of the plan."""
 
 
 def check(evidence: Evidence) -> Verdict:
     trace = evidence.observed
-    return check_bytes(trace.gathered("peaks"), trace.first.planned_bytes, resting=trace.gathered("resting"))
+    return check_bytes(trace.gathered("peaks"), trace.first.planned_bytes, trace.gathered("resting"))
 
 
-def check_bytes(
-    peaks: Mapping[int, int],
-    planned: int | Mapping[int, int],
-    slack: float = 0.1,
-    resting: Mapping[int, Sequence[int]] | None = None,
-) -> Verdict:
-    """Compare each rank's peak in bytes with the plan (one number, or one per rank); zero bytes were not counted.
+def check_bytes(peaks: Mapping[int, int], planned: int, resting: Mapping[int, Sequence[int]] | None = None) -> Verdict:
+    """Compare each rank's peak in bytes with the plan; zero bytes were not counted.
 
     resting: for each rank, the live bytes after each update. The first update allocates the optimizer's moments; from
     the second on, at least 4 values that rise with every update are growth.
@@ -50,14 +47,13 @@ def check_bytes(
         found.append(Counterexample(what, *shown, quantity="memory"))
 
     for rank, peak in sorted(peaks.items()):
-        budget = planned if isinstance(planned, int) else planned.get(rank, 0)
-        if peak <= 0 or budget <= 0:
-            missing = missing or f"rank {rank}: peak {peak} bytes, plan {budget} bytes"
+        if peak <= 0 or planned <= 0:
+            missing = missing or f"rank {rank}: peak {peak} bytes, plan {planned} bytes"
             continue
         checked += 1
-        if peak > budget * (1 + slack):
-            what = f"the peak is {peak / budget:.3f} of the plan, {1 + slack:.2f} is allowed"
-            fail(what, rank, budget, peak, peak / budget)
+        if peak > planned * _ALLOWED:
+            what = f"the peak is {peak / planned:.3f} of the plan, {_ALLOWED:.2f} is allowed"
+            fail(what, rank, planned, peak, peak / planned)
     for rank, sizes in sorted((resting or {}).items()):
         settled = sizes[1:]
         if len(settled) < 4:

@@ -30,9 +30,8 @@ def check(evidence: Evidence) -> Verdict:
     if not evidence.settings:
         return not_applicable(CLAIM, "the ledger lies beside no configuration of our trainer")
     if evidence.settings.get("training.group_by_length"):
-        return not_applicable(
-            CLAIM, "training.group_by_length is on, and the ledger has no row lengths, so the plan is unknown"
-        )
+        why = "training.group_by_length is on, and the ledger has no row lengths, so the plan is unknown"
+        return not_applicable(CLAIM, why)
     plan, start = planned(history, packed=bool(evidence.settings.get("training.packing"))), history.plan
     if plan is not None:
         return check_history(history, plan)

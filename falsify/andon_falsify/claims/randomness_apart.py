@@ -48,9 +48,7 @@ def check(evidence: Evidence) -> Verdict:
                 by_state.setdefault(state, []).append(str(rank))
         checked += sum(map(len, by_state.values())) > 1
         if same := [f"ranks {', '.join(each)}" for each in by_state.values() if len(each) > 1]:
-            what, wanted = (
-                "ranks draw the same random numbers in their forward passes",
-                "another state of the generator",
-            )
-            found.append(Counterexample(what, f"step {step}", f"{wanted} on every rank", "; ".join(same)))
+            what = "ranks draw the same random numbers in their forward passes"
+            wanted = "another state of the generator on every rank"
+            found.append(Counterexample(what, f"step {step}", wanted, "; ".join(same)))
     return conclude(CLAIM, checked, found, "" if checked else "in no update did two ranks draw")

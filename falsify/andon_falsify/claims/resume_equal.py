@@ -13,16 +13,7 @@ from andon_falsify.claims.halt_together import stops
 from andon_falsify.claims.rounding import Rounding, roughly
 from andon_falsify.claims.updates import DIGESTS, INPUTS, QUANTITIES, bits, different_numbers, different_rows, unseeded
 from andon_falsify.history import History, StepEvent
-from andon_falsify.verdict import (
-    Claim,
-    Clause,
-    Counterexample,
-    Outcome,
-    Verdict,
-    conclude,
-    merge,
-    not_applicable,
-)
+from andon_falsify.verdict import Claim, Clause, Counterexample, Outcome, Verdict, conclude, merge, not_applicable
 
 if TYPE_CHECKING:
     from andon_falsify.subjects.trace import Trace
@@ -71,7 +62,7 @@ def check(evidence: Evidence) -> Verdict:
     made = list(again.seen.trajectory)
     apart = [Counterexample("updates that differ from those that were left", "", f"{wanted}", f"{made}")]
     gap = conclude(CLAIM, len(wanted), [] if made == wanted else apart)
-    return merge([alike(CLAIM, evidence.trace, [again]), gap])
+    return merge([alike(CLAIM, evidence.trace, again), gap])
 
 
 def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:
@@ -256,7 +247,7 @@ def _likely(ours: StepEvent, theirs: StepEvent, draws: str) -> str:
     streams = [name for name, held in ours.state.items() if "stream" in name and theirs.state.get(name, held) != held]
     what = "weights and buffers"
     if ours.lr and theirs.lr and ours.lr.hex != theirs.lr.hex:
-        what = f"the learning-rate schedule ({theirs.lr}, not {ours.lr})"
+        what = f"the learning rate ({theirs.lr}, not {ours.lr}), which a schedule and an optimizer hold"
     elif "rows" in theirs.state and ours.state.get("rows", "") != theirs.state["rows"]:
         what = "the position in the data (its data loader drew other rows)"
     elif ours.digests.get("gradient") == theirs.digests.get("gradient") is not None:

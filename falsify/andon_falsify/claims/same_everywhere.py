@@ -7,6 +7,7 @@ by rank, or has other rows on other layouts differs for that reason alone, and n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -64,6 +65,7 @@ _DRAWS = (
 )
 _SCHEDULED = "a different number of updates: a schedule as long as the run then gives other learning rates"
 _GRADIENT = "the reduced gradient differs"
+_MERGED = "an update has the rows of two: the last micro-batches of an epoch have no update of their own"
 _NOISY = "Train in fp32 or with larger batches while you compare runs"
 _NO_DRAWS = "Switch dropout off (p = 0) while you compare runs"
 
@@ -86,7 +88,7 @@ def check(evidence: Evidence) -> Verdict:
         noise = measured(alone, [evidence.other(name).history for name in PERTURBED])
         return check_layouts(alone, evidence.history, evidence.layout, noise)
     if evidence.of_loop:
-        return check_loop([evidence.observed, evidence.other("alone").observed])
+        return check_loop(evidence.observed, evidence.other("alone").observed)
     if evidence.trace is not None:
         return check_traces(evidence.other("alone").observed, evidence.trace)
     if not evidence.elsewhere:
@@ -98,34 +100,33 @@ def check(evidence: Evidence) -> Verdict:
     return compare(histories)
 
 
-def check_traces(base: Trace, *others: Trace) -> Verdict:
+def check_traces(base: Trace, other: Trace) -> Verdict:
     """All bits of every update, if the ranks are on devices of one kind."""
-    elsewhere = sorted({other.place for other in others} - {base.place, ""})
-    if elsewhere and base.place:
-        why = f"different kinds of devices round differently: {' and '.join(elsewhere)} against {base.place}"
+    if base.place and other.place not in ("", base.place):
+        why = f"different kinds of devices round differently: {other.place} against {base.place}"
         return not_applicable(CLAIM, why)
-    return compare([base.seen, *(other.seen for other in others)])
+    return compare([base.seen, other.seen])
 
 
-def check_loop(traces: Sequence[Trace]) -> Verdict:
-    """The first trace against each other one: the same global batches on other numbers of ranks and micro-batches.
+def check_loop(trace: Trace, alone: Trace) -> Verdict:
+    """A loop against its run on one rank: the same global batches in other micro-batches.
 
     To the bit if the loop promises it (`to_the_bit = True`), else within the measured noise if nothing is drawn.
     """
     from andon_falsify.claims.alike import alike
     from andon_falsify.loops.sightings import first_of
 
-    first = first_of(traces[0])
-    if len(traces) < 2 or len({(trace.case.world, trace.case.accumulation) for trace in traces}) < 2:
+    ours, theirs = trace.case, alone.case
+    if (ours.world, ours.accumulation) == (theirs.world, theirs.accumulation):
         return unknown(CLAIM, "one number of ranks and one accumulation: there is nothing to compare")
-    sizes = {trace.case.global_batch for trace in traces}
-    if len(sizes) > 1:
-        return unknown(CLAIM, f"the global batches have {' and '.join(map(str, sorted(sizes)))} rows: not comparable")
-    if "to_the_bit" in first.claims:
-        return compare([trace.seen for trace in traces])
-    if any(first_of(trace).draws for trace in traces):
+    if ours.global_batch != theirs.global_batch:
+        sizes = f"{ours.global_batch} and {theirs.global_batch}"
+        return unknown(CLAIM, f"the global batches have {sizes} rows: not comparable")
+    if "to_the_bit" in first_of(trace).claims:
+        return compare([trace.seen, alone.seen])
+    if first_of(trace).draws or first_of(alone).draws:
         return not_applicable(CLAIM, "forward passes draw random numbers, which differ with the number of ranks")
-    return alike(CLAIM, traces[0], traces[1:])
+    return alike(CLAIM, trace, alone)
 
 
 def compare(histories: Sequence[History]) -> Verdict:
@@ -203,8 +204,11 @@ def check_layouts(base: History, other: History, layout: Mapping[str, int], nois
     checked, gradients = 0, first_gradients(base, other)
     for place, number in enumerate(sorted(ours.keys() & theirs.keys())):
         step, twin, where = ours[number], theirs[number], f"step {number}, {other.name}"
-        if rows := different_rows(step, twin, where):
-            said = f"{where}: the rows differ (expected {rows[0].expected}, seen {rows[0].seen})"
+        if _merged(ours, twin):
+            rows = (f"the rows of step {number}", f"those of steps {number} and {number + 1}")
+            return conclude(CLAIM, checked + 1, [Counterexample(_MERGED, where, *rows, quantity="rows")])
+        if apart_rows := different_rows(step, twin, where):
+            said = f"{where}: the rows differ (expected {apart_rows[0].expected}, seen {apart_rows[0].seen})"
             return unknown(CLAIM, said, checked, _DEAL)
         compared, apart = different_numbers(step, twin, where, number, noise)
         parallel = False
@@ -318,6 +322,20 @@ def _unproven(
         return f"{said}, although the rows are the same", _DRAWS
     drawn = "rows" in step.state and "rows" in twin.state
     return f"{said}; {'its data loader drew other rows' if drawn else 'the rows are not known'}", f"{_DEAL}. {_REPORT}"
+
+
+def _merged(ours: Mapping[int, StepEvent], twin: StepEvent) -> bool:
+    """Whether `twin` has the rows of two of `ours`: of a short one at the end of an epoch, and of the next."""
+    step, later = ours[twin.number], ours.get(twin.number + 1)
+    if later is None:
+        return False
+    if step.ids and later.ids and twin.ids:
+        return len(step.ids) < len(later.ids) and Counter(step.ids + later.ids) == Counter(twin.ids)
+    if any("rows" not in each.state for each in (step, later, twin)):
+        return False
+    ended, begun = (int(each.state.get("in pass", 0)) for each in (step, later))
+    first, second, both = (int(each.state["rows"], 16) for each in (step, later, twin))
+    return begun < ended and (first + second - both) % 2**64 == 0  # sums over the indices of rows
 
 
 def _unequal_means(theirs: Mapping[int, StepEvent], number: int) -> str:

@@ -184,7 +184,7 @@ def _of_orders(checked: int, again: int, note: str = "", *, rising: bool, compar
         what, seen = f"the rows have the order of epoch {again - 1}", f"the same, although they are shuffled: {_RENEW}"
         return conclude(CLAIM, checked, [_rows(what, f"epoch {again}", "another order", seen)])
     orders = f"two epochs have the same rising order: if they should be shuffled, {_RENEW}" if again else ""
-    once = f"orders of epochs were not compared: the run has no two whole epochs of at least {_ORDERED} rows"
+    once = f"orders of epochs were not compared: no two whole epochs of {_ORDERED} rows or more are known in order"
     return conclude(CLAIM, checked, [], note="; ".join(filter(None, (note, orders if compared else once))))
 
 

@@ -25,6 +25,8 @@ CLAIM = Claim(
 )
 Schedule = Callable[[int], float]
 """From the number of an update (1 is the first) to its learning rate."""
+_ROUNDING = 1e-12
+"""Relative to the largest rate of a run."""
 _FP32 = 2.0**-22
 """An optimizer may keep its rate as an fp32 tensor."""
 
@@ -48,14 +50,13 @@ def check(evidence: Evidence) -> Verdict:
     return check_history(evidence.history, law)
 
 
-def check_history(history: History, law: Schedule, tolerance: float = 1e-12) -> Verdict:
+def check_history(history: History, law: Schedule) -> Verdict:
     """Compare the rate of every update, repeated ones included, with `law`.
 
-    tolerance: relative to the largest rate of these updates. Unknown if an update has no rate. A wrong rate that is
-    that of another update is named so.
+    Unknown if an update has no rate. A wrong rate that is that of another update is named so.
     """
     expected = {event.number: law(event.number) for event in history.steps}
-    allowed = tolerance * max(map(abs, expected.values()), default=0.0)
+    allowed = _ROUNDING * max(map(abs, expected.values()), default=0.0)
     lawful: list[tuple[float, int]] = []
     checked, missing, found = 0, "", []
     for event in history.steps:

@@ -83,11 +83,17 @@ def different_rows(ours: StepEvent, theirs: StepEvent, where: str) -> list[Count
     return [Counterexample("the rows differ", where, *shown, quantity="rows")]
 
 
-def first_difference(first: History, again: History, *, exact: bool = False) -> str:
-    """The first difference between two runs of one layout, as far as both went, or "".
+def unseeded(claim: Claim, runs: str, first: History, again: History, *, exact: bool = False) -> Verdict | None:
+    """Unknown if `runs` of one layout differ, which then prove nothing. None if they do not differ.
 
-    exact: compare bits, not norms. A script that is not seeded differs in every run.
+    exact: compare bits, not norms.
     """
+    difference = _first_difference(first, again, exact=exact)
+    why = f"your script is not seeded: {runs} differ, first in {difference}"
+    return unknown(claim, why, remedy=_SEED) if difference else None
+
+
+def _first_difference(first: History, again: History, *, exact: bool) -> str:
     started = [run.start.initial_weights for run in (first, again) if run.start is not None]
     if len(set(started)) > 1 and None not in started:
         return "the weights that it begins with"
@@ -101,10 +107,3 @@ def first_difference(first: History, again: History, *, exact: bool = False) -> 
         if apart:
             return f"{apart[0]} at step {number}"
     return ""
-
-
-def unseeded(claim: Claim, runs: str, first: History, again: History, *, exact: bool = False) -> Verdict | None:
-    """Unknown if `runs` of one layout differ, which then prove nothing. None if they do not differ."""
-    difference = first_difference(first, again, exact=exact)
-    why = f"your script is not seeded: {runs} differ, first in {difference}"
-    return unknown(claim, why, remedy=_SEED) if difference else None

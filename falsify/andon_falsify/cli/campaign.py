@@ -20,7 +20,7 @@ from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.report.document import read_json, write_json
-from andon_falsify.report.findings import Column, Report, verdict_lines
+from andon_falsify.report.findings import Report, verdict_lines
 from andon_falsify.report.junit import write_junit
 from andon_falsify.report.markdown import write_markdown
 from andon_falsify.verdict import Outcome, Verdict
@@ -81,7 +81,7 @@ def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None
         opened(request) if isinstance(request, Request) else nullcontext(ClassCampaign(request))
     )
     with stops(deadline_s), Progress() as progress, opening as campaign:
-        put(opening_line(campaign))
+        put(campaign.opening_line)
         progress.begin(len(campaign.trials))
         try:
             written, began = 0, time.monotonic()
@@ -169,21 +169,6 @@ def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None
     for line in (*verdict_lines(report, cut_short=cut_short, rest=rest), report.closing_line):
         if not put(line):
             return
-
-
-def opening_line(campaign: Campaign | ClassCampaign) -> str:
-    """`andon 0.1.0 on inline, gloo; budget quick, seed 7: 36 trials, 20 of 21 claims`."""
-    if isinstance(campaign, ClassCampaign):
-        return campaign.opening_line
-    bench = campaign.bench
-    backends = dict.fromkeys(trial.place[0] for trial in campaign.trials)
-    seeds = sorted({trial.seed for trial in campaign.trials})
-    shown = f"seed {seeds[0]}" if len(seeds) == 1 else f"seeds {seeds[0]} to {seeds[-1]}" if seeds else "no seed"
-    name = f"{Column(bench.subject, '').short} {bench.version}".strip()
-    how = "exactly one case" if campaign.exact else f"budget {campaign.budget.name}"
-    counted = f"{len(campaign.trials)} trial{'s' * (len(campaign.trials) != 1)}"
-    claims = f"{len(campaign.claims)} of {len(bench.claims)} claims"
-    return f"{name} on {', '.join(backends) or 'no backend'}; {how}, {shown}: {counted}, {claims}"
 
 
 class Progress:

@@ -9,7 +9,7 @@ import click
 from click.exceptions import Exit as Ended
 
 from andon.console.messages import put, say
-from andon_contracts.legible import legible_line
+from andon_contracts.legible import counted, legible_line
 from andon_falsify.cli.falsify import USAGE, FalsifyCommand
 from andon_falsify.verdict import Outcome, closing_line, exit_code
 
@@ -46,7 +46,7 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
     inapplicable = [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE and not verbose]
     lines = []
     for verdict in (each for each in verdicts if each.claim not in inapplicable):
-        compared = f"{verdict.checked} comparisons" if verdict.checked else ""
+        compared = counted(verdict.checked, "comparison") if verdict.checked else ""
         why = "; ".join(filter(None, (compared, verdict.why)))
         named = f"{verdict.claim} v{versions[verdict.claim]}"
         lines.append(f"{named}: {verdict.outcome.value}" + (f" ({why})" if why else ""))

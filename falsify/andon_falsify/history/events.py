@@ -147,9 +147,7 @@ class Plan(NamedTuple):
     rows: int | None = None
     ids: tuple[RowId, ...] | None = None
     batch_size: int | None = None
-    micro_batches: int | None = None
     seed: int | None = None
-    epochs: int | None = None
     steps: int | None = None
 
 
@@ -179,7 +177,6 @@ class RankStep(NamedTuple):
     """
 
     rank: int
-    leaves: tuple[int, ...] = ()
     ids: tuple[RowId, ...] = ()
     weights: str | None = None
     optimizer: str | None = None
@@ -194,11 +191,8 @@ def _ranks(fields: Fields, name: str) -> tuple[RankStep, ...]:
         rank = _whole(entry.get("rank"))
         if rank is None:
             raise LineError(f"an entry of ranks has rank {_quote(entry.get('rank'))}")
-        leaves = _held(entry, "leaves", list)
-        if None in map(_whole, leaves):
-            raise LineError(f"leaves holds {_quote(next(leaf for leaf in leaves if _whole(leaf) is None))}")
         weights, optimizer, gradient = (_text(entry, name) for name in ("weights", "optimizer", "gradient"))
-        found.append(RankStep(rank, tuple(leaves), _row_ids(entry, "ids"), weights, optimizer, gradient))
+        found.append(RankStep(rank, _row_ids(entry, "ids"), weights, optimizer, gradient))
     return tuple(found)
 
 
@@ -226,11 +220,9 @@ class _Packed(Generic[Value]):
 class StepEvent(Event):
     """One update. `ids` is the global batch in plan order, `count` its rows; `number` is the update, from 1.
 
-    `weights_norm` is the 2-norm of the trained weights after it. `gradient_at` is "optimizer" if the gradient's digest
-    and norm are of the gradient that the optimizer received, clipped or not; else they are of the gradient before
-    clipping. `skipped`: a loss scaler skipped the update. `draws`: the modules that draw random numbers in its forward
-    passes, as far as they are known. `terms`: the terms that the loss is the mean of; None: the rows. `state`: of the
-    random streams and of the rows that a torch DataLoader drew, digests; the rows "in pass" so far, "of" all.
+    `weights_norm` is the 2-norm of the trained weights after it. `draws`: the modules that draw random numbers in its
+    forward passes, as far as they are known. `state`: of the random streams and of the rows that a torch DataLoader
+    drew, digests; the rows "in pass" so far, "of" all. No claim reads a line's other fields.
 
     A history holds hundreds of thousands of updates, so all but `number` and `epoch` is in `packed` (see `_pack`): ten
     times smaller than the objects. `fields` is empty.
@@ -240,17 +232,12 @@ class StepEvent(Event):
     epoch: int | None = None
     packed: bytes = b""
 
-    position = _Packed(_integer)
     ids = _Packed(_row_ids)
     count = _Packed(_integer)
-    correct = _Packed(_integer)
-    terms = _Packed(_integer)
     lr = _Packed(_real)
     loss = _Packed(_real)
     grad_norm = _Packed(_real)
     weights_norm = _Packed(_real)
-    gradient_at = _Packed(_text)
-    skipped = _Packed(lambda fields, name: fields.get(name) is True)
     draws = _Packed(_text)
     world = _Packed(_integer)
     backend = _Packed(_text)
@@ -279,7 +266,7 @@ def _pack(fields: Fields) -> bytes:
     found = {name: reader(fields, name) for name, reader in _READERS.items()}
     ids, ranks = found["ids"], found.pop("ranks")
     split = [row for part in ranks for row in part.ids] == [*ids]
-    parts = [(*part[:2], len(part.ids) if split else part.ids, *part[3:]) for part in ranks]
+    parts = [(part.rank, len(part.ids) if split else part.ids, *part[2:]) for part in ranks]
     values = [tuple(value) if isinstance(value, Number) else value for value in found.values()]
     packed: Any = (values, parts)
     return marshal.dumps(packed)
@@ -293,10 +280,10 @@ def _unpacked(packed: bytes) -> Mapping[str, Any]:
         if reader is _real and fields[name] is not None:
             fields[name] = Number(*fields[name])
     ranks, at = [], 0
-    for rank, leaves, ids, *digests in parts:
+    for rank, ids, *digests in parts:
         if isinstance(ids, int):
             at, ids = at + ids, fields["ids"][at : at + ids]
-        ranks.append(RankStep(rank, leaves, ids, *digests))
+        ranks.append(RankStep(rank, ids, *digests))
     return fields | {"ranks": tuple(ranks)}
 
 

@@ -13,8 +13,8 @@ from andon_falsify.subjects.case import Case
 Make = Callable[[Case], "Loop"]
 """What `--subject module:make` names: called once on every rank, inside a process group that exists already.
 
-The environment names the rank as torch's launcher does (RANK, WORLD_SIZE, LOCAL_RANK). The global random generators
-are seeded differently on each rank. The loop itself seeds whatever must be equal on all ranks.
+The environment is that of torch's launcher (RANK, WORLD_SIZE, LOCAL_RANK, ...). The global random generators are seeded
+differently on each rank. The loop itself seeds whatever must be equal on all ranks.
 """
 
 

@@ -14,7 +14,7 @@ import os
 import pickle
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from torch import nn
 from andon_falsify.history import read_lines
 from andon_falsify.loops.observer import Observer
 from andon_falsify.loops.parameters import constant, copied, is_sharded, plain_values, trained, unwrapped, whole
-from andon_falsify.loops.protocol import Make
 from andon_falsify.loops.sightings import LoopSightings
 from andon_falsify.loops.task import distinct
 from andon_falsify.ranks.pool import RankPools
@@ -48,18 +47,12 @@ _OFFERS = {
 class LoopSubject:
     """Runs cases on the ranks of `pools`, with the loop that `make` returns on each of them.
 
-    make: `package.module:function`, or an importable function. name: what reports call the subject, by default `make`.
-    Raises `ValueError` for a function that a rank cannot import.
+    make: `package.module:function`. name: what reports call the subject, by default `make`.
     """
 
-    def __init__(self, make: str | Make, name: str = "", pools: RankPools | None = None) -> None:
-        self.make = make if isinstance(make, str) else f"{make.__module__}:{make.__qualname__}"
-        module, _, function = self.make.partition(":")
-        if not isinstance(make, str) and (module == "__main__" or not function.isidentifier()):
-            raise ValueError(f"{module}.{function} cannot be imported by a rank: give `package.module:function`")
-        if not module or not function:
-            raise ValueError(f"{self.make!r} names no loop: write package.module:make")
-        self.name = name or self.make
+    def __init__(self, make: str, name: str = "", pools: RankPools | None = None) -> None:
+        self.make = make
+        self.name = name or make
         self._pools = RankPools() if pools is None else pools
 
     def run(self, case: Case) -> Trace:
@@ -74,17 +67,13 @@ class LoopSubject:
         answers = self._pools.of(case.world, case.backend).run("andon_falsify.loops.subject:train", job)
         parts = [answer.value for answer in answers if isinstance(answer.value, LoopSightings)]
         errors = {rank: answer.error for rank, answer in enumerate(answers) if answer.error}
-        return trace_of(case, [] if errors else parts, errors, self.name)
-
-
-def trace_of(case: Case, parts: Sequence[LoopSightings], errors: Mapping[int, str], name: str) -> Trace:
-    """One trace from the observations of each rank, in order of rank."""
-    seen = read_lines(witnessed(case, parts), f"{name} world {case.world} accumulation {case.accumulation}")
-    return Trace(case, tuple(parts), seen, None, dict(errors))
+        parts = [] if errors else parts
+        name = f"{self.name} world {case.world} accumulation {case.accumulation}"
+        return Trace(case, tuple(parts), read_lines(witnessed(case, parts), name), None, errors)
 
 
 def witnessed(case: Case, parts: Sequence[LoopSightings]) -> list[bytes]:
-    """The lines of the witness, see `trace.lines_of`."""
+    """The lines of the witness, see `trace.lines_of`. parts: by rank."""
     size, updates = case.global_batch, []
     plan = {"batch_size": size, "micro_batches": case.accumulation * case.world, "steps": case.updates(size)}
     of_epoch = case.updates_of_epoch(size)
@@ -122,7 +111,9 @@ def train(job: tuple[str, Case, Sequence[str]]) -> LoopSightings:
     """
     make, case, search = job
     rank, world, printed = dist.get_rank(), dist.get_world_size(), io.StringIO()
-    ours = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    ours: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    # Libraries join the group that exists, so its address only has to be set.
+    ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "andon"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(environment(**{name: str(value) for name, value in ours.items()}))
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -228,7 +219,7 @@ def _finish(loop: Any, case: Case, seen: LoopSightings, rank: int) -> None:
         seen.tuned = {step: plain_values(loop.tuned(step)) for step in seen.made}
     for step, made in sorted(seen.made.items()):
         norm, loss = math.nan if made.norm is None else made.norm, seen.told_losses.get(step, math.nan)
-        seen.reported.append(Reported(step, 0, 0, (), 0, 0, made.rate, loss, norm))
+        seen.reported.append(Reported(step, 0, (), 0, made.rate, loss, norm))
     if "recomputes" in seen.claims and seen.violation is None:
         seen.recomputed = _recomputed(loop, model, case, seen, rank)
 

@@ -5,13 +5,11 @@ Every call returns new objects of the same content, and so does every rank.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -94,13 +92,3 @@ def optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Opt
     if case.optimizer == "sgd":
         return torch.optim.SGD(trained, lr=case.lr, momentum=case.momentum, weight_decay=case.weight_decay)
     return torch.optim.AdamW(trained, lr=case.lr, weight_decay=case.weight_decay)
-
-
-def as_launched() -> None:
-    """Set torchrun's variables for the process group that this process already belongs to.
-
-    Libraries use the existing group, so address and port only have to be set.
-    """
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, GROUP_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", TORCHELASTIC_RUN_ID="andon")

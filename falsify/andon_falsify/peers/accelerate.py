@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from andon_falsify.loops.observer import IGNORED_LABEL
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
+from andon_falsify.loops.task import collate, dataset, model, optimizer
 from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
 
@@ -29,7 +29,6 @@ def accelerator_for(case: Case, **settings: Any) -> Accelerator:
     """A new accelerator. Its state outlives it, and one process runs one case after the other."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    as_launched()
     return Accelerator(cpu=case.backend != "nccl", gradient_accumulation_steps=case.accumulation, **settings)
 
 

@@ -11,14 +11,13 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
 
-from andon_falsify.loops.task import as_launched, model
+from andon_falsify.loops.task import model
 from andon_falsify.peers.ddp import TutorialLoop
 from andon_falsify.subjects.case import Case
 
 
 class FabricLoop(TutorialLoop):
     def __init__(self, case: Case) -> None:
-        as_launched()
         self.fabric: Any = Fabric(
             accelerator="cpu",
             strategy=DDPStrategy(process_group_backend="gloo"),

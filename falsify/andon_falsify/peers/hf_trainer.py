@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from andon_falsify.loops.protocol import Told
-from andon_falsify.loops.task import as_launched, collate, dataset, model, optimizer
+from andon_falsify.loops.task import collate, dataset, model, optimizer
 from andon_falsify.subjects.case import Case
 
 
@@ -40,7 +40,6 @@ class HfTrainerLoop:
             base: Any = self.model
             base = base.get_base_model() if case.rank else base
             base.accepts_loss_kwargs = False
-        as_launched()
         mend: dict[str, Any] = {"average_tokens_across_devices": False} if self.mended else {}
         self._folder = tempfile.TemporaryDirectory(prefix="andon-hf-trainer-")
         arguments = TrainingArguments(

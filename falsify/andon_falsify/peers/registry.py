@@ -37,12 +37,8 @@ class Peer:
 
     @property
     def as_measured(self) -> bool:
+        """Whether the libraries have the versions with which `expected` was measured."""
         return all(installed(name) == wanted for name, wanted in self.measured.items())
-
-    @property
-    def expectations(self) -> Mapping[str, str]:
-        """The known defects by claim; none with other versions than those measured."""
-        return self.expected if self.as_measured else {}
 
 
 def installed(name: str) -> str:

@@ -180,7 +180,7 @@ def _watched_journal(parts: TrainerUnderTest, files: FolderJournal | None) -> An
 
     def step(batch: GlobalBatch, result: StepResult, record: Step) -> None:
         inner.step(batch, result, record)
-        note_result(seen, batch, result.rows, result.correct, result.rate, result.loss, result.grad_norm)
+        note_result(seen, batch, result.rows, result.rate, result.loss, result.grad_norm)
         for rank, meter in parts.meters.items():
             seen.resting.setdefault(rank, []).append(meter.live)
         if case.stop_after == batch.step:

@@ -31,13 +31,6 @@ def no_dropout(name: str, shape: tuple[int, ...]) -> Tensor | None:
     return None
 
 
-@dataclass(frozen=True)
-class Lora:
-    """An adapter adds alpha / r times B @ A. Its rank r is read from A's shape."""
-
-    alpha: float
-
-
 def canonical_name(name: str) -> str | None:
     """The name in the bare architecture of a tensor of a PEFT model, or None for the frozen copy of a trained head.
 
@@ -74,16 +67,19 @@ def canonical(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Layers:
-    """The parameters of one forward pass, its adapters and its dropout masks."""
+    """The parameters of one forward pass, its adapters and its dropout masks.
+
+    alpha: of LoRA. An adapter adds alpha / r times B @ A; its rank r is read from A's shape.
+    """
 
     params: Params
-    lora: Lora | None = None
+    alpha: float | None = None
     masks: Masks = no_dropout
 
     def linear(self, inputs: Tensor, name: str) -> Tensor:
         """inputs @ W^T + b of the module `name`, and its LoRA: alpha / r * (mask * inputs) @ A^T @ B^T.
 
-        Raises `ValueError` for an adapter without a `lora`.
+        Raises `ValueError` for an adapter without an `alpha`.
         """
         result = inputs @ self.params[f"{name}.weight"].T
         bias = self.params.get(f"{name}.bias")
@@ -91,9 +87,9 @@ class Layers:
         down, up = self.params.get(f"{name}.lora_A.weight"), self.params.get(f"{name}.lora_B.weight")
         if down is None or up is None:
             return result
-        if self.lora is None:
+        if self.alpha is None:
             raise ValueError(f"{name} has an adapter, and no alpha to scale it")
-        return result + self.dropped(inputs, f"{name}.lora_dropout") @ down.T @ up.T * (self.lora.alpha / down.shape[0])
+        return result + self.dropped(inputs, f"{name}.lora_dropout") @ down.T @ up.T * (self.alpha / down.shape[0])
 
     def dropped(self, values: Tensor, name: str) -> Tensor:
         """`values` times the mask of the dropout `name`. Raises `ValueError` for a mask of another shape."""
@@ -140,10 +136,10 @@ class Decoder:
     pad: int
     theta: float = 1e6
     epsilon: float = 1e-6
-    lora: Lora | None = None
+    alpha: float | None = None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object], lora: Lora | None = None) -> Decoder:
+    def from_config(cls, config: Mapping[str, object], alpha: float | None = None) -> Decoder:
         """From the values of a `config.json`. Raises `ValueError` for what this reference does not compute."""
         rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta")}
         names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "pad_token_id")
@@ -160,7 +156,7 @@ class Decoder:
         if not all(isinstance(number, int) for number in numbers) or not isinstance(epsilon, float) or not theta:
             raise ValueError(f"{', '.join(names)} are {numbers}, rope_theta {theta} and rms_norm_eps {epsilon}")
         layers, heads, key_value_heads, head_dim, pad = cast(list[int], numbers)
-        return cls(layers, heads, key_value_heads, head_dim, pad, float(theta), epsilon, lora)
+        return cls(layers, heads, key_value_heads, head_dim, pad, float(theta), epsilon, alpha)
 
     def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
         """The class scores of each row.
@@ -168,7 +164,7 @@ class Decoder:
         params: by canonical name. tokens: int64 [rows, length]. attention: [rows, length], 0 for padding.
         Returns float64 [rows, classes], read at each row's last token that is not `pad`.
         """
-        layers = Layers(params, self.lora, masks)
+        layers = Layers(params, self.alpha, masks)
         final = self._final(layers, tokens, attention)
         places = torch.arange(tokens.shape[1]).expand_as(tokens)
         last = torch.where(tokens == self.pad, 0, places).amax(-1)  # 0 in a row of padding only
@@ -179,7 +175,7 @@ class Decoder:
 
         A model without `lm_head` uses its embedding.
         """
-        layers = Layers(params, self.lora)
+        layers = Layers(params, self.alpha)
         final = self._final(layers, tokens[None], torch.ones_like(tokens)[None])[0]
         if "lm_head.weight" in params:
             return layers.linear(final, "lm_head")
@@ -228,10 +224,10 @@ class Encoder:
     layers: int
     heads: int
     epsilon: float = 1e-12
-    lora: Lora | None = None
+    alpha: float | None = None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, object], lora: Lora | None = None) -> Encoder:
+    def from_config(cls, config: Mapping[str, object], alpha: float | None = None) -> Encoder:
         """From the values of a `config.json`. Raises `ValueError` for what this reference does not compute."""
         numbers = [config.get(name) for name in ("num_hidden_layers", "num_attention_heads", "layer_norm_eps")]
         layers, heads, epsilon = numbers
@@ -239,11 +235,11 @@ class Encoder:
             raise ValueError("unsupported model configuration: the reference computes a BERT encoder with gelu only")
         if not isinstance(layers, int) or not isinstance(heads, int) or not isinstance(epsilon, float):
             raise ValueError(f"layers, heads and epsilon of the layer norm are {numbers!r}")
-        return cls(layers, heads, epsilon, lora)
+        return cls(layers, heads, epsilon, alpha)
 
     def logits(self, params: Params, tokens: Tensor, attention: Tensor, masks: Masks = no_dropout) -> Tensor:
         """As `Decoder.logits`, all of segment 0, read at each row's first token."""
-        layers, place = Layers(params, self.lora, masks), "bert.embeddings"
+        layers, place = Layers(params, self.alpha, masks), "bert.embeddings"
         hidden = params[f"{place}.word_embeddings.weight"][tokens]
         hidden = hidden + params[f"{place}.token_type_embeddings.weight"][0]
         hidden = hidden + params[f"{place}.position_embeddings.weight"][: tokens.shape[1]]

@@ -183,6 +183,6 @@ def train(
     for batch, rate in zip(batches, rates, strict=True):
         if len(batch.labels):
             rows = row_gradients(model, {**params, **weights}, trainable, [batch])[1]
-            gradients = clip({name: tensor.mean(0) for name, tensor in rows.items()}, clip_norm)[0]
+            gradients = clip({name: tensor.mean(0) for name, tensor in rows.items()}, clip_norm)
             weights, state = rule.step(weights, gradients, state, rate)
         yield weights

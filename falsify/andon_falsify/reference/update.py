@@ -33,11 +33,10 @@ def is_clipped(norm: float, limit: float | None) -> bool:
     return limit is not None and norm > limit * (1 + 1e-5)
 
 
-def clip(gradients: Tensors, limit: float | None) -> tuple[dict[str, Tensor], float]:
-    """The gradients scaled to a norm of at most `limit` (None: no limit), and the norm before that."""
-    norm = global_norm(gradients)
-    factor = 1.0 if limit is None else min(1.0, limit / (norm + _CLIP_EPSILON))
-    return {name: gradient * factor for name, gradient in gradients.items()}, norm
+def clip(gradients: Tensors, limit: float | None) -> dict[str, Tensor]:
+    """The gradients scaled to a norm of at most `limit` (None: no limit)."""
+    factor = 1.0 if limit is None else min(1.0, limit / (global_norm(gradients) + _CLIP_EPSILON))
+    return {name: gradient * factor for name, gradient in gradients.items()}
 
 
 @dataclass(frozen=True)

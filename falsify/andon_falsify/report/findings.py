@@ -8,26 +8,20 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
-from math import nan
-from typing import Annotated
 
-from pydantic import WrapValidator
-
+from andon_contracts.legible import counted
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
 
 SCHEMA = 2
 _SHOWN, _LONGEST_NAME = 3, 60
 """Reasons and places in the text, whose others are counted; characters of a name."""
-Number = Annotated[float, WrapValidator(lambda value, read: nan if value is None else read(value))]
-"""JSON has no NaN: null is read as NaN."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding(Verdict):
     """The verdict on one claim at one backend, world size and accumulation (0 if no case was run).
 
-    seed: the campaign's. curve: one number per update, for a picture; curve_name: what the numbers are
-    ("gradient / law"); curve_law: what each number should be, if that is the same for all.
+    seed: the campaign's.
     """
 
     version: int
@@ -37,9 +31,6 @@ class Finding(Verdict):
     world: int
     accumulation: int
     seed: int = 0
-    curve: tuple[Number, ...] = ()
-    curve_name: str = ""
-    curve_law: float | None = None
 
     @property
     def place(self) -> str:
@@ -265,7 +256,7 @@ def reasons(verdict: Verdict) -> str:
 def _outcome(cell: Cell) -> str:
     verdict, why = cell.verdict, reasons(cell.verdict)
     if verdict.outcome is Outcome.HOLDS:
-        return f"holds ({verdict.checked} comparisons" + (f"; {why})" if why else ")")
+        return f"holds ({counted(verdict.checked, 'comparison')}" + (f"; {why})" if why else ")")
     places = "" if verdict.outcome is Outcome.NOT_APPLICABLE else _places(cell.deciding)
     at = f" at {places}" if places else ""
     return f"{verdict.outcome.value}{at}" + (f" ({why})" if why else "")
@@ -290,5 +281,5 @@ def _expected(cell: Cell) -> str:
     if cell.verdict.outcome is Outcome.FALSIFIED:
         return f", {'as expected' if cell.expected.excused else 'known'}: {cell.expected.reason}"
     passed = cell.expected.excused and cell.verdict.outcome is Outcome.HOLDS
-    remedy = "; remove its --expected-failed (exit code 3)" if passed else ""
+    remedy = "; expect it no longer (exit code 3)" if passed else ""
     return f", but expected to be falsified: {cell.expected.reason}{remedy}"

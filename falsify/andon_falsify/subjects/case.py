@@ -30,17 +30,17 @@ class Rows:
         return len(self.labels)
 
 
-def make_rows(count: int, seed: int = 0, *, classes: int = 3, longest: int = 7, noise: float = 0.2) -> Rows:
+def make_rows(count: int, seed: int = 0, *, classes: int = 3, longest: int = 7) -> Rows:
     """`count` rows of 1 to `longest` tokens, sorted by label, so that contiguous shards see different classes.
 
-    Each class has its own alphabet. A share `noise` of its tokens comes from the other alphabets.
+    Each class has its own alphabet. A fifth of its tokens is drawn from all alphabets.
     """
     drawn = random.Random(f"rows {count} {seed} {classes}")
     width = (VOCABULARY - 33) // classes
     labels = tuple(place * classes // count for place in range(count))
     tokens = [
         tuple(
-            33 + width * (label if drawn.random() > noise else drawn.randrange(classes)) + drawn.randrange(width)
+            33 + width * (label if drawn.random() > 0.2 else drawn.randrange(classes)) + drawn.randrange(width)
             for _ in range(drawn.randint(1, longest))
         )
         for label in labels

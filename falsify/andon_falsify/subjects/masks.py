@@ -69,10 +69,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             factors = _FACTORS[func](result, args)
             if factors is not None:
                 name = self._running[-1] if self._running else ""
-                if not name or name in self.masks:
-                    raise RuntimeError(
-                        f"{name} drew a second dropout mask" if name else "a dropout mask was drawn outside any module"
-                    )
+                if not name:
+                    raise RuntimeError("a dropout mask was drawn outside any module")
+                if name in self.masks:
+                    raise RuntimeError(f"{name} drew a second dropout mask")
                 self.masks[name] = factors.cpu()
         elif _chance_inside(func, args, kwargs or {}):
             self.hidden = str(func)

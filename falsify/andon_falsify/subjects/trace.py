@@ -31,6 +31,7 @@ WRITER = "witness"
 _DIGESTS = dict.fromkeys(("weights", "gradient", "optimizer"), "sha256")
 """Over names, types, shapes and bytes; the trainer computes none of them."""
 _REALS = ("lr", "loss", "grad_norm")
+_MOST_TRACES = 64
 
 Line = Mapping[str, Any]
 
@@ -73,10 +74,8 @@ class Reported:
 
     step: int
     epoch: int
-    position: int
     ids: tuple[int, ...]
     count: int
-    correct: int
     lr: float
     loss: float
     norm: float
@@ -194,7 +193,7 @@ def assemble_trace(case: Case, parts: Sequence[Observations], errors: Mapping[in
 def witnessed(case: Case, parts: Sequence[Observations]) -> list[bytes]:
     """The lines of the witness, see `lines_of`."""
     plan = {"batch_size": case.batch_size, "micro_batches": case.micro_batches, "steps": case.updates()}
-    names = ("step", "ids", "epoch", "position", "count", "correct", "lr", "loss")
+    names = ("step", "ids", "epoch", "count", "lr", "loss")
     reported = [each for part in parts[:1] for each in part.reported]
     updates = [{name: getattr(each, name) for name in names} | {"grad_norm": each.norm} for each in reported]
     return lines_of(case, parts, updates, plan)
@@ -244,16 +243,13 @@ def _events(
             used = [row for leaf in own.leaves for row in leaf]
             ranks.append({"rank": rank, "leaves": [], "ids": used, **_known(digests)})
         known = {name: value for name, value in told.items() if value is not None}
-        event = {
+        yield {
             "kind": "step",
             **{name: _real(value) if name in _REALS else value for name, value in known.items()},
             **where,
             "digests": {name: ranks[0][name] for name in _DIGESTS if name in ranks[0]},
             "ranks": ranks,
         }
-        if step in first.values:  # rank 0's tensors were recorded; the line refers to them by the update's number
-            event["tensors"] = {name: f"{step}/{name}" for name in ("gradients", "weights")}
-        yield event
     broken = next((part.violation for part in parts if part.violation), None)
     if broken is not None:
         clause, step, message = broken
@@ -284,15 +280,14 @@ class Subject(Protocol):
 
 
 class Remembering:
-    """A cache of the last `most` traces of a subject, whose runs are a function of the case.
+    """A cache of the last traces of a subject, whose runs are a function of the case.
 
     Runs that keep files are not cached. runs: how many were made.
     """
 
-    def __init__(self, subject: Subject, most: int = 64) -> None:
+    def __init__(self, subject: Subject) -> None:
         self.name = subject.name
         self._subject = subject
-        self._most = most
         self._held: dict[Case, Trace] = {}
         self.runs = 0
 
@@ -303,6 +298,6 @@ class Remembering:
         trace = self._subject.run(case)
         if case.folder is None:
             self._held[case] = trace
-            if len(self._held) > self._most:
+            if len(self._held) > _MOST_TRACES:
                 del self._held[next(iter(self._held))]
         return trace

@@ -156,9 +156,9 @@ def note_state(seen: Observations, step: int, by_rank: Mapping[int, Replica]) ->
         seen.values[step] = replace(seen.values[step], weights=copied(by_rank[0].parameters.weight_views()))
 
 
-def note_result(seen: Observations, batch: GlobalBatch, count: int, correct: int, *reals: float) -> None:
+def note_result(seen: Observations, batch: GlobalBatch, count: int, *reals: float) -> None:
     """Note what the trainer reported of an update; `reals` are rate, loss and gradient norm."""
-    seen.reported.append(Reported(batch.step, batch.epoch, batch.position, batch.ids, count, correct, *reals))
+    seen.reported.append(Reported(batch.step, batch.epoch, batch.ids, count, *reals))
 
 
 def note_end(seen: Observations, by_rank: Mapping[int, Replica]) -> None:

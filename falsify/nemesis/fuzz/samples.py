@@ -159,7 +159,7 @@ def report_file() -> bytes:
         Finding, "gradient-law", version=1, subject="ddp", subject_version="1", backend="gloo", world=2, accumulation=1
     )
     findings = (
-        law(Outcome.HOLDS, checked=3, curve=(1.0, 2.0), curve_name="gradient / law", curve_law=1.0),
+        law(Outcome.HOLDS, checked=3),
         law(Outcome.FALSIFIED, checked=3, counterexamples=(example,)),
         law(Outcome.UNKNOWN, ("because",)),
         law(Outcome.NOT_APPLICABLE, ("because",)),

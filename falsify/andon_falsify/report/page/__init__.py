@@ -8,43 +8,32 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from importlib import resources
-from math import isfinite
 from pathlib import Path
 
 from markupsafe import Markup
 
 from andon.console.html import escaping, source
-from andon.inspection.report.curves import Scale
 from andon.run.atomic import write_whole
 from andon_contracts.legible import counted
-from andon_falsify.report.findings import Cell, Finding, Mark, Report, Table, count_marks, reasons
+from andon_falsify.report.findings import Cell, Mark, Report, Table, count_marks, reasons
 from andon_falsify.verdict import Outcome
 
-WIDTH, HEIGHT = 420, 120
-"""Of the picture of a curve; its margins, and the most points that get a dot."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 24
-_MOST_DOTS = 60
 _MOST_CHARACTERS = 4000
 _FELL = (Mark.FALSIFIED, Mark.EXPECTED)
-_MEANINGS = {
-    Mark.FALSIFIED: "a counterexample was found",
-    Mark.EXPECTED: "a counterexample was found, and the reason is known",
-    Mark.UNEXPECTED_PASS: "expected to be falsified for a known reason, but holds: the reason is out of date",
-    Mark.UNKNOWN: "could not be decided: the reason says why",
-    Mark.HOLDS: "comparisons were made, and none contradicts the claim",
-    Mark.NOT_APPLICABLE: "the claim says nothing about this subject",
+_MARKS = {
+    Mark.FALSIFIED: ("falsified", "a counterexample was found"),
+    Mark.EXPECTED: ("expected", "a counterexample was found, and the reason is known"),
+    Mark.UNEXPECTED_PASS: (
+        "passed",
+        "expected to be falsified for a known reason, but holds: the reason is out of date",
+    ),
+    Mark.UNKNOWN: ("unknown", "could not be decided: the reason says why"),
+    Mark.HOLDS: ("holds", "comparisons were made, and none contradicts the claim"),
+    Mark.NOT_APPLICABLE: ("inapplicable", "the claim says nothing about this subject"),
 }
-_CLASSES = {
-    Mark.FALSIFIED: "falsified",
-    Mark.EXPECTED: "expected",
-    Mark.UNEXPECTED_PASS: "passed",
-    Mark.UNKNOWN: "unknown",
-    Mark.HOLDS: "holds",
-    Mark.NOT_APPLICABLE: "inapplicable",
-}
-"""The CSS class, and the symbol, of each mark."""
+"""The CSS class of each mark, which is also the name of its symbol, and what the mark means."""
+_CLASSES = {mark: name for mark, (name, _) in _MARKS.items()}
 
 
 def write_html(report: Report, path: Path) -> None:
@@ -62,7 +51,7 @@ def render(report: Report) -> str:
         "base-uri 'none'; form-action 'none'"
     )
     template = escaping(_part("page.html.j2"), _MOST_CHARACTERS)
-    functions = {"draw": draw, "reasons": reasons, "count_marks": count_marks}
+    functions = {"reasons": reasons, "count_marks": count_marks}
     trusted = {"style": Markup(style), "script": Markup(script), "policy": policy}
     return template.render(page=page, report=report, classes=_CLASSES, **functions, **trusted)
 
@@ -76,7 +65,7 @@ class _Page:
 
     def __init__(self, report: Report) -> None:
         self.table = Table(report)
-        self.marks = [(mark, count, _MEANINGS[mark]) for mark, count in count_marks(self.table.cells).items()]
+        self.marks = [(mark, count, _MARKS[mark][1]) for mark, count in count_marks(self.table.cells).items()]
         self.passed = [cell for cell in self.table.cells if cell.mark is Mark.UNEXPECTED_PASS]
         fallen = {each: [cell for cell in self.table.of(each) if cell.mark in _FELL] for each in self.table.subjects}
         self.fallen = {subject: cells for subject, cells in fallen.items() if cells}
@@ -155,54 +144,3 @@ def _column_rules(subjects: int) -> str:
     rules += [f"{', '.join(shown)} {{ display: table-row }}"] if shown else []
     inside = "\n".join(f"  {rule}" for rule in rules)
     return f"{widths}@media screen {{ @supports selector(:has(*)) {{\n{inside}\n}} }}\n"
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One number per update as a line in a picture of `WIDTH` x `HEIGHT`.
-
-    words: the curve in a sentence. lines: the points of each unbroken piece, in SVG's notation. dots: x and y of each
-    number. law: the height of the line on which all points should lie. ticks: height and label of the left marks.
-    """
-
-    words: str
-    count: int
-    lines: tuple[str, ...]
-    dots: tuple[tuple[str, str], ...]
-    law: str | None
-    ticks: tuple[tuple[str, str], ...]
-
-
-def draw(finding: Finding) -> Curve | None:
-    """The curve of `finding`, with gaps at numbers that are not finite; None if no number is finite."""
-    finite, total = [number for number in finding.curve if isfinite(number)], len(finding.curve)
-    ticks = [] if finding.curve_law is None else [finding.curve_law]
-    if not finite:
-        return None
-    words = f"{finding.curve_name or 'one number per update'}: {total} numbers; first {finite[0]:.4g}, "
-    words += f"last {finite[-1]:.4g}, lowest {min(finite):.4g}, highest {max(finite):.4g}"
-    words += "".join(f"; it should be {law:.4g}" for law in ticks)
-    words += f"; {total - len(finite)} not finite" if total > len(finite) else ""
-    low, high = min(finite + ticks), max(finite + ticks)
-    if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
-    height = Scale(low, high, HEIGHT - _BOTTOM, _TOP)
-    across = Scale(1, max(2, total), _LEFT, WIDTH - _RIGHT)
-    law = height(finding.curve_law) if finding.curve_law is not None else None
-    pieces: list[list[tuple[str, str]]] = [[]]
-    for update, number in enumerate(finding.curve, start=1):
-        if isfinite(number):
-            pieces[-1].append((across(update), height(number)))
-        elif pieces[-1]:
-            pieces.append([])
-    for number in (max(finite), min(finite)):  # unless their labels overlap
-        if all(abs(float(height(number)) - float(height(other))) >= 12 for other in ticks):
-            ticks.append(number)
-    return Curve(
-        words,
-        total,
-        lines=tuple(" ".join(f"{x},{y}" for x, y in piece) for piece in pieces if len(piece) > 1),
-        dots=tuple(point for piece in pieces for point in piece if len(finite) <= _MOST_DOTS or len(piece) == 1),
-        law=law,
-        ticks=tuple((height(number), f"{number:.4g}") for number in ticks),
-    )
