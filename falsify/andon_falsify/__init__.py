@@ -6,6 +6,7 @@ and `reference` import neither the trainer nor its contracts.
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,9 @@ _HOME = {
 }
 
 __all__ = sorted(_HOME)
+NO_NUMPY = "ignore:Failed to initialize NumPy"
+"""torch warns of a missing NumPy, which the extra `judge` does not install and nothing here uses."""
+warnings.filterwarnings("ignore", NO_NUMPY.partition(":")[2])
 
 
 def __getattr__(name: str) -> Any:

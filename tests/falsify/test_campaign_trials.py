@@ -28,7 +28,7 @@ from andon_falsify.ranks.trainer import AndonTrainer
 from andon_falsify.report.findings import Report
 from andon_falsify.subjects.case import Case, Poison, Rows, make_rows
 from andon_falsify.verdict import Counterexample, Outcome, Quantity, Verdict, conclude, not_applicable, unknown
-from tests.falsify.oracle import HALTS, SUM, Oracle, falls_with, holds
+from tests.falsify.oracle import HALTS, SUM, TABLE, Oracle, falls_with, holds
 
 LAYOUT = Layouts(("inline", "gloo"), (2, 3), (1, 2))
 
@@ -289,6 +289,10 @@ def test_a_smaller_counterexample_is_one_of_the_same_mistake() -> None:
 
     first = found(campaign(Oracle(says), worlds=(2,))).cells[0].verdict.counterexamples[0]
     assert first.what == "weights in 5 rows"
+    for runs, dropout in (((), 0.0), (("random",), 0.1)):  # a claim about random numbers needs its dropout
+        (oracle := Oracle(says)).claims = (replace(SUM, runs=runs), HALTS, TABLE)
+        found(one := campaign(oracle, trials=(Trial(LAW, Case(dropout=0.1)),)))
+        assert {each.trial.case.dropout for each in one.said if each.shrunk} == {dropout}
 
 
 def test_the_search_for_a_smaller_counterexample_judges_one_claim_and_keeps_its_time() -> None:

@@ -26,7 +26,7 @@ TWICE, OTHER = {"grad_norm": 2.0}, {"grad_norm": 1.063}
         ({"a": {}, "b": {}}, "", 0, "holds (8 comparisons"),
         ({"a": {}, "b": TWICE}, "", 1, "ratio 2.000 = --batch 2 or world 2"),
         ({"a": {}, "b": TWICE}, "expected_failed: later", 0, "as expected: later"),
-        ({"a": {}, "b": OTHER}, "", 1, "(the rows are not known)"),
+        ({"a": {}, "b": OTHER}, "", 1, "(the rows of this update are not known)"),
         ({"a": {}, "b": {**OTHER, "draws": "dropout in drop"}}, "", 2, "dropout in drop. Switch dropout off"),
         ({"a": {}, "a.next": TWICE, "b": TWICE}, "", 2, "not seeded: two runs of 'a --batch 8' differ"),
         ({"a": {}}, "", 2, "b --batch 4: the command ended with 1: FileNotFoundError"),
@@ -47,7 +47,8 @@ def test_members_of_a_class_are_compared_with_its_first(
         "step 1, b --batch 4" in line for line in shown[2:]
     )
     assert [each.get("name") for each in ElementTree.parse("r.xml").iter("testsuite")] == ["mine"]
-    assert Path("r.md").read_text().splitlines()[2].startswith("| mine | same-everywhere | ")
+    row = Path("r.md").read_text().splitlines()[2]
+    assert (row.startswith("| mine | same-everywhere | "), row.count("expected to be falsified")) == (True, 0)
 
 
 WRONG = """command: run {world} {flags}
@@ -55,7 +56,7 @@ seeds: x
 values: {world: 1}
 class: 3
 classes:
-  - {name: a, alike: [b]}
+  - {name: a, alike: [b], expected_failed: }
   - alike: [c, "c"]
 """
 
@@ -63,9 +64,10 @@ classes:
 def test_every_mistake_of_a_file_is_said_with_its_line(tmp_path: Path) -> None:
     (file := tmp_path / "f.yaml").write_text(WRONG)
     code, _, said = falsify(str(file))
-    wrong = ["6 classes.0.alike: needs at least 2 entries", "4 class: unknown key; did you mean 'classes'?"]
+    wrong = ["6 classes.0.alike: needs at least 2 entries", "6 classes.0.expected_failed: is empty: give a value"]
+    wrong.append("4 class: unknown key; did you mean 'classes'?")
     assert (code, said.splitlines()) == (64, [f"andon: {file}:{line}" for line in wrong])
-    file.write_text(WRONG.replace("class: 3\n", "").replace("[b]", '[{rank: 1}, {flags: "\'"}, 7]'))
+    file.write_text(WRONG.replace("class: 3\n", "").replace("[b], expected_failed: ", '[{rank: 1}, {flags: "\'"}, 7]'))
     code, _, said = falsify(str(file), "--only", "d", "--budget", "big")
     assert (code, [line.replace(f"{file}:", "") for line in said.splitlines()]) == (
         64,

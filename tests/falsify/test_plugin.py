@@ -14,7 +14,8 @@ import torch
 
 # Loaded before `pytester` notes which modules to forget after a run: torch cannot be loaded twice.
 import andon_falsify.campaign.warm_bench
-import andon_falsify.compliance.plugin  # noqa: F401
+import andon_falsify.compliance.plugin
+import andon_falsify.ranks.trainer  # noqa: F401
 from tests.falsify.written_runs import copying
 
 pytest_plugins = ("pytester",)
@@ -133,18 +134,6 @@ def test_backends_that_cannot_run_here_end_at_once(pytester: pytest.Pytester) ->
     result = pytester.runpytest_inprocess("-p", "andon_falsify.compliance.plugin", "--backend", "nccl", "-n", "2")
     assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
     assert result.outlines == ["nothing was run: nccl needs a GPU, and this machine has none that torch can use"]
-
-
-def test_a_backend_repeats_no_test_that_it_cannot_change(pytester: pytest.Pytester) -> None:
-    def collected(backend: str) -> set[str]:
-        words = (str(ROOT / "falsify"), "--collect-only", "--backend", backend)
-        lines = pytester.runpytest_inprocess(*PLUGIN, *words).outlines
-        return {line.replace(f"[{backend}", "[inline") for line in lines if "::" in line}
-
-    inline, gloo = map(collected, ("inline", "gloo"))
-    assert gloo < inline
-    files = {line.partition("::")[0].rpartition("/")[2] for line in inline - gloo}
-    assert files == {"test_functions.py", "test_power.py", "test_trainer.py"}
 
 
 TESTS = """

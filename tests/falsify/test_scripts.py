@@ -74,8 +74,12 @@ def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> N
         ("run", ["{world}", "{local_batch}"]),
         ("run {world} {local_batch} {resume:again}", ["{folder}"]),
         ("run {world} {local_batch} 'x", ["quotation"]),
-        ("run {world} {local_batch} {folder} {resume --again}", ["a space in a placeholder: write {resume:WORDS}"]),
+        ("run {world} {local_batch} {folder} {resume --again}", ["{resume ...}", "did you mean {resume:WORDS}?"]),
         ("run {world} {local_batch} {foo}", ["{foo} is not a placeholder", "{folder}, {resume:", "write {{foo}}"]),
+        (
+            "run {world} {local_batch} {resumeany:x}",
+            ["{resumeany:...}", "did you mean {resume_any:WORDS}?"],
+        ),
     ],
 )
 def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) -> None:
@@ -118,7 +122,7 @@ SAID = ["dropout in drop (p = 0.1). Switch dropout off (p = 0) while you compare
     ("base", "other", "said"),
     [
         (PLAIN, {"weights_norm": 0.98}, ["1.063, which no product of world 2 gives", "rows are not known", "one seed"]),
-        (KNOWN, {}, ["dropout"]),
+        (KNOWN, {}, ["although the rows are the same. Report the loss with w.loss"]),
         ({**PLAIN, **DRAWN}, {}, SAID),
         ({**KNOWN, **DRAWN}, {}, SAID),
         ({**KNOWN, "ids": [1, 2, 3]}, {"ids": [3, 1, 4]}, ["differ (expected 2, seen 4)", "use_seedable_sampler"]),
@@ -129,6 +133,7 @@ def test_a_gradient_of_other_rows_or_draws_proves_nothing(base: Fields, other: F
     assert verdict.outcome is Outcome.UNKNOWN
     assert [words for words in said if words not in verdict.why] == []
     assert said is not SAID or "DistributedSampler" not in verdict.why
+    assert ("dropout" in verdict.why) is (said is SAID)
 
 
 def test_rates_of_runs_of_other_lengths_differ_for_that_reason() -> None:
@@ -266,7 +271,9 @@ def test_rows_that_come_again_at_the_data_loader_fall(clause: str, action: str, 
 
 
 def steps(*weights: int) -> History:
-    return ledger(*({"digests": {"weights": f"{number:016x}", "gradient": "0" * 16}} for number in weights))
+    before = {"state": {"weights before": f"{weights[0] - 1:016x}"}} if weights else {}
+    made = [{"digests": {"weights": f"{number:016x}", "gradient": "0" * 16}} for number in weights]
+    return ledger(*({**step, **before} for step in made))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +336,9 @@ def test_a_gradient_in_bf16_is_judged_by_the_noise_that_was_measured(
             {"state": {"random stream of torch": "9"}},
             "random streams (torch), from which the forward passes draw: dropout",
         ),
-        ({}, "weights and buffers"),
+        ({}, "weights and buffers)"),
+        ({"state": {}}, "weights and buffers, or other rows)"),
+        ({"state": {"weights before": "0" * 16}}, "buffers, or other rows (weights are those of step 1))"),
     ],
 )
 def test_a_resume_that_goes_on_otherwise_names_what_it_may_not_restore(changes: Fields, said: str) -> None:
@@ -338,6 +347,12 @@ def test_a_resume_that_goes_on_otherwise_names_what_it_may_not_restore(changes: 
     again = {**whole, "digests": {"gradient": "9" * 16, "weights": "9" * 16}, **changes}
     (found,) = resumed(ledger(whole, whole), ledger(whole), ledger(again)).counterexamples
     assert f"(likely not restored: {said}" in found.what
+
+
+def test_a_resume_that_repeats_its_epoch_is_told_from_a_start() -> None:
+    over, epoch = (resumed(steps(1, 2, 3, 4), steps(1, 2), made) for made in (steps(1, 2, 3, 4), steps(3, 4, 5)))
+    assert "was not resumed: it started over; expected at most 3 updates, seen 4" in str(over)
+    assert "repeated updates after the resume: it began an epoch anew; expected at most 2 updates, seen 3" in str(epoch)
 
 
 def test_a_script_that_is_not_seeded_is_not_judged_on_being_taken_up() -> None:
@@ -387,6 +402,7 @@ def test_a_command_that_gives_nothing_to_judge_says_why(program: str, said: str,
     assert "cannot be started" in run(["no-such-program-here"], tmp_path, 5.0).error
 
 
+LEFT = "rank 1 of 2 left at step 10, before its forward pass (not a contract violation): it ended"
 LOGGED = "E1122 15:47:42.907000 3903 {}/distributed/elastic/api.py:1002] failed\n====="
 
 
@@ -396,6 +412,8 @@ LOGGED = "E1122 15:47:42.907000 3903 {}/distributed/elastic/api.py:1002] failed\
         ("ValueError: printed\nTraceback (most recent call last):\n  File x\nKeyError: 'real'", "KeyError: 'real'"),
         ("ValueError: all that was said", "ValueError: all that was said"),
         ("traceback : Signal 9 (SIGKILL) received by PID 7", "Signal 9 (SIGKILL) received by PID 7"),
+        ("it printed\n[rank0]: a.b.BackendError: lost\nend", "[rank0]: a.b.BackendError: lost"),
+        (f"OSError: b\ntraceback : {LEFT}.\n  state    it was {LEFT[:6]}\nOSError: c", f"{LEFT}; it was {LEFT[:6]}"),
         (f"why\n{LOGGED.format('torch')}", "why"),
         (f"why\n{LOGGED.format('/usr/lib/python3/torch')}", "why"),
     ],
@@ -418,16 +436,6 @@ def waiting(pid: Path) -> str:
 
 def over(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.deep  # by default the test before reads reports of torchrun that were written down
-@pytest.mark.parametrize(
-    ("program", "said"), [("raise KeyError('a')", "KeyError: 'a'"), ("exit(3)", "exitcode  : 3 (")]
-)
-def test_the_reason_of_a_failed_launch_is_what_a_rank_said(program: str, said: str, tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "--no-python"]
-    _, _, reason = run([*launch, sys.executable, "-c", program], tmp_path, 60.0).error.partition(": ")
-    assert reason.startswith(said)
 
 
 def test_what_a_command_leaves_running_is_named_and_ended(tmp_path: Path) -> None:
@@ -503,22 +511,23 @@ def test_runs_on_two_layouts_are_compared_where_a_third_shows_the_seed(
     assert said in str(found)
 
 
+def test_a_run_that_fails_is_told_with_the_command_that_repeats_it_and_has_a_folder() -> None:
+    """Without torch's warning of a missing NumPy, which the extra `judge` does not install."""
+    code = "import os, sys, warnings as w; w.warn('Failed to initialize NumPy'); exit(3 + len(os.listdir(sys.argv[3])))"
+    program = shlex.join([sys.executable, "-c", code])
+    bench = ScriptBench(f"{program} {{world}} {{local_batch}} {{folder}}", 30.0)
+    (said,) = {each.why for each in bench.attempt(bench.suited(Trial(LAW, Case(world=2, micro_batches=2)))).values()}
+    assert said == f"the command ended with 3: it printed nothing. Repeat it with: {program} 2 6 run"
+    (unsaid,) = bench.attempt(bench.suited(Trial(RESUME, Case()))).values()
+    assert (unsaid.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 1)
+
+
 def test_a_run_that_ends_before_it_can_be_killed_proves_nothing(tmp_path: Path) -> None:
     bench = ScriptBench(copying(tmp_path, {"2": 1.0}, "{folder} {resume:again}"), 30.0)
     (verdict,) = bench.attempt(bench.suited(Trial(RESUME, Case(world=2, micro_batches=2)))).values()
     assert verdict.outcome is Outcome.UNKNOWN
     assert "three times it ended before" in verdict.why
     assert bench.runs == 4
-
-
-def test_a_command_is_told_what_it_is_held_to() -> None:
-    bench = ScriptBench("run {world} {local_batch}", 30.0)
-    told = {claim.name: claim.statement for claim in bench.claims}
-    near = [name for name, text in told.items() if f"norms agree to {SCRIPT.norm:g} at" in text]
-    assert near == ["same-everywhere", "resume-equal"]
-    assert [name for name, text in told.items() if "bit" in text] == ["replicas-agree", "resume-equal"]
-    (unsaid,) = bench.attempt(bench.suited(Trial(RESUME, Case()))).values()
-    assert (unsaid.outcome, bench.runs) == (Outcome.NOT_APPLICABLE, 0)
 
 
 def test_reported_defects_are_seen_as_the_scorecard_says_and_their_repairs_are_not_accused() -> None:

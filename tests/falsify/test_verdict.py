@@ -229,7 +229,7 @@ def test_what_keeps_all_claims_from_being_judged_is_said_once() -> None:
     first = finding("sum", Outcome.UNKNOWN, version=2, accumulation=1, reasons=(why,))
     second = replace(first, claim="mean")
     assert lines(first, second) == [
-        "no claim can be judged: rank 0: no model",
+        "no claim can be judged at gloo, world 2, accumulation 1: rank 0: no model",
         "unknown (2): sum, mean",
     ]
     assert "(rank 0: no model)" in lines(first, replace(second, reasons=("another",)))[0]
@@ -342,7 +342,7 @@ def test_the_place_of_an_error_is_that_in_the_subjects_own_code() -> None:
         '  File "/x/mine.py", line 12, in train\n'
         '  File "/x/site-packages/torch/nn.py", line 9, in forward\n'
     )
-    assert root_cause({0: text}) == "rank 0: ValueError: bad at /x/mine.py:12 in train"
+    assert root_cause({0: text}) == "rank 0: ValueError: bad (raised at /x/mine.py:12 in train)"
 
 
 def test_the_first_reasons_are_shown_and_the_others_counted() -> None:

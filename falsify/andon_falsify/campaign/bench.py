@@ -67,5 +67,5 @@ class Bench(ABC):
         try:
             evidence = self.evidence(trial)
         except RunUnavailable as error:
-            return {claim.name: unknown(claim, str(error)) for claim in asked}
+            return {claim.name: unknown(claim, str(error), remedy=error.remedy) for claim in asked}
         return judged(evidence, asked)

@@ -17,7 +17,7 @@ from andon.config.load import parse
 from andon.console.messages import Problem, ProblemList, did_you_mean, reading, shown
 from andon_falsify.campaign.request import read_seeds
 from andon_falsify.campaign.run import here
-from andon_falsify.campaign.script_bench import PLACE, UNPERTURBED, Done, ScriptBench, run, unusable
+from andon_falsify.campaign.script_bench import PLACE, UNPERTURBED, Done, ScriptBench, new_folder, run, unusable
 from andon_falsify.campaign.trial import BUDGETS, Budget
 from andon_falsify.claims.evidence import RunUnavailable
 from andon_falsify.claims.explain import explain_ratio
@@ -31,13 +31,13 @@ _Text = Annotated[str, Field(min_length=1)]
 
 
 class _Class(BaseModel, extra="forbid", strict=True):
-    name: _Text | None = None
+    name: _Text = ""
     alike: Annotated[list[Any], Field(min_length=2)]
-    expected_failed: _Text | None = None
+    expected_failed: _Text = ""
 
 
 class _File(BaseModel, extra="forbid", strict=True):
-    name: _Text | None = None
+    name: _Text = ""
     command: _Text = "{flags}"
     values: dict[str, Any] = {}
     budget: Literal["quick", "standard", "deep"] = "quick"
@@ -96,6 +96,8 @@ def read_classes(path: Path, budget: str | None, seed: str | None, only: Sequenc
             if fault["type"] == "extra_forbidden":
                 known = _Class if fault["loc"][0] == "classes" else _File
                 what = f"unknown key{did_you_mean(str(fault['loc'][-1]), known.model_fields)}"
+            elif fault["input"] is None:
+                what = "is empty: give a value"
             elif fault["type"] == "too_short":
                 what = f"needs at least {fault['ctx']['min_length']} entries"
             problems.add(at(*fault["loc"]), what)
@@ -117,7 +119,7 @@ def read_classes(path: Path, budget: str | None, seed: str | None, only: Sequenc
         title = each.name or " = ".join(member.label for member in members)
         if title in classes:
             problems.add(at("classes", number), f"an earlier class has the name {shown(title)} too")
-        classes[title] = Class(title, tuple(members), each.expected_failed or "")
+        classes[title] = Class(title, tuple(members), each.expected_failed)
     wrong += [Problem("--only", f"no class is {name!r}{did_you_mean(name, classes)}") for name in {*only} - {*classes}]
     for problem in wrong:
         problems.add(problem.where, problem.what)
@@ -191,7 +193,8 @@ class ClassCampaign:
         for each in (first, member):
             done = self._run(each, seed)
             if why := unusable(done):
-                return _finding(unknown(CLAIM, f"{each.label}: {why}"), of.title, seed)
+                remedy = f"Repeat it with: {shlex.join(each.words(seed, 'run'))}"
+                return _finding(unknown(CLAIM, f"{each.label}: {why}", remedy=remedy), of.title, seed)
             histories.append(replace(done.history, name=each.label))
         worlds = [history.steps[0].world or 1 for history in histories]
         numbers = _numbers(first.words(seed, ""), member.words(seed, ""), worlds)
@@ -216,7 +219,7 @@ class ClassCampaign:
             with tempfile.TemporaryDirectory(prefix="andon-class-") as folder:
                 self.runs += 1
                 deadline = ScriptBench.late_after * self.requested.budget.deadline_s
-                words = member.words(seed, str(Path(folder) / "run"))
+                words = member.words(seed, new_folder(folder))
                 self._done[key] = run(words, Path(folder), deadline, probe=again or UNPERTURBED)
         return self._done[key]
 

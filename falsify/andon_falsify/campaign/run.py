@@ -109,7 +109,7 @@ class Campaign:
             if time.monotonic() - began >= self.bench.late_after * self.budget.deadline_s:
                 place = (trial.case.backend, max(_worlds(trial)))
                 self._late[place] = self._late.get(place, 0) + 1
-            self._failures.append(next(iter(found.values())).why)
+            self._failures.append(next(iter(found.values())).reasons[0])
             self._failed.add(trial.place)
         else:
             self._worked = True
@@ -151,9 +151,10 @@ class Campaign:
 
     def _shrunk(self, first: TrialVerdict, end: float) -> Trial:
         claim, why = first.verdict.claim, mistake(first.verdict.counterexamples[0], first.trial.case)
+        draws = any("random" in each.runs for each in self.bench.claims if each.name == claim)
 
         def falls(smaller: Trial) -> bool:
-            if self._give_up_reason(smaller):
+            if self._give_up_reason(smaller) or (draws and smaller.case.dropout != first.trial.case.dropout):
                 return False
             left = min(self.budget.deadline_s, end - time.monotonic())
             found = self._judged(smaller, frozenset({claim}), left)[claim].counterexamples

@@ -23,11 +23,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from andon.console.messages import InputError, Problem
+from andon_falsify import NO_NUMPY
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.claims.evidence import Evidence, RunUnavailable
@@ -46,7 +48,7 @@ _PLAIN = Case(make_rows(3), max_steps=1, optimizer="sgd", weight_decay=0.0, clip
 _RESUME, _ELASTIC = "{resume:", "{resume_any:"
 _PLACES = ("world", "local_batch", "accumulation", "folder")
 PLACE = re.compile(r"\$\{\w+\}|\{(?P<literal>\{\w+\})\}|\{(?P<name>[^\W\d]\w*)\}")
-_SPACED = re.compile(r"\{\s*(world|local_batch|accumulation|folder|resume|resume_any)\s")
+_MALFORMED, _CLOSE = re.compile(r"(?<!\$)\{\s*(\w+)([:\s])"), 0.8
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
 UNPERTURBED = "0:0"
 """The value of ANDON_PROBE with which the watch writes a sketch, and leaves the weights as they are."""
@@ -57,6 +59,7 @@ _SHOWN, _MOST_OUTPUT = 300, 1 << 18
 _NO_REASON = re.compile(r"\W*$|[DIWEF]\d{4} [\d:.]+ \d+ \S*torch/distributed/|traceback : To enable|error_file: <N/A>")
 """Decoration, and what torchrun logs and reports after every failure."""
 _TRACEBACK, _LAUNCHERS_END = "Traceback (most recent call last):", "ChildFailedError:"
+_OF_THE_WATCH = re.compile(r"rank \S+ of \d+ .*\(not a contract violation\): ")
 
 Layout = tuple[int, int, int]
 """Ranks, rows of a micro-batch, micro-batches of a rank in an update: all that distinguishes two runs of a script."""
@@ -126,10 +129,10 @@ class ScriptBench(Bench):
         if key not in self._done:
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
                 self._runs += 1
-                words = self._command.words(case, str(Path(folder) / "run"))
+                words = self._command.words(case, new_folder(folder))
                 probe = again if ":" in again else UNPERTURBED
                 self._done[key] = run(words, Path(folder), self._deadline_s, probe=probe)
-        return _sound(self._done[key], case, what)
+        return _sound(self._done[key], case, what, shlex.join(self._command.words(case, "run")))
 
     def _cut_and_resume(self, case: Case, then: Case) -> Mapping[ExtraRun, Evidence]:
         """Kill a run after a quarter of its updates, resume it in the same folder, kill it after a sixth more, resume.
@@ -140,7 +143,7 @@ class ScriptBench(Bench):
         updates = len(self._run(case).history.trajectory)
         for after in (-(-updates // 4), 1, 1):  # a short run may be over before it is killed
             with tempfile.TemporaryDirectory(prefix="andon-script-") as folder:
-                base, own = Path(folder), str(Path(folder) / "run")
+                base, own = Path(folder), new_folder(folder)
                 self._runs += 1
                 cut = run(self._command.words(case, own), base / "cut", self._deadline_s, partial(_reached, after))
                 if not cut.error and len(cut.history.trajectory) < updates:
@@ -157,17 +160,23 @@ class ScriptBench(Bench):
                     if stop is None and not again.history.steps and len(found["cut again"].history.trajectory) >= left:
                         found["resumed"] = found.pop("cut again")  # it was killed after its last update
                         return found
-                    return found | {"resumed": _sound(again, at)}
+                    return found | {"resumed": _sound(again, at, "the resumed run: ")}
         raise RunUnavailable(cut.error or "three times it ended before it could be killed: train for more updates")
 
 
-def _sound(done: Done, case: Case, what: str = "") -> Evidence:
+def new_folder(folder: str) -> str:
+    """Make the folder that stands for `{folder}`."""
+    (made := Path(folder) / "run").mkdir()
+    return str(made)
+
+
+def _sound(done: Done, case: Case, what: str = "", command: str = "") -> Evidence:
     worlds = {step.world for step in done.history.steps} - {case.world}
     why = unusable(done)
     if not why and worlds:
         why = f"it should have trained on {case.world} ranks, but its ledger says {worlds.pop()}"
     if why:
-        raise RunUnavailable(f"{what}{why}")
+        raise RunUnavailable(f"{what}{why}", f"Repeat it with: {command}" if command else "")
     return _evidence(done, case)
 
 
@@ -181,7 +190,8 @@ def unusable(done: Done) -> str:
 
 
 def _evidence(done: Done, case: Case) -> Evidence:
-    name = f"{case.world} rank{'s' * (case.world > 1)} x {case.accumulation} x {case.local_batch} rows"
+    parts = f"{case.accumulation} micro-batches x " * (case.accumulation > 1)
+    name = f"{case.world} rank{'s' * (case.world > 1)} x {parts}{case.local_batch} rows"
     layout = {"world": case.world, "accumulation": case.accumulation}
     return Evidence(None, replace(done.history, name=name), "script", layout=layout)
 
@@ -222,9 +232,11 @@ class Command:
         for name in sorted(names - {*_PLACES}):
             what = f"is not a placeholder; known are {known}. For a literal {{{name}}} write {{{{{name}}}}}"
             wrong.append(Problem("--script", f"{{{name}}} {what}"))
-        for found in _SPACED.finditer(text):
-            colon = f": write {{{found[1]}:WORDS}}" if found[1].startswith("resume") else ""
-            wrong.append(Problem("--script", f"{{{found[1]} ...}} has a space in a placeholder{colon}"))
+        for found in _MALFORMED.finditer(text):
+            words, close = ("resume", "resume_any"), _CLOSE if found[2] == ":" else 1.0
+            for name in get_close_matches(found[1], (*words, *_PLACES), 1, close) if found[0] != _RESUME else ():
+                meant = f"{{{name}{':WORDS' if name in words else ''}}}"
+                wrong.append(Problem("--script", f"{found[0]}...}} is not a placeholder; did you mean {meant}?"))
         if _RESUME in text and "{folder}" not in text:
             wrong.append(Problem("--script", "has {resume:...} but no {folder}, where checkpoints are written"))
         try:
@@ -307,6 +319,7 @@ def run(
     ledger, temporary = folder / f"ledger-{uuid.uuid4().hex[:8]}.jsonl", folder / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "ANDON_LEDGER": str(ledger), "ANDON_PROBE": probe, "TMPDIR": str(temporary)}
+    environment["PYTHONWARNINGS"] = f"{NO_NUMPY},{os.environ.get('PYTHONWARNINGS', '')}".strip(",")
     output, process = bytearray(), None
     with _adopting_orphans() as running:
         try:  # a signal can end falsify as soon as the process exists
@@ -410,6 +423,10 @@ def _end_all(running: Callable[[], list[Process]], process: subprocess.Popen[byt
 def _last_words(output: bytes) -> str:
     found = [line.strip() for line in output.decode("utf-8", "backslashreplace").splitlines()]
     lines = [line for line in found if not _NO_REASON.match(line)]
+    for place, line in enumerate(lines):
+        if match := _OF_THE_WATCH.search(line):
+            told = [line[match.start() :], *(each for each in lines[place + 1 : place + 9] if each[:6] == "state ")][:2]
+            return "; ".join(each.removeprefix("state ").strip(" .") for each in told)[:_SHOWN]
     lines = _without_launcher(lines) or lines or ["it printed nothing"]
     raised = lines[lines.index(_TRACEBACK) :] if _TRACEBACK in lines else lines
     return next(filter(_is_error, raised), lines[-1]).removeprefix("traceback : ")[:_SHOWN]
@@ -424,4 +441,5 @@ def _without_launcher(lines: list[str]) -> list[str]:
 
 def _is_error(line: str) -> bool:
     name, colon, _ = line.rpartition("]: ")[2].partition(":")
-    return bool(colon) and name.isidentifier() and name.endswith(("Error", "Exception", "Violation", "Interrupt"))
+    ends = ("Error", "Exception", "Violation", "Interrupt")
+    return bool(colon) and name.replace(".", "").isidentifier() and name.endswith(ends)

@@ -40,7 +40,7 @@ def judged_by(claim: Claim, evidence: Evidence) -> Verdict:
         why = unmet(claim, evidence)
         return not_applicable(claim, why) if why else CHECKS[claim.name](evidence)
     except RunUnavailable as error:
-        return unknown(claim, str(error))
+        return unknown(claim, str(error), remedy=error.remedy)
     except Exception as error:  # noqa: BLE001 -- a check that raises proves nothing: unknown
         return unknown(claim, f"the checker failed: {type(error).__name__}: {error}")
 

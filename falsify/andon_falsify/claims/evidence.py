@@ -49,7 +49,11 @@ float64 per tensor, since a wrong mean of a small job may differ by as little as
 
 
 class RunUnavailable(LookupError):
-    """A further run could not be made, or failed. The text says why, and so why a claim stays unknown."""
+    """A further run could not be made, or failed: why, and so why a claim stays unknown. remedy: for the user."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(why)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ def check(evidence: Evidence) -> Verdict:
 
     If nothing draws in the run, `others["random"]` is judged instead.
     """
-    if not evidence.observed.case.dropout and not evidence.observed.gathered("draws"):
-        evidence = evidence.find("random") or evidence
-    trace, law = evidence.observed, evidence.loop_law
+    draws = evidence.observed.case.dropout or evidence.observed.gathered("draws")
+    other = None if draws else evidence.find("random")
+    further = ", in a further run with dropout" if other is not None else ""
+    trace, law = (other or evidence).observed, (other or evidence).loop_law
     undrawn: dict[tuple[int, int], bool] = trace.gathered("undrawn")
     steps = [step for _, step in undrawn if step in law.first.made]
     if law.case.dropout and steps and not law.why_no_model:
@@ -47,8 +48,8 @@ def check(evidence: Evidence) -> Verdict:
             if of_step == step:
                 by_state.setdefault(state, []).append(str(rank))
         checked += sum(map(len, by_state.values())) > 1
-        if same := [f"ranks {', '.join(each)}" for each in by_state.values() if len(each) > 1]:
-            what = "ranks draw the same random numbers in their forward passes"
-            wanted = "another state of the generator on every rank"
-            found.append(Counterexample(what, f"step {step}", wanted, "; ".join(same)))
+        for same in (each for each in by_state.values() if len(each) > 1):
+            state = f"ranks {', '.join(same[:-1])} and {same[-1]} have the same generator state"
+            what = f"ranks draw the same random numbers in their forward passes: {state}"
+            found.append(Counterexample(what, f"step {step}{further}"))
     return conclude(CLAIM, checked, found, "" if checked else "in no update did two ranks draw")

@@ -189,21 +189,25 @@ def check_script(whole: History, cut: History, resumed: History, between: Histor
     if not again:
         return conclude(CLAIM, 0, [], "the resumed run made no update")
     killed = f"killed after update {len(done)}" + f", and once more {len(second)} updates later" * bool(second)
-    if len(again) >= len(every):
-        what = f"a run that was {killed}, was not resumed: it started over"
-        return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {len(every) - 1} updates", str(len(again)))])
+    began = again[0].state.get("weights before")
+    states = [every[0].state.get("weights before"), *(step.digests.get("weights") for step in every)]
+    most = len(every) - (max(1, states.index(began)) if began is not None and began in states else 1)
+    if len(again) > most:
+        over, repeated = "was not resumed: it started over", "repeated updates after the resume: it began an epoch anew"
+        what = f"a run that was {killed}, {over if began in (None, states[0]) else repeated}"
+        return conclude(CLAIM, 1, [Counterexample(what, "", f"at most {most} updates", str(len(again)))])
     least = len(every) - len(done) - len(second)
     if len(again) < least:
         what = f"{killed}, it was resumed at a later one"
         return conclude(CLAIM, 1, [Counterexample(what, "", f"at least {least} updates", str(len(again)))])
     world, elsewhere = every[0].world or 1, [step.world for step in (*second, *again) if step.world != every[0].world]
-    exact, noise = world <= _ONE_ORDER and not elsewhere, roughly(whole.bits)
+    exact = world <= _ONE_ORDER and not elsewhere
     if open_ := unseeded(CLAIM, f"two runs on {world} ranks", whole, cut, exact=exact):
         return open_
     draws = next((step.draws for step in every if step.draws), "")
     # A killed run does not show where it began. It is compared from the update with which it agrees longest.
     starts = [every[first : first + len(second)] for first in range(len(done) + 1)]
-    differences = partial(_differences, exact=exact, noise=noise, draws=draws)
+    differences = partial(_differences, first=whole, noise=None if exact else roughly(whole.bits), draws=draws)
     middle = max(starts, key=lambda part: _agreeing(part, second, differences)) if second else []
     found = next(differences(middle, second[: len(middle)], "resumed once"), None)
     if found is None:
@@ -228,31 +232,37 @@ def _agreeing(
 
 
 def _differences(
-    whole: list[StepEvent], again: list[StepEvent], how: str, *, exact: bool, noise: Rounding, draws: str
+    whole: list[StepEvent], again: list[StepEvent], how: str, first: History, noise: Rounding | None, draws: str
 ) -> Iterator[Counterexample]:
+    """The differences, in causal order. first: the uninterrupted run. noise: None if bits are compared."""
     for number, (ours, theirs) in enumerate(zip(whole, again, strict=True), start=1):
-        where, cause = f"step {ours.number}, {how}", _likely(ours, theirs, draws)
+        where, before = f"step {ours.number}, {how}", first.trajectory.get(ours.number - 1)
+        cause = f" (likely not restored: {_likely(ours, theirs, before, draws)})"
         yield from different_rows(ours, theirs, where)
-        numbers = {} if exact else different_numbers(ours, theirs, where, number, noise)[1]
+        numbers = {} if noise is None else different_numbers(ours, theirs, where, number, noise)[1]
         yield from (replace(each, what=f"{each.what}{cause}") for each in numbers.values())
-        for name in DIGESTS if exact else ():
+        for name in DIGESTS if noise is None else ():
             held, seen = ours.digests.get(name), theirs.digests.get(name)
             if held != seen:
                 what = f"the {name} digest differs from that of the run without the kill{cause}"
                 yield Counterexample(what, where, str(held), str(seen), quantity=QUANTITIES[name])
 
 
-def _likely(ours: StepEvent, theirs: StepEvent, draws: str) -> str:
-    """Which state it may not restore, from what the two updates have in common. draws: see `StepEvent`."""
+def _likely(ours: StepEvent, theirs: StepEvent, before: StepEvent | None, draws: str) -> str:
+    """Which state it may not restore, by what the updates have in common. before: that before `ours`, if known."""
     streams = [name for name, held in ours.state.items() if "stream" in name and theirs.state.get(name, held) != held]
-    what = "weights and buffers"
+    after = {} if before is None else before.digests
+    held = [name for name in DIGESTS[1:] if name in after and theirs.state.get(f"{name} before") == after[name]]
+    what = "buffers" if "weights" in held else "weights and buffers"
+    what = what if ours.same_rows(theirs) else f"{what}, or other rows"
+    what += f" ({' and '.join(held)} are those of step {before.number})" if before is not None and held else ""
     if ours.lr and theirs.lr and ours.lr.hex != theirs.lr.hex:
         what = f"the learning rate ({theirs.lr}, not {ours.lr}), which a schedule and an optimizer hold"
     elif "rows" in theirs.state and ours.state.get("rows", "") != theirs.state["rows"]:
         what = "the position in the data (its data loader drew other rows)"
-    elif ours.digests.get("gradient") == theirs.digests.get("gradient") is not None:
+    elif "optimizer" not in held and ours.digests.get("gradient") == theirs.digests.get("gradient") is not None:
         what = "the state of the optimizer (the gradient is the same)"
     elif streams and draws:
         names = ", ".join(name.removeprefix("random stream of ") for name in streams)
         what = f"random streams ({names}), from which the forward passes draw: {draws}"
-    return f" (likely not restored: {what})"
+    return what

@@ -60,9 +60,10 @@ _DEAL = (
     "(DistributedSampler; Accelerate: DataLoaderConfiguration(use_seedable_sampler=True))"
 )
 _DRAWS = (
-    "Switch dropout and augmentation off, or report the loss with w.loss(loss_sum, count): an equal loss shows that no "
-    "other numbers were drawn, so that the gradient is a mean of per-rank means"
+    "Report the loss with w.loss(loss_sum, count): if it is equal, the ranks' gradients are combined wrongly. Switch "
+    "random augmentation of the data off"
 )
+_COMBINED = "rows and loss are equal: a rank's loss is scaled before its backward pass, or gradients are not averaged"
 _SCHEDULED = "a different number of updates: a schedule as long as the run then gives other learning rates"
 _GRADIENT = "the reduced gradient differs"
 _MERGED = "an update has the rows of two: the last micro-batches of an epoch have no update of their own"
@@ -271,7 +272,9 @@ def check_class(base: History, other: History, numbers: Mapping[str, int], again
         pair, where = (base.trajectory[number], other.trajectory[number]), f"step {number}, {other.name}"
         checked, apart = different_numbers(*pair, where, number, noise)
         if apart:
-            return conclude(CLAIM, checked, list(apart.values()), note="the rows are not known")
+            drawn = all("rows" in each.state for each in pair)
+            note = "its data loader drew other rows" if drawn else "the rows of this update are not known"
+            return conclude(CLAIM, checked, list(apart.values()), note="" if pair[0].same_rows(pair[1]) else note)
     expected, seen = (f"{len(each.trajectory)} updates" for each in (base, other))
     differs = Counterexample("a different number of updates", other.name, expected, seen)
     return verdict if expected == seen else conclude(CLAIM, 1, [differs])
@@ -298,7 +301,7 @@ def _proven(
         if uneven := _unequal_means(theirs, step.number):
             return [replace(found, what=f"{found.what} ({uneven})") for found in apart.values()]
         if "loss" not in apart and step.loss is not None and twin.loss is not None:
-            return list(apart.values())
+            return [replace(found, what=f"{found.what} ({_COMBINED})") for found in apart.values()]
 
     def proven(field: str, ratio: float | None) -> bool:
         if field not in _SCALED or ratio is None:

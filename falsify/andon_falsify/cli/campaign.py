@@ -8,17 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from importlib.util import find_spec
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from andon.console.messages import BROKEN_STREAM, InputError, Problem, put, say
-from andon_contracts.legible import legible_line
+from andon.console.messages import InputError, Problem, put, say
 from andon_falsify.campaign.classes import Class, ClassCampaign, Classes
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
-from andon_falsify.campaign.trial import RESUME, Trial
+from andon_falsify.campaign.trial import Trial
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Report, verdict_lines
 from andon_falsify.report.junit import write_junit
@@ -27,7 +25,7 @@ from andon_falsify.verdict import Outcome, Verdict
 
 _UNKNOWN = 2
 _EVERY_S = 30.0
-"""The interval between log lines: short enough to tell a slow campaign from a hanging one."""
+"""The shortest interval between log lines. There is none as long as no further trial has ended."""
 _SHARE = 20
 """Reports are written when another 1 / _SHARE of the trials so far has ended; each is made of all of these trials."""
 
@@ -84,18 +82,11 @@ def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None
         put(campaign.opening_line)
         progress.begin(len(campaign.trials))
         try:
-            written, began = 0, time.monotonic()
+            written = 0
             files.write_so_far(campaign)
             judged: Iterator[tuple[Trial | Class, Mapping[str, Verdict]]] = campaign.run()
             for done, (trial, verdicts) in enumerate(judged, start=1):
                 progress.told(trial, verdicts)
-                if done == 1 and isinstance(request, Request) and request.script and isinstance(campaign, Campaign):
-                    # Each layout and one rank once, and three runs to resume; a difference takes further runs.
-                    resumed = sum(each.kind == RESUME for each in campaign.trials) * ("{resume" in request.script)
-                    runs, made = len({each.place for each in campaign.trials}) + 1 + 3 * resumed, campaign.bench.runs
-                    if runs > made > 0:
-                        took = (time.monotonic() - began) / made
-                        say(f"about {runs} runs of your command, {took:.0f} s each: {took * runs:.0f} s in all")
                 if done - written >= max(1, done // _SHARE):
                     written = done
                     files.write_so_far(campaign)
@@ -172,15 +163,13 @@ def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None
 
 
 class Progress:
-    """Shows progress on standard error until the context ends: every trial and a bar on a terminal, else log lines."""
+    """Shows progress on standard error until the context ends: a line for every trial on a terminal, else fewer."""
 
-    def __init__(self, every_s: float = _EVERY_S) -> None:
-        """every_s: seconds between two log lines."""
-        self._every_s = every_s
-        self._began, self._trials, self._done = 0.0, 0, 0
+    def __init__(self) -> None:
+        self._began, self._took, self._trials, self._done = 0.0, 0.0, 0, 0
         self._fallen: set[str] = set()
+        self._at_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._over = threading.Event()
-        self._bar: Any = None
         self._logger = threading.Thread(target=self._log, daemon=True)
 
     def __enter__(self) -> Progress:
@@ -188,50 +177,33 @@ class Progress:
 
     def begin(self, trials: int) -> None:
         self._began, self._trials = time.monotonic(), trials
-        if sys.stderr is not None and sys.stderr.isatty() and find_spec("rich") is not None:  # not in extra `judge`
-            self._bar = _bar(trials)
-        else:
+        if not self._at_terminal:
             self._logger.start()
 
     def told(self, trial: Trial | Class, verdicts: Mapping[str, Verdict]) -> None:
-        self._done += 1
+        self._done, self._took = self._done + 1, time.monotonic() - self._began
         self._fallen |= {name for name, each in verdicts.items() if each.outcome is Outcome.FALSIFIED}
-        if self._bar is not None:
-            bar, task = self._bar
+        if self._at_terminal:
             outcomes = [each.outcome for each in verdicts.values()]
             counts = ", ".join(f"{outcomes.count(each)} {each.value}" for each in Outcome if each in outcomes)
-            line = f"andon: {legible_line(f'{trial.title}: {counts}')}"
-            with suppress(*BROKEN_STREAM):
-                bar.console.print(line, markup=False, highlight=False)
-                bar.update(task, completed=self._done, description=self._summary())
+            say(f"{trial.title}: {counts}; {self._summary()}")
 
     def __exit__(self, *_: object) -> None:
-        """Remove the bar, and end the log."""
         self._over.set()
-        if self._bar is not None:
-            with suppress(*BROKEN_STREAM):
-                self._bar[0].stop()
-            self._bar = None
-        elif self._logger.is_alive():
+        if self._logger.is_alive():
             self._logger.join()
 
     def _log(self) -> None:
-        while not self._over.wait(self._every_s):
-            seconds, done = time.monotonic() - self._began, self._done
-            left = f" (about {seconds * (self._trials - done) / done:.0f} s left)" if 0 < done < self._trials else ""
-            say(f"{done} of {self._trials} trials after {seconds:.0f} s{left}, {self._summary()}")
+        shown = 0
+        while not self._over.wait(_EVERY_S):
+            if (done := self._done) > shown:
+                shown = done
+                say(self._summary())
 
     def _summary(self) -> str:
-        then = "; searching for smaller counterexamples" if self._done == self._trials else ""
-        return f"falsified: {', '.join(sorted(self._fallen))}{then}" if self._fallen else "none falsified"
-
-
-def _bar(trials: int) -> Any:
-    from rich import progress
-    from rich.console import Console
-
-    said, times = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
-    columns = (said, progress.BarColumn(), progress.MofNCompleteColumn(), times, progress.TimeRemainingColumn())
-    bar = progress.Progress(*columns, console=Console(stderr=True), transient=True)
-    bar.start()
-    return bar, bar.add_task("trials", total=trials)
+        """`2 of 8 trials after 60 s (about 180 s left), none falsified`. The estimate is from trials that ended."""
+        took, done, trials = self._took, self._done, self._trials
+        left = f" (about {took * (trials - done) / done:.0f} s left)" if 0 < done < trials else ""
+        fallen = f"falsified: {', '.join(sorted(self._fallen))}" if self._fallen else "none falsified"
+        then = "; searching for smaller counterexamples" if self._fallen and done == trials else ""
+        return f"{done} of {trials} trials after {took:.0f} s{left}, {fallen}{then}"

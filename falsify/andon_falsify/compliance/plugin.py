@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,8 @@ class Count:
         verdicts = self._merged()
         if not verdicts:
             return
-        terminalreporter.section("claims")
+        if self._expected_failed or any(each.outcome is not Outcome.HOLDS for each in verdicts):
+            terminalreporter.section("claims")
         for verdict in verdicts:
             if verdict.outcome is not Outcome.HOLDS:
                 terminalreporter.write_line(shown(replace(verdict, counterexamples=verdict.counterexamples[:1])))
@@ -164,16 +166,18 @@ def shown(verdict: Verdict) -> str:
 class ClaimRunner:
     """Runs our trainer for one test, and records verdicts in the test's report. A run is not repeated in a session."""
 
-    def __init__(self, node: pytest.Item, subject: Remembering) -> None:
-        self._node = node
-        self._subject = subject
-        self.bench = AndonBench(subject)
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self._request = request
+
+    @cached_property
+    def bench(self) -> AndonBench:
+        return AndonBench(self._request.getfixturevalue("subject"))
 
     def run(self, case: Case) -> Trace:
         """Skips the test if this machine has no room for the ranks, and fails it if a rank ended with an error."""
         if reason := why_not(case.backend, case.world):
             pytest.skip(reason)
-        trace = self._subject.run(case)
+        trace: Trace = self._request.getfixturevalue("subject").run(case)
         if trace.errors:
             pytest.fail(legible("\n".join(f"rank {rank}: {text}" for rank, text in sorted(trace.errors.items()))))
         return trace
@@ -187,27 +191,13 @@ class ClaimRunner:
         self.require(*self.bench.attempt(placed).values())
 
     def record(self, *verdicts: Verdict) -> None:
-        self._node.user_properties += [(_VERDICT, _JSON.dump_json(verdict).decode()) for verdict in verdicts]
+        self._request.node.user_properties += [(_VERDICT, _JSON.dump_json(verdict).decode()) for verdict in verdicts]
 
     def require(self, *verdicts: Verdict) -> None:
         """Record `verdicts`; the test fails unless each holds or does not apply."""
         self.record(*verdicts)
         if broken := [shown(verdict) for verdict in verdicts if verdict.outcome not in _ACCEPTED]:
             pytest.fail("\n".join(broken), pytrace=False)
-
-
-class _Ours:
-    """Andon's trainer. Its first run imports it: the extra `judge` does not install the libraries that it needs."""
-
-    name = "andon"
-
-    def __init__(self, pools: RankPools) -> None:
-        self._pools = pools
-
-    def run(self, case: Case) -> Trace:
-        from andon_falsify.ranks.trainer import AndonTrainer
-
-        return AndonTrainer(self._pools).run(case)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -301,21 +291,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [pytest.param(name, marks=marks) for name, marks in skips.items()])
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what would be repeated: tests without a backend run with `inline` only."""
-    if "inline" in (config.getoption("backend") or CPU_BACKENDS):
-        return
-    named = [(item, {*getattr(item, "fixturenames", ())}) for item in items]
-    repeated = [item for item, names in named if "runner" in names and not names & {"backend", "claim_at_place"}]
-    items[:] = [item for item in items if item not in repeated]
-    config.hook.pytest_deselected(items=repeated)
-
-
 @pytest.fixture(scope="session")
 def subject() -> Iterator[Remembering]:
-    """Our trainer; it does not run a case twice."""
+    """Our trainer; it does not run a case twice. The extra `judge` does not install the libraries that it needs."""
+    from andon_falsify.ranks.trainer import AndonTrainer
+
     with RankPools() as pools:
-        yield Remembering(_Ours(pools))
+        yield Remembering(AndonTrainer(pools))
 
 
 @pytest.fixture(scope="session")
@@ -325,11 +307,11 @@ def suite(pytestconfig: pytest.Config) -> Suite:
 
 
 @pytest.fixture
-def runner(request: pytest.FixtureRequest, subject: Remembering) -> Iterator[ClaimRunner]:
+def runner(request: pytest.FixtureRequest) -> Iterator[ClaimRunner]:
     """Runs cases and records verdicts for one test; the number of runs goes into the report."""
-    counted: Remembering | Suite = request.config.stash.get(_SUITE, subject)
+    counted: Remembering | Suite = request.config.stash.get(_SUITE, None) or request.getfixturevalue("subject")
     before = counted.runs
-    yield ClaimRunner(request.node, subject)
+    yield ClaimRunner(request)
     request.node.user_properties.append((_RUNS, str(counted.runs - before)))
 
 

@@ -190,7 +190,7 @@ def root_cause(errors: Mapping[int, str]) -> str:
     firsts = {rank: _first_line(text) for rank, text in sorted(errors.items())}
     rank = min(firsts, key=lambda each: _order(firsts[each]))
     own = _own_frames(errors[rank], ", in")
-    at = f" at {own[-1]['file']}:{own[-1]['line']} in {own[-1]['name']}" if own else ""
+    at = f" (raised at {own[-1]['file']}:{own[-1]['line']} in {own[-1]['name']})" if own else ""
     left = [
         _named(other, line)
         for other in firsts

@@ -13,8 +13,8 @@ from andon_contracts.legible import counted
 from andon_falsify.verdict import Counterexample, Outcome, Verdict, closing_line, exit_code, merge
 
 SCHEMA = 2
-_SHOWN, _LONGEST_NAME = 3, 60
-"""Reasons and places in the text, whose others are counted; characters of a name."""
+_SHOWN, _REMEDIES, _LONGEST_NAME = 3, 2, 60
+"""Reasons and places in the text, whose others are counted; remedies; characters of a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,8 @@ def verdict_lines(report: Report, *, cut_short: bool = False, rest: str = "in th
     open_ = [cell.claim for cell in judged if cell.verdict.outcome is Outcome.UNKNOWN]
     causes = {reasons(cell.verdict) for cell in judged}
     if shared := not cut_short and len(open_) == len(judged) > len(causes) == 1:
-        yield f"no claim can be judged: {causes.pop()}"
+        places = _places(judged[0].deciding)
+        yield f"no claim can be judged{f' at {places}' if places else ''}: {causes.pop()}"
         yield f"unknown ({len(open_)}): {', '.join(open_)}"
     for cell in cells:
         if cell not in untried and not (shared and cell.verdict.outcome is Outcome.UNKNOWN):
@@ -250,7 +251,7 @@ def reasons(verdict: Verdict) -> str:
     most = 1 if verdict.outcome is Outcome.HOLDS else _SHOWN
     more = len(verdict.reasons) - most
     counted = (f"and {more} more",) if more > 0 else ()
-    return replace(verdict, reasons=(*verdict.reasons[:most], *counted)).why
+    return replace(verdict, reasons=(*verdict.reasons[:most], *counted), remedies=verdict.remedies[:_REMEDIES]).why
 
 
 def _outcome(cell: Cell) -> str:

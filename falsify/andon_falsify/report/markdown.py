@@ -14,7 +14,8 @@ def write_markdown(report: Report, path: Path) -> None:
     """Write `report` to `path`, whole or not at all. Raises `InputError` if the file cannot be written."""
     rows = ["| subject | claim | verdict | why |", "| --- | --- | --- | --- |"]
     for cell in report.cells:
-        known = [] if cell.expected is None else [f"expected to be falsified: {cell.expected.reason}"]
+        said = "" if cell.verdict.outcome is Outcome.FALSIFIED else "expected to be falsified: "  # its mark says so
+        known = [] if cell.expected is None else [f"{said}{cell.expected.reason}"]
         why = [cell.example.__str__()] if cell.example is not None else [reasons(cell.verdict)]
         verdict = cell.mark.value if cell.verdict.outcome is not Outcome.HOLDS or known else "holds"
         rows.append(f"| {' | '.join(map(_cell, (cell.subject.short, cell.claim, verdict, '; '.join(known + why))))} |")
