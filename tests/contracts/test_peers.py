@@ -347,7 +347,7 @@ CRASHED = replace(WAITS, ended="LookupError: x", exit=Exit.CRASHED)
         ((WAITS, WAITS), "all 2 ranks exchange data in the update of step 4 for 6.0 s, 7.0 s after it began: their"),
         ((WORKS, WORKS), "all 2 ranks are slow: in the update of step 4 for 7.0 s, train.py:7 load"),
         ((WAITS, replace(WORKS, silent_s=4.0)), "rank 1 of 2 gave no sign of life for 4.0 s, last seen in"),
-        ((WAITS, replace(WORKS, silent_s=4.0, state="stopped")), "rank 1 of 2 is stopped (by a signal, a debugger), last seen in"),
+        ((WAITS, replace(WORKS, silent_s=4.0, state="stopped")), "rank 1 of 2 is stopped (by a signal, a debugger)"),
         ((WAITS, SLOW_ENDED, WAITS, WAITS), "rank 1 of 4 ended: rank 1 of 4 is slow: in the update of step 4; 3 wait"),
         ((WAITS, SLOW_ENDED, replace(WAITS, silent_s=SILENCE_S)), "rank 1 of 3 ended: rank 1 of 4 is slow: in"),
         ((WAITS, SLOW_ENDED, CRASHED), "rank 2 of 3 ended: LookupError: x; 1 waits"),
