@@ -134,7 +134,8 @@ def _reader(hint: Any) -> _Reader:
     if origin is Literal:
         return _reader_if(lambda value: type(value) is str and value in inner, f"one of {', '.join(inner)}")
     if origin is not None:
-        return partial(_read_object, _reader(inner[1]))
+        read = _reader(inner[1])
+        return lambda value, at: {name: read(item, f"{at}.{name}") for name, item in json_object(value, at).items()}
     if issubclass(hint, Part | Real):
         return hint.from_json  # type: ignore[no-any-return]
     return _reader_if(lambda value: type(value) is hint, f"a {hint.__name__}")
@@ -154,7 +155,3 @@ def _read_counts(value: Any, where: str) -> tuple[int, ...]:
     # Most of a ledger is row ids: check the whole list at once, and read item by item only to name the wrong item.
     right = type(value) is list and {*map(type, value)} == {int} and min(value) >= 0 and max(value) < _COUNTS
     return tuple(value) if right else _read_list(_reader(Count), value, where)
-
-
-def _read_object(read: _Reader, value: Any, where: str) -> dict[str, Any]:
-    return {name: read(item, f"{where}.{name}") for name, item in json_object(value, where).items()}

@@ -41,7 +41,6 @@ class Loop:
         torch.manual_seed(0)
         layers = nn.Linear(5, 16), nn.Dropout(0.1), frozen(), nn.Tanh(), nn.Linear(16, 24), nn.Linear(24, 3)
         self.model: Any = nn.Sequential(*layers)
-        self.model.register_buffer("mean", torch.zeros(2))
         self.early = list(self.model.parameters())
         self.rows = TensorDataset(torch.randn(ROWS, 5), torch.arange(ROWS) % 3)
         self.rank, self.done = dist.get_rank(), 0
@@ -186,6 +185,12 @@ def clip_scaled(loop: Any) -> None:
     loop.scaler.update()
 
 
+def average(loop: Any, rank: int | None = None) -> None:
+    loop.average = getattr(loop, "average", None) or [p.detach().clone() for p in loop.optimized()]
+    if rank in (None, loop.rank):
+        torch._foreach_lerp_(loop.average, [p.detach() for p in loop.optimized()], 0.1)
+
+
 @torch.no_grad()
 def touched(loop: Loop) -> None:
     loop.model[2].weight.add_(1e-3)
@@ -204,10 +209,21 @@ FAULTS: dict[str, tuple[type[Loop], str, int]] = {
     "F05 adapters put in after sharding": (planted(reduce=lambda loop: None), "replicas-agree", 1),
     "F05 module put in while training": (
         after("between", lambda loop: loop.model[0].add_module("more", frozen())), "parameters-kept", 3),
-    "F11 buffers not synchronised": (after("loss", lambda loop: loop.model.mean.add_(loop.rank), None),
-                                     "buffers-agree", 1),
-    "F14 rate of one rank": (after("between", of_rank(lambda loop: loop.optimizer.param_groups[0].update(lr=1e-3))),
-                             "hyperparameters-agree", 3),
+    "F04 layers that are not sharded": (planted(reduce=lambda loop: None, shard=lambda loop: [
+        fully_shard(each, mesh=init_device_mesh("cpu", (2,))) for each in loop.model[:3:2]]), "replicas-agree", 1),
+    "F08 head replaced after sharding": (planted(
+        adapt=lambda loop: setattr(loop.model, "5", nn.Linear(24, 3)), reduce=lambda loop: None), "replicas-agree", 1),
+    "F13 moment of one rank": (after("between", of_rank(
+        lambda loop: local(loop.optimizer.state[loop.model[0].weight]["exp_avg"])[0, 0].add_(1))),
+                               "optimizers-agree", 3),
+    "F83 only one rank loads": (after("between", of_rank(
+        lambda loop: loop.model[0].load_state_dict({"weight": loop.model[0].weight * 2}, strict=False))),
+                                "replicas-agree", 3),
+    "F89 shard of one rank changed": (after("between", of_rank(torch.no_grad()(
+        lambda loop: local(loop.model[0].weight)[0, 0].mul_(1 + 2.0**-10)))), "replicas-agree", 3),
+    "F91 gradient of one rank": (after("reduce", of_rank(
+        lambda loop: local(loop.model[0].weight.grad)[0, 0].add_(0.5))), "gradients-agree", 3),
+    "F89 average on one rank": (planted(adapt=lambda _: None, between=lambda own: average(own, 1)), "copies-agree", 2),
     "F23 reduction of a temporary": (
         planted(reduce=lambda loop: [dist.all_reduce(p.grad * 1) for p in loop.parts()[1]]), "gradients-agree", 1),
     "F25 another order on one rank": (planted(reduce=reversed_on_one), "collectives-agree", 1),
@@ -218,8 +234,6 @@ FAULTS: dict[str, tuple[type[Loop], str, int]] = {
     "F41 NaN hidden by nan_to_num": (planted(loss=poisoned, reduce=nan_hidden), "finite", 3),
     "F43 loss scale of one rank": (after("clip", of_rank(
         lambda loop: [local(p.grad).mul_(2) for p in loop.optimized()])), "gradients-agree", 3),
-    "F43 loss scale of one rank, shards only": (after("clip", of_rank(
-        lambda loop: [local(p.grad).mul_(2) for p in loop.parts()[0]])), "clip-placed", 3),
     "F44 16-bit layer": (planted(shard=with_half), "precision-sufficient", 0),
     "F44 updates of a 16-bit layer rounded away": (planted(shard=with_half, loss=small_rate), "update-applied", 1),
     "F38 clip before unscale": (planted(adapt=lambda loop: None, loss=scaled, clip=clip_scaled), "clip-placed", 1),
@@ -235,16 +249,16 @@ FAULTS: dict[str, tuple[type[Loop], str, int]] = {
 }  # fmt: skip
 SILENT = {
     "right": Loop,
+    "averaged": planted(adapt=lambda _: None, between=average),
     "whole last": planted(adapt=lambda loop: loop.model.append(nn.Linear(3, 3))),
-    # No other rank holds the same shard, so nothing can tell.
-    "F13 moment of one rank": after("between", of_rank(
-        lambda loop: local(loop.optimizer.state[loop.model[0].weight]["exp_avg"]).add_(1))),
+    # No other rank holds the same shard, and torch does not count this write.
     "F89 bit flip in a shard": after("between", of_rank(
         lambda loop: local(loop.model[0].weight).data.view(torch.int32).bitwise_xor_(1 << 12))),
-    "F91 gradient of one rank": after("reduce", of_rank(lambda loop: local(loop.model[0].weight.grad)[0, 0].add_(1))),
 }  # fmt: skip
 DEFAULT = ("F01 adapters drawn by each rank", "F31 zero_grad missing", "F38 clipped by hand by the norm of a shard",
-           "F41 NaN hidden by nan_to_num", "F62 forward pass before the optimizer", "right", "whole last")  # fmt: skip
+           "F13 moment of one rank", "F41 NaN hidden by nan_to_num", "F62 forward pass before the optimizer",
+           "F89 average on one rank", "F89 shard of one rank changed", "F91 gradient of one rank", "right",
+           "whole last")  # fmt: skip
 """The right loop, and one fault of each mechanism that replicas do not have. The others are deep."""
 
 

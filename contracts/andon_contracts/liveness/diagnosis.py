@@ -228,7 +228,9 @@ def slowness(view: View, usual_s: float) -> str:
     """Which ranks the others wait for now, as one line. A rank that failed or is gone comes before a slow one."""
     usual = f"; a step usually takes {usual_s:.2g} s" if usual_s else ""
     fresh = view.fresh()
-    found = known_end(view) or _explained(view, view.patience(), ["followed"]) or _unheard(view)
+    # A rank that was stopped a moment ago delays no other rank yet.
+    unheard = view.patience(0.0 if view.link_error else view.silence_s)
+    found = known_end(view) or _explained(view, view.patience(), ["followed"]) or _explained(view, unheard, UNHEARD)
     if found:
         return f"{found}; {len(fresh)} wait{'s' * (len(fresh) == 1)}{usual}"
     if view.link_error:
@@ -248,16 +250,6 @@ def slowness(view: View, usual_s: float) -> str:
         exchange = f"exchange{'s' * (len(fresh) == 1)} data in {longest.where}"
         return f"{everyone} {exchange} {waited}: their connection is slow{usual}"
     return f"{everyone} {_is(fresh)} slow: {view.mine.doing}{usual}"
-
-
-def _unheard(view: View) -> str:
-    # A rank that was stopped a moment ago delays no other rank yet.
-    found, ranks = first_conclusion(view.concluded(view.patience(0.0 if view.link_error else view.silence_s)), UNHEARD)
-    if not ranks:
-        return ""
-    peer, have = view.statuses[ranks[0]], "has" if len(ranks) == 1 else "have"
-    what = f"{_is(ranks)} stopped" if found == "stopped" else f"{have} given no sign of life for {peer.silent_s:.1f} s"
-    return f"{view.name(ranks)} {what}, last seen in {peer.where}"
 
 
 def _is(ranks: Sized) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from andon_contracts.act import Scene, agreement
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.observe import Observer
+from andon_contracts.observe import Observer, norm_of, plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener
@@ -194,9 +195,9 @@ class Context:
         if self.world > 1 and self.replicas.cut:
             parts = len(set(self.replicas.parts))
             return Cover("live", f"between the {self.replicas.copies} replicas of each of {parts} parts")
-        if self.world > 1 and self.replicas.whole:
-            count = len(self.replicas.whole)
-            return Cover("degraded", f"the {count} tensors that every rank holds whole")
+        if self.world > 1 and self.subject.sharded and self.subject.every_rank_has_rows:
+            whole = f", and the {len(self.replicas.whole)} tensors that all hold whole" * bool(self.replicas.whole)
+            return Cover("degraded", f"of shards only how often each rank writes to its own{whole}")
         if self.world > 1 and self.subject.sharded:
             return Cover("not applicable", "no other rank holds the same shard")
         return self.between_ranks()
@@ -220,6 +221,9 @@ class OptimizerProbe:
         self.index = {id(p): index for index, p in enumerate(held)}
         self.held = frozenset(self.index)
         self.whole = [p for p in held if id(p) in context.replicas.whole]
+        shards = context.subject.shards if context.subject.every_rank_has_rows else {}
+        self.even = [p for p in held if id(p) in shards and p.numel() == plain(p).numel() * shards[id(p)].parts]
+        """Shards that have one size on all ranks: a loop may skip one that is empty on its rank."""
         self.layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start
@@ -241,9 +245,13 @@ class OptimizerProbe:
         return member and self._slot[self.names[member - 1]] + 1
 
     def norm_share(self, norm: float, *, gradients: bool = False) -> float:
-        """This rank's share of the 2-norm of all members for `ModelProbe.norm_of_all`. norm: of this rank's members."""
-        subject = self.context.subject
-        return subject.norm_share(self.members, self.context.world, gradients=gradients) if subject.sharded else norm
+        """The norm of this rank's members; of shards, a share: the sum of its squares is that of the whole norm."""
+        shards, by_parts = self.context.subject.shards, dict[int, list[Tensor]]()
+        for each in self.members if shards else ():
+            if (tensor := each.grad if gradients else each) is not None:
+                by_parts.setdefault(shards[id(each)].parts if id(each) in shards else 1, []).append(tensor)
+        share = math.sqrt(sum(norm_of(each) ** 2 * n / self.context.world for n, each in by_parts.items()))
+        return share if shards else norm
 
     def reduced(self) -> None:
         if self.full:

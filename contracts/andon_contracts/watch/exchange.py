@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from andon_contracts.agree import (
     minority,
 )
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Observations, Seen, by_rank
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, by_rank
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
-from andon_contracts.violation import named_ranks
+from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.model_probe import ModelProbe
 from andon_contracts.watch.values import text_digest
 
@@ -70,8 +70,6 @@ class Exchange:
         self.world_size = gather.world_size
         self.connect = gather.connect
         self.close = gather.close
-        self.comparable = True
-        """Whether all ranks hold the same tensors. If not, `first_difference` compares nothing."""
 
     def set_callbacks(
         self, raise_if_halted: Callable[[], None], lost: Callable[[BaseException], None], pending: PendingCollectives
@@ -155,8 +153,6 @@ class Exchange:
 
         tensor: None on a rank without one. If only some ranks have a tensor, the result names those without a `noun`.
         """
-        if not self.comparable:
-            return ""
         local = None if tensor is None else plain(tensor)
         words = None if local is None else element_bits(local).flatten()
         counts = [o.values["0"] for o in self(step, "sizes", {"0": -1 if words is None else words.numel()})]
@@ -208,12 +204,12 @@ class Replicas:
     @property
     def cut(self) -> bool:
         """True if there are several parts, each with replicas that can be compared."""
-        return len(set(self.parts)) > 1 and self.copies > 1
+        return self.mixed and self.copies > 1
 
     @property
     def mixed(self) -> bool:
         """True if digests of all of a rank's tensors cannot be compared with every other rank's."""
-        return self.cut or bool(self.whole)
+        return len(set(self.parts)) > 1
 
     def align(self, observations: Observations) -> Observations:
         """Replace digests by their `aligned` values, which are equal on all ranks if all replicas agree."""
@@ -277,3 +273,23 @@ def replicas_of(parts: Sequence[int], copies: Sequence[int]) -> Replicas:
             here = f"rank {rank} passed a group of {count}, but {alike} ranks passed one that begins at {part}"
             raise ValueError(f"replicate= must put every rank into exactly one group: {here}")
     return Replicas(tuple(parts))
+
+
+@torch.no_grad()  # autograd would give a new local tensor each time
+def writes(tensors: Iterable[Any]) -> int:
+    """Torch's number of in-place writes. One through a distributed tensor or its local part is counted there only."""
+    return sum(t._version + (t.to_local()._version if hasattr(t, "to_local") else 0) for t in tensors)
+
+
+def written_alike(clause: str, tensors: str, since: str) -> Law[Seen[object]]:
+    """The law that all ranks wrote to their shards equally often: no other rank has the same bits to compare."""
+    name, likely = f"{tensors} writes", "code that only some ranks run, as the load of a checkpoint, writes to shards"
+
+    def check(seen: Seen[object]) -> Finding | None:
+        if name not in seen.differing or "layout" in seen.differing:
+            return None
+        counts = seen.column(name)
+        what = f"since {since}, the ranks wrote to the shards of their {tensors} a different number of times"
+        return Finding(f"{what} ({by_rank(list(map(str, counts)))})", seen.step, minority(counts), likely=likely)
+
+    return Law(f"{clause}/writes", (name, "layout"), check, suspicion=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -205,7 +206,8 @@ class Recorder:
         return {n: f"{p.dtype} {[*p.shape]}" for n, p in self._subject.trainable.items()}
 
     def _norm(self, observations: Observations) -> Real:
-        return Real.of(self._subject.norm_of_all([real_of(o.values["norm share"]) for o in observations]))
+        shares = [real_of(o.values["norm share"]) for o in observations]
+        return Real.of(math.hypot(*shares) if self._subject.sharded else shares[0])
 
     def sketched(self, sums: Sequence[float], bits: int) -> None:
         """Write the sketch of the first gradient beside the ledger. bits: the coarsest significand of the run."""

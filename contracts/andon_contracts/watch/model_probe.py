@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from andon_contracts.observe import norm_of
 from andon_contracts.watch.values import is_flattened, text_digest
 
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
@@ -211,19 +209,6 @@ class ModelProbe:
         over_all = self.sharded and all(shard.parts * shard.copies == world for shard in self.shards.values())
         known = over_all and self.every_rank_has_rows
         return frozenset(map(id, self.parameters.values())) - self.shards.keys() if known else frozenset()
-
-    def norm_share(self, parameters: Iterable[torch.Tensor], world: int, *, gradients: bool) -> float:
-        """This rank's share: `norm_of_all(shares)` is the 2-norm of the whole parameters, or of their gradients."""
-        by_pieces: dict[int, list[torch.Tensor]] = {}
-        for each in parameters:
-            tensor = each.grad if gradients else each
-            if tensor is not None:
-                by_pieces.setdefault(self.shards[id(each)].parts if id(each) in self.shards else 1, []).append(tensor)
-        return math.sqrt(sum(norm_of(each) ** 2 * n / world for n, each in by_pieces.items()))
-
-    def norm_of_all(self, shares: Sequence[float]) -> float:
-        """The 2-norm of tensors from every rank's `norm_share`."""
-        return math.sqrt(sum(share**2 for share in shares)) if self.sharded else shares[0]
 
 
 class WrapperProbe:

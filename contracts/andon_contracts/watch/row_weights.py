@@ -60,10 +60,13 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     kind = torch.finfo(gradient.dtype)
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z, g = logits.to(exact), gradient.to(exact)
-    log_p = z.log_softmax(1)
-    # Of two elements that are almost all there is, the negative one is the label's: most weights are positive.
-    label = torch.maximum(g, g * -_TIE).argmax(1, keepdim=True)
-    others = log_p.exp().scatter(1, label, 0.0)
+    log_p, lowest = z.log_softmax(1), g.argmin(1, keepdim=True)
+    p = log_p.exp()
+    # Of two elements that are almost all there is, the negative one is the label's: most weights are positive. If the
+    # model is certain of the label, rounding may have made it the smaller one.
+    lost = _ROUNDED * g.clamp(min=0).sum(1, keepdim=True) / p.scatter(1, lowest, 0.0).sum(1, keepdim=True)
+    label = torch.maximum(g, lost - g * _TIE).argmax(1, keepdim=True)
+    others = p.scatter(1, label, 0.0)
     rest, own = others.sum(1, keepdim=True), g.gather(1, label)
     g = g.scatter(1, label, 0.0)
     weight = torch.where(rest > _CONFIDENT, -own, g.sum(1, keepdim=True)) / rest

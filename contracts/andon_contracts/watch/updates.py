@@ -308,7 +308,8 @@ def _report(
         if named is None:
             return scene
         noun = "gradient" if violation.clause == "gradients-agree" else "tensor"
-        element = exchange.first_difference(seen.step, named.get(name), noun)
+        # Of different parts of a model, elements cannot be compared.
+        element = "" if context.replicas.cut else exchange.first_difference(seen.step, named.get(name), noun)
         return replace(scene, element=" ".join(filter(None, [key, element])))
 
     verdicts.report_all(judgement, scene, locate, {} if probe is None else {"ids": list(context.rows.ids)})

@@ -61,7 +61,6 @@ class Watch:
     ) -> None:
         self.settings, self.closed = settings, False
         self._context = context = Context(subject, settings, exchange, replicas, halt)
-        exchange.comparable = not replicas.cut
         add_checks(context, optimizers)
         covers = {"halt-together": context.between_ranks(), "clip-once": declared(settings.clip, "clip=")}
         sharded = subject.sharded and settings.reference is None  # no use to advise it
@@ -232,17 +231,12 @@ class Watch:
             tensors = f"{counted(beside, 'tensor')} in the optimizers that are not parameters of the model"
             lines.append(f"  not watched: the updates of {tensors}")
         if subject.sharded and world > 1 and not self._context.replicas.cut:
-            lines.append("  not watched: bits of shards and of their optimizer state that change on one rank only")
+            lines.append("  not watched: shards and their states that change on one rank by no counted write of torch")
         if earlier := self._context.recorder.earlier:
             lines.append(f"  ledger {earlier}: has an earlier run, which this one continues, or begins anew at step 1")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]
-        launched = os.environ.get("WORLD_SIZE", "")
-        joined = dist.is_available() and dist.is_initialized()
-        if not joined and launched.isdecimal() and int(launched) > 1:
-            apart = "but no process group was made: the ranks train separately and are not compared"
-            lines.append(f"  warning: WORLD_SIZE is {launched}, {apart}")
         self._say(lines)
 
     # the hooks, in the order in which a step meets them

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of, real_of
-from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.laws.law import Law, Observations, Seen, by_rank
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.violation import Finding
@@ -87,17 +87,10 @@ def _by_all_ranks(seen: Seen[object]) -> Finding | None:
 
 
 def _of_whole_gradient(seen: Seen[object]) -> Finding | None:
-    used, own, shares = (list(map(real_of, seen.column(f"clip norm{part}"))) for part in ("", " own", " share"))
-    whole = math.hypot(*shares)
-
-    def differ(norm: float, other: float) -> bool:
-        return not math.isclose(norm, other, rel_tol=_NORM_TOLERANCE)
-
-    # A norm of another order, or of other gradients, is neither the whole's nor this rank's.
-    if any(map(differ, used, own)) or not any(differ(norm, whole) for norm in used):
+    norms = list(map(real_of, seen.column("clip norm")))
+    if not all(norms) or max(norms) - min(norms) <= _NORM_TOLERANCE * max(norms):
         return None
-    shown = ", ".join(f"rank {rank}: {norm:.6g}" for rank, norm in enumerate(used))
-    what = f"each rank clipped by the norm of its own shard ({shown}); that of the whole gradient is {whole:.6g}"
+    what = f"each rank clipped by the norm of its own shard ({by_rank([f'{norm:.6g}' for norm in norms])})"
     return Finding(what, seen.step, (), "gradient", likely=_LOCAL)
 
 
@@ -112,7 +105,7 @@ def _scaled_alike(seen: Seen[object]) -> Finding | None:
 
 _PLACE = (
     Law("clip-placed/before", ("clipping",), _not_early),
-    Law("clip-placed/whole", ("clip norm", "clip norm own", "clip norm share"), _of_whole_gradient),
+    Law("clip-placed/whole", ("clip norm",), _of_whole_gradient),
     Law("clip-placed/micro-batch", ("clipping",), _not_by_micro_batch, suspicion=True),
     Law("clip-placed/scaled", ("shard factor",), _scaled_alike, suspicion=True),
 )
@@ -128,8 +121,7 @@ class ClipPlace(Check):
         self._clipped: dict[int, tuple[Tensor, int]] = {}
         """By id: a clipped parameter, and the number of forward passes before its clip call."""
         self._discards = self._calls = 0
-        self._norms = (0.0, 0.0, 0.0)
-        """Of a clip call over shards: the norm that the loop used, that of its gradients here, and the rank's share."""
+        self._norm = 0.0  # of a clip call over shards, if it is that of this rank's gradients alone
 
     def cover(self) -> Mapping[str, Cover]:
         return {"clip-placed": LIVE}
@@ -149,13 +141,12 @@ class ClipPlace(Check):
         self._clipped.update({id(each): (each, now) for each in members if each.grad is not None})
         if self._clipped:
             self._calls |= _CLIPPED
-        subject, world = self.context.subject, self.context.world
         sampled = any(self.context.settings.is_sampled(probe.updates + 1) for probe in self.context.probes)
         # A distributed norm becomes that of the whole in torch's own arithmetic.
-        of_shards = any(id(each) in subject.shards for each in members) and not hasattr(norm, "full_tensor")
+        of_shards = not hasattr(norm, "full_tensor") and any(id(p) in self.context.subject.shards for p in members)
         if norm is not None and sampled and of_shards:
             own = norm_of(each.grad for each in parameters if each.grad is not None)
-            self._norms = float(norm), own, subject.norm_share(parameters, world, gradients=True)
+            self._norm = own if math.isclose(float(norm), own, rel_tol=_NORM_TOLERANCE) else 0.0
 
     def reducing(self, tensor: Tensor, group: object, waits: bool) -> None:
         is_clipped = any(same_memory(tensor, each.grad) for each, _ in self._clipped.values())
@@ -168,8 +159,7 @@ class ClipPlace(Check):
             self._calls |= _SCALED
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        names = ("clip norm", "clip norm own", "clip norm share")
-        return {"clipping": self._calls, **dict(zip(names, map(bits_of, self._norms), strict=True))}
+        return {"clipping": self._calls, "clip norm": bits_of(self._norm)}
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         verdicts, seen = self.context.verdicts, Seen[object](said, None)
@@ -179,7 +169,7 @@ class ClipPlace(Check):
 
     def new_window(self, probe: OptimizerProbe | None = None) -> None:
         self._clipped.clear()
-        self._discards, self._calls, self._norms = self.context.rows.discarded, 0, (0.0, 0.0, 0.0)
+        self._discards, self._calls, self._norm = self.context.rows.discarded, 0, 0.0
 
     def discarded(self, probe: OptimizerProbe) -> None:
         self._clipped = {key: clip for key, clip in self._clipped.items() if key not in probe.held}
@@ -220,8 +210,8 @@ class Clipping(Check):
 
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         held = self._probe.held
-        unused = norm is None or self._limit is None or not self._probe.full
-        if norm is None or unused or self.context.muted or held.isdisjoint(map(id, parameters)):
+        aside = not self._probe.full or self.context.muted or held.isdisjoint(map(id, parameters))
+        if aside or norm is None or self._limit is None:
             return
         gradients = [plain(p.grad) for p in parameters if p.grad is not None]
         members = frozenset(self._probe.index[id(p)] for p in parameters if p.grad is not None and id(p) in held)

@@ -79,14 +79,17 @@ class ModelCopies(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._copies = Copies(context.subject)
-        self._disabled = context.subject.sharded or not context.ranks_have_own_rows
+        self._disabled = not context.ranks_have_own_rows
 
     def ranks_met(self) -> None:
         self._copies.portable = self.context.portable
 
     def cover(self) -> Mapping[str, Cover]:
-        dark = Cover("not observable", "each rank copies its own shards")
-        return {"copies-agree": dark if self.context.subject.sharded else self.context.between_ranks()}
+        if not self.context.subject.sharded:
+            return {"copies-agree": self.context.between_ranks()}
+        what = "each rank copies its own shards"
+        part = Cover("degraded", f"{what}: only whether it updates them is compared")
+        return {"copies-agree": Cover("not observable", what) if self._disabled else part}
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         try:
@@ -101,10 +104,10 @@ class ModelCopies(Check):
         context, step = self.context, said[0].step
         if not context.ranks_have_own_rows or COPIES_AGREE[0].clause not in context.verdicts.live:
             return
-        seen = Seen[object](said, None)
+        seen = Seen[object](aligned, None)
         if any(law.check(seen) is not None for law in COPIES_AGREE):
             sketches = context.exchange(step, "copies", {}, self._copies.sketches())
-            seen = Seen(self._copies.merge_rounded(said, sketches, self.context.steps + 1), None)
+            seen = Seen(self._copies.merge_rounded(aligned, sketches, self.context.steps + 1), None)
         context.verdicts.judge(COPIES_AGREE, seen, context.scene())
 
     def closing_lines(self) -> list[str]:
@@ -169,6 +172,8 @@ class Copies:
         self._samples = self._samples if due else {}
         differs = [far or (bool(before) and not equal and state not in before) for state, equal, far, _ in seen]
         changed = sum(1 << place for place, each in enumerate(differs) if each)
+        # The bits of shards cannot be compared, but which copies the loop updates can.
+        states = [1 + each for each in differs] if self._subject.sharded else states
         copies = {f"copy {place}": state for place, state in enumerate([*states, *[0] * MAX_COPIES][:MAX_COPIES])}
         return {**copies, "copies changed": changed, "copies far": int(any(far for _, _, far, _ in seen))}
 

@@ -22,9 +22,10 @@ from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
 from andon_contracts.watch.checks.clipping import UNEVEN, Clipping
 from andon_contracts.watch.checks.token_weights import TokenWeights
+from andon_contracts.watch.exchange import writes, written_alike
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
 from andon_contracts.watch.model_probe import ForwardHook
-from andon_contracts.watch.values import is_flattened, text_digest
+from andon_contracts.watch.values import text_digest
 
 _CALLED = 2
 """A parameter without a gradient is reported after its module was called in this number of windows."""
@@ -75,6 +76,7 @@ class Gradients(Check):
         none_has("gradient-present/before", "missing", _MISSING, suspicion=True),
         Law("collectives-agree/before", ("strided", "collectives"), _collectives_agree),
         GRADIENTS_AGREE,
+        written_alike("gradients-agree", "gradient", "its reduction"),
         Law("finite/norm", ("norm",), _norm_finite),
     )
 
@@ -104,6 +106,7 @@ class Gradients(Check):
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}
         self._windows = 0
         self._shards = ShardGradients(self._probe)
+        self._writes: int | None = None  # to shards' gradients, when a backward pass of this window last ended
         self._called: set[int] = set()
         self._windows_called: Counter[int] = Counter()
         self._call_hooks: defaultdict[int, list[RemovableHandle]] = defaultdict(list)
@@ -131,12 +134,8 @@ class Gradients(Check):
             if index is not None:
                 hook = slot.owner.register_forward_pre_hook(ForwardHook(partial(self._module_called, index)))
                 self._call_hooks[index].append(hook)
-        return [self._remove_hooks, _intercept_zero(probe.optimizer, self._zeroed)]
-
-    def _remove_hooks(self) -> None:
-        self.raw_hooks.close()
-        for handle in chain.from_iterable(self._call_hooks.values()):
-            handle.remove()
+        removals = [hook.remove for hook in chain.from_iterable(self._call_hooks.values())]
+        return [self.raw_hooks.close, *removals, _intercept_zero(probe.optimizer, self._zeroed)]
 
     def _zeroed(self) -> None:
         rows = self.context.rows
@@ -159,6 +158,7 @@ class Gradients(Check):
             self.raw_hooks.pass_ended()
             if self._probe.full:
                 self._shards.backward_ended()
+                self._writes = self._count_writes()
             if self.raw_hooks.gradient_arrived:
                 self._scale.backward_reached_optimizer()
 
@@ -202,6 +202,9 @@ class Gradients(Check):
     def meanwhile(self, probe: OptimizerProbe) -> Values:
         return {"collectives": text_digest(self._reductions.calls), "strided": probe.place(self._reductions.strided)}
 
+    def _count_writes(self) -> int:
+        return writes(p.grad for p in self._probe.even if p.grad is not None)
+
     def before(self, probe: OptimizerProbe) -> Values:
         look, raw, shards = self._look, self.raw_hooks.read(), self._shards.read()
         nonfinite = raw.nonfinite or shards.nonfinite
@@ -232,6 +235,7 @@ class Gradients(Check):
             "clipped": bits_of(norms[1]),
             "stale": probe.place(raw.stale or shards.stale),
             "shard factor": bits_of(self._shards.factor()),
+            "gradient writes": 0 if self._writes is None else abs(self._count_writes() - self._writes),
             "raw": raw.fingerprint,
             "missing": probe.place(self._first_missing()),
         }
@@ -283,7 +287,7 @@ class Gradients(Check):
         self.discarded(probe)
 
     def discarded(self, probe: OptimizerProbe) -> None:
-        self._loop_norm, self._reduced = None, None
+        self._loop_norm, self._reduced, self._writes = None, None, None
         self._reductions.clear()
         self._shards.clear()
 
@@ -299,9 +303,7 @@ class ShardGradients:
         shards = probe.context.subject.shards
         self._members = {index: p for index, p in enumerate(probe.members) if id(p) in shards}
         self._extremes = Extremes()
-        # FSDP1 with the original parameters: ranks have parts of different ones, which a loop may scale differently.
-        alike = [p for p in self._members.values() if not is_flattened(p) or getattr(p, "_is_flat_param", False)]
-        self._largest = max(alike, key=Tensor.numel, default=None)
+        self._largest = max(probe.even, key=Tensor.numel, default=None)
         self.clear()
 
     def clear(self) -> None:
@@ -349,9 +351,7 @@ class ShardGradients:
 
     def factor(self) -> float:
         """By what the loop scaled the largest gradient after the reduction; 0: by no one factor, or unknown."""
-        if len(self._scaled) < 2:
-            return 0.0
-        before, after = self._scaled
+        before, after = self._scaled if len(self._scaled) > 1 else [torch.empty(0, device="cpu")] * 2
         used = before != 0
         if len(before) != len(after) or int(used.sum()) < _FEWEST:
             return 0.0

@@ -20,6 +20,7 @@ from andon_contracts.laws.update import OPTIMIZERS
 from andon_contracts.observe import Look, Observer, extremes, plain, to_floats
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, declared, indexed, none_has
+from andon_contracts.watch.exchange import writes, written_alike
 from andon_contracts.watch.values import learning_rate_of, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
@@ -81,6 +82,7 @@ class Optimizer(Check):
             "groups-planned/before", "ungrouped", "does not have the hyperparameters that groups= declares for its name"
         ),
         agreeing("scaler-agrees/before", ("scale",), "the loss scales are not the same", real=True),
+        written_alike("optimizers-agree", "optimizer state", "the last update"),
     )
     after_laws = (OPTIMIZERS,)
 
@@ -89,6 +91,7 @@ class Optimizer(Check):
         self._states = [OptimizerState(probe.optimizer, members) for members in (probe.members, probe.whole)]
         self.observers = [state.observer for state in self._states]
         self._looks: list[Look]
+        self._writes = self._state_writes(probe)
         group_of = {id(p): g for g, group in enumerate(probe.optimizer.param_groups) for p in group["params"]}
         self._declared = [
             (index, group_of[id(parameter)], key, value)
@@ -127,14 +130,21 @@ class Optimizer(Check):
             "planned": bits_of(planned),
             "ungrouped": probe.place(next(wrong, -1) + 1),
             "scale": 0 if settings.scaler is None else bits_of(float(settings.scaler.get_scale())),
+            "optimizer state writes": abs(self._state_writes(probe) - self._writes) * probe.saw_previous,
         }
+
+    def _state_writes(self, probe: OptimizerProbe) -> int:
+        tensors: list[Tensor] = []
+        for member in probe.even:
+            state_tensors(probe.optimizer.state.get(member), tensors, [])
+        return writes(tensors)
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._looks = [state.look() for state in self._states]
         return [look.device_sums for look in self._looks]
 
     def after(self, probe: OptimizerProbe) -> Callable[[], Values]:
-        (look, whole), updates = self._looks, probe.updates
+        (look, whole), updates, self._writes = self._looks, probe.updates, self._state_writes(probe)
         return lambda: {"optimizer": look.digest, "whole optimizer": whole.digest, "updates": updates}
 
 

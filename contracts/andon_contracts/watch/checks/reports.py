@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from andon_contracts.agree import bits_of, majority, minority, real_of
-from andon_contracts.laws.law import Law, Observations, Seen, unless_all
+from andon_contracts.laws.law import Law, Observations, Seen, agreeing, unless_all
 from andon_contracts.observe import flat_digest
 from andon_contracts.violation import Finding, named_ranks
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
@@ -74,13 +74,6 @@ def _contents_planned(batch: ReportedRows) -> Finding | None:
     return Finding(what, batch.step, unless_all((rank for rank, _ in odd), len(batch.ids)), f"row {odd[0][1]}")
 
 
-def _same_data(seen: Seen[object]) -> Finding | None:
-    if "data" not in seen.differing:
-        return None
-    what = "the ranks' data sets have different content for the same rows"
-    return Finding(what, seen.step, minority(seen.column("data")), "data set")
-
-
 def _loss_reported(seen: Seen[object]) -> Finding | None:
     rows = sum(seen.column("loss rows"))
     if not rows:  # no rank called `w.loss`: nothing to compare with
@@ -129,7 +122,8 @@ def text_of(value: object) -> str:
 
 _ROWS = (Law("samples-once/told", ("ids",), _rows_once),)
 _CONTENTS = (Law("content-planned/told", ("contents",), _contents_planned),)
-_DATA = (Law("content-planned/data", ("data",), _same_data),)
+_OTHER = "the ranks' data sets have different content for the same rows"
+_DATA = (agreeing("content-planned/data", ("data set",), _OTHER),)
 _STREAMS = tuple(f"stream {index}{must}" for index in range(EXPECTED) for must in (" must", ""))
 _EXPECTED = (Law("randomness-declared/before", _STREAMS, _as_expected),)
 
@@ -192,7 +186,7 @@ class LoopReports(Check):
             self._judge_data(0, contents_of(contents(ids), len(ids)))
 
     def _judge_data(self, step: int, contents: Sequence[int]) -> None:
-        seen = self.context.exchange(step, "data", {"data": text_digest(contents)})
+        seen = self.context.exchange(step, "data", {"data set": text_digest(contents)})
         self.context.verdicts.judge(_DATA, Seen[object](seen, None), self.context.scene())
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:

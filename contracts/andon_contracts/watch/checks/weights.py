@@ -24,6 +24,7 @@ from andon_contracts.legible import counted
 from andon_contracts.observe import Look, Observer
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import Check, Context, Cover, OptimizerProbe, Values
+from andon_contracts.watch.exchange import writes, written_alike
 
 _SEVERAL = 2
 """After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
@@ -66,7 +67,7 @@ _MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
 
 
 class Weights(Check):
-    before_laws = (REPLICAS,)
+    before_laws = (REPLICAS, written_alike("replicas-agree", "weights", "the last update"))
     after_laws = (REPLICAS,)
 
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
@@ -83,7 +84,7 @@ class Weights(Check):
         self._marks: list[int] = []
         self._touched = False
         """Whether the weights were written between updates since they were last read."""
-        self._elements_reduced = 0
+        self._elements_reduced, self._writes = 0, writes(probe.even)
         self.written = False
         """Whether the weights were written between the last update and this one."""
 
@@ -132,7 +133,7 @@ class Weights(Check):
             members = probe.whole or probe.members
             known = self._elements_reduced >= sum(p.numel() for p in members if p.grad is not None) / 2
         reducer = Reducer.KNOWN if known else Reducer.LEFT_OUT if wrappers else Reducer.UNKNOWN
-        return {"reduces": reducer.value}
+        return {"reduces": reducer.value, "weights writes": abs(writes(probe.even) - self._writes)}
 
     def before(self, probe: OptimizerProbe) -> Values:
         values = self._at_closure or self._values()
@@ -174,7 +175,7 @@ class Weights(Check):
             self._marks = version_marks(probe.members)
 
     def new_window(self, probe: OptimizerProbe) -> None:
-        self._elements_reduced = 0
+        self._elements_reduced, self._writes = 0, writes(probe.even if probe.full else ())
         for wrapper in self.context.subject.reducers:
             wrapper.new_window()
 
