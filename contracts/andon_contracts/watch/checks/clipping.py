@@ -140,11 +140,12 @@ class ClipPlace(Check):
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         if not self.context.full:
             return
-        members = [each for each in parameters if any(id(each) in probe.held for probe in self.context.probes)]
+        held = frozenset[int]().union(*(probe.held for probe in self.context.probes))
+        members = [each for each in parameters if id(each) in held]
         if self.context.rows.discarded != self._discards:
             self.new_window()
         now = self._forwards
-        if any(self._clipped.get(id(each), (each, now))[1] < now for each in members):
+        if self._clipped and any(self._clipped.get(id(each), (each, now))[1] < now for each in members):
             self._calls |= _UNFINISHED
         self._clipped.update({id(each): (each, now) for each in members if each.grad is not None})
         if self._clipped:
@@ -152,7 +153,7 @@ class ClipPlace(Check):
         subject, world = self.context.subject, self.context.world
         sampled = any(self.context.settings.is_sampled(probe.updates + 1) for probe in self.context.probes)
         # A distributed norm becomes that of the whole in torch's own arithmetic.
-        of_shards = any(id(each) in subject.shards for each in members) and not hasattr(norm, "full_tensor")
+        of_shards = not subject.shards.keys().isdisjoint(map(id, members)) and not hasattr(norm, "full_tensor")
         if norm is not None and sampled and of_shards:
             own = norm_of(each.grad for each in parameters if each.grad is not None)
             self._norms = float(norm), own, subject.norm_share(parameters, world, gradients=True)

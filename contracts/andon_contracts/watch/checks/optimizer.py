@@ -177,7 +177,7 @@ class OptimizerState:
             state_tensors(self._optimizer.state.get(member), tensors, rest)
         # Tensors of whole 8-byte words come first. After a step count of 4 bytes, a GPU would have to copy all moments
         # to align them.
-        tensors.sort(key=lambda each: each.nbytes % 8 != 0)
+        tensors = [t for t in tensors if not t.nbytes % 8] + [t for t in tensors if t.nbytes % 8]
         return self.observer.look(tensors, extra=lenient_digest(rest))
 
 
