@@ -195,8 +195,7 @@ class Observer:
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
         with torch.no_grad():
-            read = tensors
-            # One pass in C for each question, because there are hundreds of tensors.
+            read = tensors  # sets ask hundreds of tensors without a loop
             if not (DENSE_TYPES.issuperset(map(type, tensors)) and _READ_AS_IS.issuperset(map(_kind_of, tensors))):
                 read = [plain(each).resolve_conj().resolve_neg() for each in tensors]
             layout = [*map(_dtype_of, read), *map(Tensor.numel, read), *map(_device_of, read)]

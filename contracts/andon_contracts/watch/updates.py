@@ -146,8 +146,7 @@ class Updates:
             for check in checks:
                 aligned = check.align(aligned)
             self._aligned, seen = aligned, Seen[object](aligned, None, context.subject.names)
-            deferred = (check.deferred(seen) for check in (checks if in_lockstep(aligned) else ()))
-            not_due = frozenset[str]().union(*deferred)
+            not_due = frozenset[str]().union(*(c.deferred(seen) for c in (checks if in_lockstep(aligned) else ())))
             laws = [law for law in self._before_laws[probe] if law.clause not in not_due]
             judgement = context.verdicts.judgement(laws, seen)
             if judgement.first is not None:
