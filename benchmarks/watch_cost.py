@@ -1,22 +1,19 @@
 """The cost of `andon.watch` to a loop: `torchrun --standalone --nproc-per-node 2 -m benchmarks.watch_cost`.
 
-Each process holds replicas of one loop (clipping, AdamW, dropout) with the same weights and masks: one is watched, two
-are not. On the same rows each takes a block of steps, in an order that rotates. The second unwatched one is a control.
-The watch is detached while an unwatched replica steps. A block lasts from a barrier until its slowest rank and device
-are done. The program prints median ratios, each with an interval that contains the median of 95 % of such samples,
-ratios of means, and the difference in milliseconds, for wall time and for processor time of the loop's thread, which
-depends less on other load. It also prints whether all replicas end with the same weights.
+Each process holds two replicas of one loop (clipping, AdamW, dropout) with the same weights and masks. One is watched.
+On the same rows each takes a block of steps, in an order that alternates: a round. The watch is detached while the
+other replica steps. A block lasts from a barrier until its slowest rank and device are done. The program prints each
+round, then the median ratio with an interval that contains the median of 95 % of such samples, the ratio of means, and
+the difference in milliseconds, of wall time and of processor time of the loop's thread, which other load affects less.
 
-On a CPU the loop is a small encoder under DDP over gloo. On GPUs it is a Qwen3 shape in bf16 (`--shape 0.6b`,
-`0.6b-lora`, `4b-lora`) under DDP or FSDP2 (`--wrap`). There the control is the unwatched replica again, and a profile
-shows the launches and the device time that the watch adds to a step. `--shape tiny` and `tiny-lora` run on a CPU.
+On a CPU the loop is a small encoder under DDP over gloo, and the program prints whether both replicas end with the same
+weights. On GPUs it is a Qwen3 shape in bf16 (`--shape 0.6b`, `0.6b-lora`, `4b-lora`) under DDP or FSDP2 (`--wrap`), and
+`--profile` shows the launches and the device time that the watch adds. `--shape tiny` and `tiny-lora` run on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import math
 import os
 import statistics
@@ -29,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import andon
@@ -38,7 +36,8 @@ from andon_contracts.watch.pace import FULL
 from benchmarks.gpu_job import SHAPES, device_here, model_of, now_on_all, rest
 from benchmarks.runs import table
 
-ROLES = ("watched", "unwatched", "control")
+_CUDA = torch.cuda.is_available()
+ROLES = ("watched", "unwatched")
 QWEN = {
     "0.6b": ("0.6b", "none"),
     "0.6b-lora": ("0.6b", "lora"),
@@ -47,8 +46,7 @@ QWEN = {
     "tiny-lora": ("tiny", "lora"),
 }
 """A shape of `gpu_job` and its adapter."""
-_CUDA = torch.cuda.is_available()
-_WARM_UP, _STEPS = 2 if _CUDA else 6, 16
+_WARM_UP, _STEPS = 1 if _CUDA else 6, 16
 """Rounds that are not counted, and steps of a block, of which the watch reads at least one in full."""
 _TOKENS, _LENGTH, _CLASSES, _WIDTH = 512, 48, 4, 96
 
@@ -78,11 +76,8 @@ class Loop:
         else:
             self.model = Encoder()
         if wrap == "ddp":
-            places = [device] if device.type == "cuda" else None
-            self.model = DistributedDataParallel(self.model, device_ids=places, broadcast_buffers=self.qwen is None)
+            self.model = DistributedDataParallel(self.model, [device] if _CUDA else None, broadcast_buffers=False)
         elif wrap == "fsdp":
-            from torch.distributed.fsdp import fully_shard
-
             for module in self.model.modules():
                 if type(module).__name__ == "Qwen3DecoderLayer":
                     fully_shard(module)
@@ -108,42 +103,47 @@ class Loop:
 class Bench:
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self.options, self.device, self.number = options, device, 0
-        made = [Loop(options.shape, options.wrap, options.rows, device) for _ in ROLES[: 2 if _CUDA else 3]]
-        self.loops = dict(zip(ROLES, [*made, made[1]], strict=False))
+        self.began = time.perf_counter()
+        self.loops = {role: Loop(options.shape, options.wrap, options.rows, device) for role in ROLES}
         watched = self.loops["watched"]
         self.watch: Watch = andon.watch(watched.model, watched.optimizer, budget=options.budget or None)
 
     def block(self, role: str) -> tuple[float, float]:
-        if role != "watched":
-            unlisten(*self.watch.listeners)
-        try:
-            start, used = now_on_all(self.device), time.thread_time()
-            for step in range(_STEPS):
-                self.loops[role].step(self.number + step)
-            rest(self.device)
-            return (time.perf_counter() - start) / _STEPS, (time.thread_time() - used) / _STEPS
-        finally:
-            if role != "watched":
-                listen(*self.watch.listeners)
+        unlisten(*self.watch.listeners)
+        if role == "watched":
+            listen(*self.watch.listeners)
+        start, used = now_on_all(self.device), time.thread_time()
+        for step in range(_STEPS):
+            self.loops[role].step(self.number + step)
+        rest(self.device)
+        return (time.perf_counter() - start) / _STEPS, (time.thread_time() - used) / _STEPS
 
     def measure(self) -> dict[str, Any]:
         wall, busy = ({role: list[float]() for role in ROLES} for _ in range(2))
-        for number in range(FULL if _CUDA else 0):  # on a CPU all replicas take the same steps
+        for number in range(FULL if _CUDA else 0):  # on a CPU both replicas take the same steps
             self.loops["watched"].step(number)
-        orders = list(itertools.permutations(ROLES))
         for turn in range(_WARM_UP + self.options.pairs):
             self.number += _STEPS
-            for role in orders[turn % len(orders)]:
-                seconds, used = self.block(role)
-                wall[role].append(seconds)
-                busy[role].append(used)
-        weights = {role: [p.detach() for p in loop.trained] for role, loop in self.loops.items()}
-        found = compared({role: self._slowest(each) for role, each in wall.items()}, "")
+            for role in ROLES[:: 1 - 2 * (turn % 2)]:
+                for times, seconds in zip((wall, busy), self.block(role), strict=True):
+                    times[role].append(seconds)
+            if self._is_late(f"round {turn}: {' and '.join(f'{1e3 * wall[r][-1]:.2f}' for r in ROLES)} ms", turn):
+                break
+        mine, others = (loop.trained for loop in self.loops.values())
+        found: dict[str, Any] = {"rounds": len(wall["watched"]) - _WARM_UP, "trained_tensors": len(mine)}
+        found |= compared({role: self._slowest(each) for role, each in wall.items()}, "")
         found |= compared({role: self._slowest(each) for role, each in busy.items()}, "processor_")
-        found["trained_tensors"] = len(weights["watched"])
         if _CUDA:
-            return found | {"launches_and_ms_added": self._added()}
-        return found | {"same_weights_as_unwatched": all(map(torch.equal, weights["watched"], weights["unwatched"]))}
+            return found | ({"launches_and_ms_added": self._added()} if self.options.profile else {})
+        return found | {"same_weights_as_unwatched": all(map(torch.equal, mine, others))}
+
+    def _is_late(self, shown: str, turn: int) -> bool:  # rank 0 decides
+        spent = torch.tensor(time.perf_counter() - self.began, device=self.device)
+        if dist.is_initialized():
+            dist.broadcast(spent, 0)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{shown} a step, after {float(spent):.0f} s", flush=True)
+        return turn >= _WARM_UP and float(spent) > self.options.seconds
 
     def _slowest(self, seconds: list[float]) -> list[float]:
         found = torch.tensor(seconds[_WARM_UP:], dtype=torch.float64, device=self.device)
@@ -156,7 +156,7 @@ class Bench:
         from torch.profiler import ProfilerActivity, profile
 
         counts = {}
-        for role in ROLES[:2]:
+        for role in ROLES:
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
                 self.block(role)
             # The range that a trace puts around an optimizer's step is not a kernel.
@@ -167,10 +167,9 @@ class Bench:
 
 def compared(seconds: dict[str, list[float]], prefix: str) -> dict[str, Any]:
     found: dict[str, Any] = {f"{prefix}{role}_ms": round(1e3 * statistics.median(seconds[role]), 3) for role in ROLES}
-    for role in ("watched", "control"):
-        ratios = [a / b for a, b in zip(seconds[role], seconds["unwatched"], strict=True)]
-        low, high = median_interval(ratios)
-        found[f"{prefix}{role}_over_unwatched"] = f"{statistics.median(ratios):.4f} in [{low:.4f}, {high:.4f}]"
+    ratios = [a / b for a, b in zip(seconds["watched"], seconds["unwatched"], strict=True)]
+    low, high = median_interval(ratios)
+    found[f"{prefix}watched_over_unwatched"] = f"{statistics.median(ratios):.4f} in [{low:.4f}, {high:.4f}]"
     found[f"{prefix}mean_ratio"] = round(sum(seconds["watched"]) / sum(seconds["unwatched"]), 4)
     extra = [a - b for a, b in zip(seconds["watched"], seconds["unwatched"], strict=True)]
     return found | {f"{prefix}extra_ms": round(1e3 * statistics.median(extra), 3)}
@@ -189,7 +188,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("encoder", *QWEN), default="0.6b" if _CUDA else "encoder")
     parser.add_argument("--wrap", choices=("ddp", "fsdp", "none"), default="ddp" if ranks else "none")
-    parser.add_argument("--pairs", type=int, default=12 if _CUDA else 20, help="rounds")
+    parser.add_argument("--pairs", type=int, default=12 if _CUDA else 20, help="rounds, at most")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further round after this time")
+    parser.add_argument("--profile", action="store_true", help="on GPUs: profile a block of each role at the end")
     parser.add_argument("--budget", type=float, default=0.01, help="`budget=` of the watch; 0: every update in full")
     parser.add_argument("--rows", type=int, default=16, help="rows of a rank's batch")
     options = parser.parse_args()
@@ -201,7 +202,6 @@ def main() -> int:
         found = bench.measure()
     if not ranks or dist.get_rank() == 0:
         print(table(["what", "figure"], [[name, value] for name, value in found.items()]))
-        print(json.dumps({**vars(options), **found}))
     if ranks:
         dist.barrier()
         dist.destroy_process_group()

@@ -18,10 +18,11 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch._C._nn import flatten_dense_tensors
 
 from andon_contracts.digest import WORD, checksum, kernels, word_sum_tensor
 
-DENSE_TYPES = (Tensor, torch.nn.Parameter)  # their tensors hold the elements themselves, unless they are sparse
+DENSE_TYPES = frozenset((Tensor, torch.nn.Parameter))  # they hold the elements themselves, unless they are sparse
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP_BYTES = 1 << 19  # tensors are copied and read together up to this size, because it fits the cache of a CPU
 _SMALL_BYTES = 1 << 18  # larger tensors are read alone
@@ -30,7 +31,8 @@ _PIECE = 1 << 20  # elements that are squared at once: their fp32 squares (4 MiB
 _SUMS = 64  # the partial sums per piece that Python adds exactly
 _LEAST = 1e-20  # a smaller sum of fp32 squares may have lost squares that are too small for fp32
 _WITH_VALUES = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_dtype_of, _device_of = attrgetter("dtype"), attrgetter("device")
+_READ_AS_IS = frozenset((dtype, torch.strided, False) for dtype in (*FLOATS, torch.float64, torch.int64, torch.bool))
+_kind_of, _dtype_of, _device_of = attrgetter("dtype", "layout", "is_nested"), attrgetter("dtype"), attrgetter("device")
 
 
 def to_cpu(*lists: list[Tensor]) -> None:
@@ -50,7 +52,7 @@ def start_to_cpu(*lists: list[Tensor]) -> Callable[[], None]:
         # Wide elements come first, so that each tensor is aligned for its dtype.
         slots.sort(key=lambda slot: -slot[0][slot[1]].element_size())
         tensors = [holder[index].detach() for holder, index in slots]
-        joined = _cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+        joined = flatten_dense_tensors([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
         if device.type == "cuda":
             raw = torch.empty(joined.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
             raw.copy_(joined, non_blocking=True)
@@ -73,12 +75,9 @@ def start_to_cpu(*lists: list[Tensor]) -> Callable[[], None]:
 
 def to_floats(scalars: Sequence[Tensor]) -> list[float]:
     """The values of 0-dim tensors of one dtype. Waits once if all are on one device, else once for each of them."""
-    if len(scalars) <= 1:
-        return [scalar.item() for scalar in scalars]  # a stack would need one more launch
-    if len({scalar.device for scalar in scalars}) > 1:
-        scalars = [scalar.cpu() for scalar in scalars]
-    values: list[float] = torch.stack(list(scalars)).tolist()
-    return values
+    if len(scalars) > 1 and len({scalar.device for scalar in scalars}) == 1:
+        scalars = list(torch.stack(list(scalars)).cpu())
+    return [scalar.item() for scalar in scalars]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -114,10 +113,6 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     if tensor.is_quantized:
         return [tensor.int_repr()]
     return [tensor if tensor.layout == torch.strided else tensor.to_dense()]
-
-
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
 
 def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
@@ -200,10 +195,9 @@ class Observer:
     def look(self, tensors: Sequence[Tensor], *, norm: bool = False, extra: int = 0) -> Look:
         """Start reading the bits of `tensors`. norm: compute their norm too. extra: a number to add to the digest."""
         with torch.no_grad():
-            read = [
-                each if is_dense(each) and not each.is_complex() else plain(each).resolve_conj().resolve_neg()
-                for each in tensors
-            ]
+            read = tensors  # sets ask hundreds of tensors without a loop
+            if not (DENSE_TYPES.issuperset(map(type, tensors)) and _READ_AS_IS.issuperset(map(_kind_of, tensors))):
+                read = [plain(each).resolve_conj().resolve_neg() for each in tensors]
             layout = [*map(_dtype_of, read), *map(Tensor.numel, read), *map(_device_of, read)]
             if layout != self._layout:
                 self._plan(read)
@@ -234,7 +228,7 @@ class Observer:
             if isinstance(group, tuple):
                 sums.append(group)
                 continue
-            part = _cat([tensors[index].contiguous().view(-1) for index in group])
+            part: Tensor = flatten_dense_tensors([tensors[index] for index in group])
             if part.device.type != "cpu":
                 sums.append((len(device_sums), 0))
                 device_sums.append(word_sum_tensor(part).view(1))
@@ -318,7 +312,7 @@ def flat_digest(tensors: Iterable[Tensor]) -> int:
 def norm_of(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all elements; waits for their devices. It overflows if fp32 squares do, as in torch's clipping."""
     parts = list(map(plain, tensors))
-    norms = [_norm(_cat([parts[index].reshape(-1) for index in members])) for members in _grouped(parts)]
+    norms = [_norm(flatten_dense_tensors([parts[index] for index in members])) for members in _grouped(parts)]
     return float(_joined(norms)[0]) if norms else 0.0
 
 
@@ -380,9 +374,9 @@ def has_list_kernels(device: torch.device) -> bool:
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The smallest and the largest element, 0-dim, on the device. Zeros for no elements; both NaN if an element is."""
-    tensor = plain(tensor)
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    if not is_dense(tensor) or tensor.requires_grad or tensor.is_complex():
+        tensor = plain(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     if not tensor.numel():
         return tensor.new_zeros(()), tensor.new_zeros(())
     return torch.aminmax(tensor)
@@ -405,14 +399,14 @@ class Extremes:
 
     def device_results(self) -> list[list[Tensor]]:
         """Lists for `to_cpu`, so that `read` waits for no device. No gradient may be added afterwards."""
-        self._joined = [[torch.stack(tensors)] for _, tensors in self._ends.values()]
+        self._joined = [[] if ends[0].device.type == "cpu" else [torch.stack(ends)] for _, ends in self._ends.values()]
         return self._joined
 
     def read(self) -> list[tuple[int, float, float]]:
         """(parameter index, smallest, largest) of each gradient. Waits for each device and dtype."""
         found = []
-        for (owners, _), (ends,) in zip(self._ends.values(), self._joined or self.device_results(), strict=True):
-            values = ends.tolist()
+        for (owners, ends), joined in zip(self._ends.values(), self._joined or self.device_results(), strict=True):
+            values = joined[0].tolist() if joined else [end.item() for end in ends]
             found += list(zip(owners, values[::2], values[1::2], strict=True))
         return found
 

@@ -117,13 +117,12 @@ class GradientHooks:
             if not self._reads:
                 return
             before = parameter.grad
-            if before is None and self._started[index] and index in self._extremes.added:
+            if before is None and index in self._extremes.added:
                 self.discard()  # the loop set gradients to None, and this parameter is the first to show that
                 self.started = True
-            if not self._started[index]:
-                self._started[index] = True
-                if before is not None:
-                    self._leftover.append((index, before, before._version, *extremes(before)))
+            elif before is not None and not self._started[index]:
+                self._leftover.append((index, before, before._version, *extremes(before)))
+            self._started[index] = True
             self._extremes.add(index, gradient)
             if show is not None:
                 show(gradient)
@@ -161,9 +160,9 @@ class GradientHooks:
         self._clear()
         self._started = bytearray(len(self._parameters))
         self._reads = reads
-        if reads:
+        if reads and len(self._handles) < len(self._parameters):
             self._hook_all()
-        else:
+        elif not reads:
             # Preferably one that a wrapper reduces, because other ranks wait for such a pass.
             followed = frozenset[int]() if self.halt is None else self.halt.pending.parameters
             for index in sorted(self._handles, key=lambda index: (id(self._parameters[index]) in followed, index))[:-1]:

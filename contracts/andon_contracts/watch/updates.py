@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def _judged_late(subject: ModelProbe) -> bool:  # a name of its own, so that a t
 
 def merged(parts: Sequence[Values]) -> Values:
     """The values of all checks. Raises `ValueError` if two checks send the same name: one value would be lost."""
-    values = dict(each for part in parts for each in part.items())
+    values = dict(chain.from_iterable(part.items() for part in parts))
     if len(values) < sum(map(len, parts)):
         raise ValueError(f"two checks send the same name, of {[*map(list, parts)]}")
     return values
@@ -145,8 +146,8 @@ class Updates:
             for check in checks:
                 aligned = check.align(aligned)
             self._aligned, seen = aligned, Seen[object](aligned, None, context.subject.names)
-            deferred = [check.deferred(seen) for check in checks] if in_lockstep(aligned) else []
-            laws = [law for law in self._before_laws[probe] if not any(law.clause in each for each in deferred)]
+            not_due = frozenset[str]().union(*(c.deferred(seen) for c in (checks if in_lockstep(aligned) else ())))
+            laws = [law for law in self._before_laws[probe] if law.clause not in not_due]
             judgement = context.verdicts.judgement(laws, seen)
             if judgement.first is not None:
                 tensors: dict[str, Mapping[str, Tensor]] = {

@@ -132,7 +132,8 @@ def state_tensors(state: object, into: list[Tensor], rest: list[object]) -> None
     elif isinstance(state, Mapping):
         for name in sorted(state, key=repr):
             rest.append(name)
-            state_tensors(state[name], into, rest)
+            value = state[name]
+            into.append(value) if isinstance(value, Tensor) else state_tensors(value, into, rest)
     elif isinstance(state, list | tuple):
         rest.append(len(state))
         for item in state:
@@ -168,7 +169,7 @@ def _form(value: Any, unsupported: list[object]) -> object:
     if isinstance(value, Set):
         return "set", sorted([_form(item, unsupported) for item in value], key=repr)
     if isinstance(value, Sequence):
-        return [_form(item, unsupported) for item in value]
+        return [item if type(item) in _PLAIN else _form(item, unsupported) for item in value]
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
         return type(value).__qualname__, [(name, _form(getattr(value, name), unsupported)) for name in names]

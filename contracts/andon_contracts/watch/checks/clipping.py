@@ -132,18 +132,21 @@ class ClipPlace(Check):
     def clipping(self, parameters: Sequence[Tensor], norm: Tensor | None) -> None:
         if not self.context.full:
             return
-        members = [each for each in parameters if any(id(each) in probe.held for probe in self.context.probes)]
+        held = frozenset[int]().union(*(probe.held for probe in self.context.probes))
+        members = [each for each in parameters if id(each) in held]
         if self.context.rows.discarded != self._discards:
             self.new_window()
         now = self._forwards
-        if any(self._clipped.get(id(each), (each, now))[1] < now for each in members):
+        if self._clipped and any(self._clipped.get(id(each), (each, now))[1] < now for each in members):
             self._calls |= _UNFINISHED
         self._clipped.update({id(each): (each, now) for each in members if each.grad is not None})
         if self._clipped:
             self._calls |= _CLIPPED
         sampled = any(self.context.settings.is_sampled(probe.updates + 1) for probe in self.context.probes)
         # A distributed norm becomes that of the whole in torch's own arithmetic.
-        of_shards = not hasattr(norm, "full_tensor") and any(id(p) in self.context.subject.shards for p in members)
+        of_shards = not (
+            hasattr(norm, "full_tensor") or self.context.subject.shards.keys().isdisjoint(map(id, members))
+        )
         if norm is not None and sampled and of_shards:
             own = norm_of(each.grad for each in parameters if each.grad is not None)
             self._norm = own if math.isclose(float(norm), own, rel_tol=_NORM_TOLERANCE) else 0.0

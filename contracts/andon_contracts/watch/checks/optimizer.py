@@ -187,7 +187,7 @@ class OptimizerState:
             state_tensors(self._optimizer.state.get(member), tensors, rest)
         # Tensors of whole 8-byte words come first. After a step count of 4 bytes, a GPU would have to copy all moments
         # to align them.
-        tensors.sort(key=lambda each: each.nbytes % 8 != 0)
+        tensors = [t for t in tensors if not t.nbytes % 8] + [t for t in tensors if t.nbytes % 8]
         return self.observer.look(tensors, extra=lenient_digest(rest))
 
 
@@ -246,7 +246,7 @@ class Applied(Check):
             for i, p in enumerate(self._members)
             if p.grad is not None and plain(p.grad).numel() and rates.get(id(p))
         }
-        ends = to_floats([end.abs().float() for each in gradients.values() for end in extremes(each)])
+        ends = list(map(abs, to_floats([end.float() for each in gradients.values() for end in extremes(each)])))
         sizes = list(map(max, ends[::2], ends[1::2]))
         least = _NOISE * max(sizes, default=0.0)
         self._gradients = {i: gradients[i] for i, size in zip(gradients, sizes, strict=True) if size > least}
@@ -263,7 +263,9 @@ class Applied(Check):
     def unmoved(self) -> list[Unmoved]:
         """The members that kept every bit since `remember`, although an update was due that float32 represents."""
         (before, self._weights), (gradients, self._gradients) = (self._weights, []), (self._gradients, {})
-        unchanged = [i for i in gradients if torch.equal(before[i], plain(self._members[i]))]
+        now = {i: weight for i in gradients if (weight := plain(self._members[i])).shape == before[i].shape}
+        same = to_floats([weight.eq(before[i]).all() for i, weight in now.items()])  # a GPU is waited for once
+        unchanged = [i for i, alike in zip(now, same, strict=True) if alike]
         found = [each for i in unchanged if (each := self._overdue(i, gradients[i])) is not None]
         small = {each.member for each in found if self._members[each.member].numel() <= _FEW}
         twice, self._small_unmoved = small & self._small_unmoved, small

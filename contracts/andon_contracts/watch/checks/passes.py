@@ -67,7 +67,7 @@ class Passes(Check):
     def limiting(self, parameters: Sequence[Tensor]) -> None:
         clipped, held = [id(each) for each in parameters if each.grad is not None], self._probe.held
         if self._calls:
-            self._clipped = self._clipped or any(each in held for each in clipped)
+            self._clipped = self._clipped or not held.isdisjoint(clipped)
         else:
             self._clipped_after |= bool(clipped) and held.issuperset(clipped)
 

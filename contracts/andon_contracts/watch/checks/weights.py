@@ -39,8 +39,10 @@ _WEIGHTS = frozenset({"replicas-agree"})
 
 def version_marks(tensors: Sequence[Tensor]) -> list[int]:
     """A list that differs after a write. An in-place write is counted in the version; `.data = ` moves the memory."""
-    with torch.no_grad():  # autograd would give a new local tensor each time
-        parts = [t.to_local() if hasattr(type(t), "to_local") else t for t in tensors]  # type: ignore[attr-defined]
+    parts = tensors
+    if any(hasattr(kind, "to_local") for kind in set(map(type, tensors))):
+        with torch.no_grad():  # autograd would give a new local tensor each time
+            parts = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
     # A write through the distributed tensor or its part is counted there only.
     return [*map(attrgetter("_version"), (*tensors, *parts)), *map(Tensor.data_ptr, parts)]
 
