@@ -127,7 +127,7 @@ def build_model(config: Config, interface: ModelInterface) -> nn.Module:
     model = build_base(config.model, interface, config.seed)
     for module in model.modules() if config.task == DPO and config.model.base is not None else ():
         for name, value in [*vars(module).items()]:
-            if isinstance(value, float) and (name == "p" or "drop" in name):
+            if type(value) in (int, float) and (name == "p" or "drop" in name):
                 setattr(module, name, config.model.dropout)
     return attach(model, config.adapter, config.seed, interface.new_tokens)
 
