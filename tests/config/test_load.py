@@ -170,7 +170,7 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
             "model.quantize: needs devices of one kind: CPUs and GPUs pack weights differently (nf4)",
         ),
         (
-            ["adapter.dora=true", "model.quantize=nf4", "model.base=b"],
+            ["adapter.dora=true", "adapter.dropout=0.1", "model.quantize=nf4", "model.base=b"],
             "adapter.dora: needs adapter.dropout=0 with nf4, else each layer keeps its weight unpacked (0.1)",
         ),
         (

@@ -179,6 +179,9 @@ def test_a_preference_is_the_same_in_each_form_of_trl(tmp_path: Path, name: str)
 BAD_PAIRS: dict[str, tuple[dict[str, object], str]] = {
     "one answer": ({"prompt": "x", "chosen": "a"}, "has no column 'rejected', and task dpo compares 'chosen' and"),
     "mixed": ({"prompt": "x", "chosen": [SAID], "rejected": "b"}, "make all lists, or all strings"),
+    "a message alone": ({"chosen": SAID, "rejected": "b"}, "chosen must be a string or a list of messages, is {'role'"),
+    "a null": ({"prompt": "x", "chosen": "a", "rejected": None}, "there are 'prompt', 'chosen'"),
+    "system": ({"system": "s", "prompt": "x", "chosen": "a", "rejected": "b"}, "column 'system' is there, and is not"),
     "equal": ({"prompt": "x", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
     "nothing shared": ({"chosen": "a b", "rejected": "c b"}, "have no common beginning to be the prompt"),
     "another prompt": ({"prompt": "who", "chosen": [ASKED, SAID], "rejected": [ASKED, NO]}, "prompt is not among"),

@@ -100,6 +100,25 @@ def test_the_gradient_is_that_of_a_float64_loop(
     assert max(distances(gradients(model, found), exact).values()) <= 2e-6
 
 
+@pytest.mark.parametrize("new", [(), (33, 34)], ids=["known", "new tokens"])
+@pytest.mark.parametrize("adapter", [LORA, WHOLE], ids=["lora", "whole"])
+def test_the_gradient_of_log_probabilities_is_that_of_a_float64_loop(
+    adapter: Adapter, new: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with a coefficient of its own, and with logits in chunks of three tokens."""
+    monkeypatch.setattr(andon.model.causal, "_LOGITS", {"cpu": 3 * 33})
+    model = moved(attach(causal_base("llama"), adapter, 3, new))
+    packs = with_new(PACKED) if new else PACKED
+    counted = torch.arange(4) < torch.tensor([[len(each)] for each in packs])
+    table = torch.linspace(-1.5, 2, counted.numel(), dtype=torch.float64).view(counted.shape) * counted
+    rows = zip(itertools.chain(*packs), table[counted].tolist(), strict=True)
+    total, exact = wanted(model, ((tokens, -weight * weights) for (tokens, weights), weight in rows))
+    batch, library = batch_of(packs), andon.model.causal
+    found = (library.row_log_probs(model, library.hidden_of(model, batch), batch, 4) * table).sum()
+    assert float(found.detach()) == pytest.approx(total, rel=1e-6)
+    assert max(distances(gradients(model, found), exact).values()) <= 2e-6
+
+
 ONE = torch.ones(1).view(torch.int32).long()
 """The bits of a weight of 1.0."""
 MUTANTS: dict[str, Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]] = {

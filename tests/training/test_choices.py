@@ -93,6 +93,8 @@ def test_a_pretrained_base_gets_a_rate_and_dropout_of_its_own(task: str, overrid
     assert (found.optimizer.lr, found.adapter.dropout, found.training.epochs) == (rate, 0.05, 3)
     embedded = for_rows(config(*OWN), task, None, [30], 30, on_gpus=False)
     assert (embedded.optimizer.lr, embedded.adapter.dropout, embedded.training.epochs) == (2.5e-3, 0.1, 2)
+    packed = config(*PRETRAINED, "adapter.dora=true", "model.quantize=nf4")
+    assert for_rows(packed, task, BASE, [30], 30, on_gpus=False).adapter.dropout == 0  # DoRA would unpack all layers
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+import andon.training.reference
 from andon.cli.commands import app
 from andon.config.load import load_config
 from andon.console.messages import Exit, InputError
 from andon.data.tokens import byte_tokenizer
+from andon.model.causal import row_log_probs
 from andon.run.folder import RunFolder
 from andon.tasks.dpo import DpoTask
 from andon.training.inference import evaluate_run, load_run, read_labelled
@@ -83,15 +85,58 @@ def test_a_resume_has_the_reference_of_the_start(
     assert [step.digests for step in records(folder, "step")] == [step.digests for step in records(alone, "step")]
 
 
-@pytest.mark.parametrize("settings", [(), PACKED, ("model.dtype=bfloat16",), ("adapter.kind=none",)])
+def test_a_resume_with_another_reference_is_refused(
+    preferences: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = preferences.stopped(tmp_path / "run", 5)
+    shutil.rmtree(RunFolder(folder).tokens)
+    monkeypatch.setattr(andon.training.reference, "row_log_probs", lambda *args: row_log_probs(*args) * (1 + 1e-9))
+    with pytest.raises(InputError, match=r"^reference: was .*; \S+tokens had the values and is lost or damaged"):
+        preferences.train(folder, resume="auto")
+    with pytest.raises(InputError) as raised:
+        preferences.train(folder, "optimizer.lr=0.5", resume="auto")
+    assert [problem.where for problem in raised.value.problems] == ["optimizer.lr"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [(), PACKED, ("model.dtype=bfloat16",), ("adapter.kind=none",), ("model.base=BASE",), ("model.new_tokens=[say]",)],
+)
 def test_the_margin_before_the_first_update_is_zero(
     preferences: Runs, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Of each pair of the update: none has a positive one, and their mean loss is that of 0."""
+    """Of each pair of the update: none has a positive one, and their mean loss is that of 0. Also on a base that keeps
+    rates of dropout, not 0, as plain numbers."""
+    sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_attention_heads": 2, "vocab_size": 260}
+    OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=1, dropout=0.4)).save_pretrained(tmp_path / "BASE")
+    byte_tokenizer(pairs=False, begins=True).base.save_pretrained(tmp_path / "BASE")
+    settings = tuple(each.replace("BASE", str(tmp_path / "BASE")) for each in settings)
     assert preferences.train(tmp_path / "run", *settings, "training.max_steps=1") == Exit.OK
     step = records(tmp_path / "run", "step")[0]
     assert abs(step.loss.value - math.log(2)) <= 0.1 * 1e-5 / 2
     assert step.correct == 0
+
+
+def test_the_reference_has_no_dropout(preferences: Runs, tmp_path: Path) -> None:
+    """Passes of training compute it, but for dropout."""
+    config = load_config(None, preferences.overrides("model.dropout=0.5", "run.backend=inline"), {})
+    with assembled(config, RunFolder(tmp_path / "run"), writing=False) as session:
+        task: Any = session.material.task
+        expected = task.outputs(session.run.primary.model, task.load(session.material.plan.ids, torch.device("cpu")))
+        assert torch.allclose(task.references[[*session.material.plan.ids]], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_run_is_not_scored_from_another_start(preferences: Runs, tmp_path: Path) -> None:
+    """The reference of `andon eval` is the adapter that the run went on from, as it was."""
+    assert isinstance(preferences.data, Path)
+    first, second = (RunFolder(tmp_path / name) for name in ("first", "second"))
+    few = ("training.max_steps=2", f"data.eval={preferences.data}")
+    assert preferences.train(first.path, *few) == preferences.train(second.path, *few, f"adapter.init={first.adapter}")
+    run, rows = load_run(second), read_labelled(second, preferences.data)
+    assert evaluate_run(run, rows).as_dict()["margin"] == pytest.approx(summary(second.path)["eval"]["margin"])
+    shutil.copy(second.adapter / "adapter_model.safetensors", first.adapter)
+    with pytest.raises(InputError, match=r"^adapter\.init: its weights have digest \w+, the run began with \w+; put"):
+        evaluate_run(run, rows)
 
 
 def test_scores_are_those_of_stock_libraries(

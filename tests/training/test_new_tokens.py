@@ -139,7 +139,7 @@ def test_what_a_tokenizer_cannot_take_is_refused(called: Runs, more: str, what: 
 
 
 def test_a_classifier_has_none(runs: Runs, tmp_path: Path) -> None:
-    said = r"model.new_tokens: are for conversations \(task sft\), and the task is classification \('<a>'\)"
+    said = r"model.new_tokens: are for tasks sft and dpo, and the task is classification \('<a>'\)"
     with pytest.raises(InputError, match=said):
         runs.train(tmp_path / "run", "model.new_tokens=[<a>]")
     assert not (tmp_path / "run").exists()

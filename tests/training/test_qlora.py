@@ -19,10 +19,11 @@ from andon.model.quantize import quantize, quantized_layers
 from andon.run.folder import RunFolder
 from andon.step.replica import base_digest, frozen_tensors
 from andon.training.build import build_model
-from andon.training.inference import load_run
+from andon.training.inference import evaluate_run, load_run, read_labelled
 from andon.training.material import prepare
 from tests.support.stock import Stock
-from tests.training.runs import Runs, outcome
+from tests.training.runs import Runs, outcome, summary
+from tests.training.test_dpo import preference
 from tests.training.test_export import chat_base, conversations, exported
 
 SETTINGS = ("task=sft", "model.quantize=nf4", "adapter.dropout=0.2", "optimizer.lr=0.04", "training.epochs=2")
@@ -46,6 +47,18 @@ def test_a_resume_on_another_number_of_workers_ends_with_the_same_bits(made: tup
     assert outcome(stopped) == outcome(folder / "run")
     packed = json.loads((stopped / "provenance.json").read_text())["digests"]
     assert packed["base"] != packed["quantized base"]
+
+
+def test_preferences_are_measured_from_the_packed_base(made: tuple[Runs, Path], tmp_path: Path) -> None:
+    """`andon eval` builds the reference anew, and it must be the one that the run trained from."""
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(f"{json.dumps(preference(number))}\n" for number in range(12)))
+    settings = ("task=dpo", "optimizer.lr=0.04", f"model.base={made[1] / 'base'}", f"data.eval={data}")
+    assert Runs(data, settings).train(tmp_path / "run", "model.quantize=nf4", "training.max_steps=3") == 0
+    folder = RunFolder(tmp_path / "run")
+    found, own = evaluate_run(load_run(folder), read_labelled(folder, data)).as_dict(), summary(folder.path)["eval"]
+    assert found["margin"] == pytest.approx(own["margin"], rel=1e-4)
+    assert found["chosen_reward"] == pytest.approx(own["chosen_reward"], rel=1e-4)
 
 
 def test_a_flipped_bit_changes_the_digest(made: tuple[Runs, Path]) -> None:
@@ -91,6 +104,7 @@ def test_a_merge_starts_from_the_loaded_base(made: tuple[Runs, Path], tmp_path: 
     _, folder = made
     said = exported(folder / "run", tmp_path / "merged", "--merge")
     assert any("the run computes with its base in nf4" in line for line in said)
+    assert ", bitsandbytes 0" in (tmp_path / "merged" / "README.md").read_text()
     base, merged, adapter = (
         load_file(each / name)
         for each, name in (

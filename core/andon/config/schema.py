@@ -90,7 +90,7 @@ class Model(Section):
     quantize: Literal["none", "nf4"] = setting(
         "none", "nf4: frozen linear layers in 4 bits, computed in dtype; needs andon[qlora]"
     )
-    new_tokens: Names = setting((), "sft: added to the tokenizer's own, as in ['<tool>', '</tool>']; their rows train")
+    new_tokens: Names = setting((), "sft, dpo: added to the tokenizer, as in ['<tool>', '</tool>']; their rows train")
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         for token in self.new_tokens:
@@ -127,7 +127,7 @@ class Adapter(Section):
     alpha: Positive = setting(32.0, "the update is scaled by alpha / r")
     rslora: bool = setting(False, "scale by alpha / sqrt(r) instead")
     dora: bool = setting(False, "train the length of each row of a weight apart from its direction")
-    dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base, 0 for dpo")
+    dropout: Share = auto(0.1, "auto: 0.05 with a pretrained base, 0 for dpo, and for dora in nf4")
     targets: Literal["all-linear"] | Names | None = setting(
         "all-linear", "modules to adapt: all-linear, or a list of names; null is all-linear"
     )
@@ -427,7 +427,7 @@ class Config(Section):
             packed, places = self.model.quantize, {str(each) == "cpu" for each in self.run.devices or ()}
             if self.adapter.kind == "none":
                 yield "model.quantize", f"is for frozen weights, and adapter.kind=none has none ({packed})"
-            if self.adapter.dora and self.adapter.dropout:
+            if self.adapter.dora and self.adapter.dropout and "dropout" in self.adapter.model_fields_set:
                 what = f"needs adapter.dropout=0 with {packed}, else each layer keeps its weight unpacked"
                 yield "adapter.dora", f"{what} ({self.adapter.dropout})"
             if self.run.portable:

@@ -35,31 +35,9 @@ _LONGEST_REASON = 300
 _MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _CLOCK = "strftime_now"
 _UNKNOWN_CODE = "a part of the date is not known here: "
-_DATE = dict(
-    each.split("=")
-    for each in [
-        "%-d=26",
-        "%-m=7",
-        "%-H=0",
-        "%-I=12",
-        "%e=26",
-        "%A=Friday",
-        "%a=Fri",
-        "%j=208",
-        "%I=12",
-        "%p=AM",
-        "%F=2024-07-26",
-        "%T=00:00:00",
-        "%d=26",
-        "%b=Jul",
-        "%B=July",
-        "%m=07",
-        "%Y=2024",
-        "%y=24",
-        "%H=00",
-        "%M=00",
-        "%S=00",
-    ]
+_DATE = (
+    "%-d=26 %-m=7 %-H=0 %-I=12 %e=26 %A=Friday %a=Fri %j=208 %I=12 %p=AM %F=2024-07-26 %T=00:00:00 %d=26 %b=Jul "
+    "%B=July %m=07 %Y=2024 %y=24 %H=00 %M=00 %S=00"
 )
 """The fixed date that templates get as today, so that a repeated or resumed run has the same rows."""
 _THINKING = re.compile(r"</?think>")
@@ -588,7 +566,7 @@ class ChatTemplate:
 def _without_clock(source: str) -> str:
     """Prepend a macro that replaces the clock. Its definition renders as nothing, because transformers configures
     jinja2 to drop the line break after a block."""
-    written = "".join(f" | replace({code!r}, {text!r})" for code, text in _DATE.items())
+    written = "".join(" | replace({!r}, {!r})".format(*each.split("=")) for each in _DATE.split())
     refusal = f"{{%- if '%' in text -%}}{{{{ raise_exception({_UNKNOWN_CODE!r} ~ format) }}}}{{%- endif -%}}"
     body = f"{{%- set text = format{written} -%}}{refusal}{{{{ text }}}}"
     return f"{{%- macro {_CLOCK}(format) -%}}{body}{{%- endmacro %}}\n{source}"

@@ -267,9 +267,15 @@ def _as_pair(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, ob
     """The fields of a preference with a `prompt`, without which `chosen` and `rejected` begin. Its form is that of the
     prompt with the chosen answer as `completion`."""
     missing = [name for name in PAIR if fields.get(name) is None]
+    there = ", ".join(shown(name) for name, value in fields.items() if value is not None) or "none"
     if missing:
-        there = ", ".join(map(shown, fields)) or "none"
         faults.append(f"has no column {missing[0]!r}, and task dpo compares 'chosen' and 'rejected'; there are {there}")
+        return fields
+    if fields.get("system"):
+        faults.append("column 'system' is there, and is not read: make it the first message of a prompt of messages")
+    strange = [(name, fields[name]) for name in PAIR if not isinstance(fields[name], str | list)]
+    faults += [f"{name} {must_be('a string or a list of messages', value)}" for name, value in strange]
+    if faults:
         return fields
     prompt, (chosen, rejected) = fields.get("prompt"), (fields[name] for name in PAIR)
     lists = [isinstance(each, list) for each in (chosen, rejected)]
@@ -281,9 +287,8 @@ def _as_pair(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, ob
         shared: Any = _shared(chosen, rejected)
         if prompt is None or shared:  # both are whole conversations; a string is one of their messages
             if not shared:
-                faults.append(
-                    "has no column 'prompt', and chosen and rejected have no common beginning to be the prompt"
-                )
+                why = "chosen and rejected have no common beginning to be the prompt"
+                faults.append(f"has no column 'prompt', and {why}; there are {there}")
             elif prompt is not None and all(each.get("content") != prompt for each in shared if isinstance(each, dict)):
                 faults.append("prompt is not among the messages that chosen and rejected begin with; remove it")
             prompt, chosen, rejected = shared, whole[len(shared) :], rejected[len(shared) :]  # type: ignore[index]

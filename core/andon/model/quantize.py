@@ -2,8 +2,9 @@
 
 A model is built and gets its adapter with the weights as loaded, on the CPU. `quantize` packs frozen layers when the
 model is placed on its device, inside the wrappers of the adapter. So names, the adapter and the digest of the loaded
-base do not depend on the quantization, and a merge starts from the loaded base. On one kind of device, equal weights
-are packed to equal bits.
+base do not depend on the quantization, and a merge starts from the loaded base. DoRA's lengths of rows start as those
+of the loaded weights too; peft's own start as those of the packed ones. On one kind of device, equal weights are packed
+to equal bits.
 """
 
 from __future__ import annotations

@@ -122,13 +122,13 @@ def build_run(
 def build_model(config: Config, interface: ModelInterface) -> nn.Module:
     """Build the model with its adapter on the CPU, not quantized, with the same bits on every call.
 
-    For dpo a base's own dropout becomes `model.dropout`, by default 0: the reference is computed without dropout.
-    Raises `InputError`.
+    For dpo a base's own dropout becomes `model.dropout`, by default 0. Raises `InputError`.
     """
     model = build_base(config.model, interface, config.seed)
     for module in model.modules() if config.task == DPO and config.model.base is not None else ():
-        for name in {"p", "attention_dropout"} & vars(module).keys():
-            setattr(module, name, config.model.dropout)
+        for name, value in [*vars(module).items()]:
+            if type(value) in (int, float) and (name == "p" or "drop" in name):
+                setattr(module, name, config.model.dropout)
     return attach(model, config.adapter, config.seed, interface.new_tokens)
 
 
@@ -146,10 +146,9 @@ def build_replicas(
     """Build one replica for each local rank of `backend`, all with the weights of `model` (on the CPU, as built).
 
     Trainable weights are separate; replicas on one device share the frozen base, unless `own_base`. The base is
-    quantized once, on the first device. sample: id of a row
-    of `task` for a trial pass. shapes: of the micro-batches, for compilation. capture: run eager passes on GPUs as CUDA
-    graphs, with the same bits; not with activation checkpointing, which would read the device's generator inside a
-    graph.
+    quantized once, on the first device. sample: id of a row of `task` for a trial pass. shapes: of the micro-batches,
+    for compilation. capture: run eager passes on GPUs as CUDA graphs, with the same bits; not with activation
+    checkpointing, which would read the device's generator inside a graph.
 
     Raises `InputError` for a model that cannot be trained to the same bits anywhere: its random numbers cannot be keyed
     by micro-batch, or it keeps running statistics.

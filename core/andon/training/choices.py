@@ -196,7 +196,7 @@ def for_rows(
             packing = config.training.packing
         values |= {
             "optimizer.lr": _RATES[config.adapter.kind, task in CAUSAL] / (40 if task == DPO else 1),
-            "adapter.dropout": 0.0 if task == DPO else 0.05,
+            "adapter.dropout": 0.0 if task == DPO or (config.adapter.dora and model.quantize != "none") else 0.05,
             "training.epochs": 1 if task == DPO else 3,
             "training.checkpoint_minutes": 15.0,
             "model.dtype": "float32" if not on_gpus else base.dtype if model.quantize == "none" else "bfloat16",

@@ -29,7 +29,7 @@ from andon.model.quantize import NONE, quantize
 from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled, read_provenance, read_summary
-from andon.step.replica import WEIGHTS, base_digest
+from andon.step.replica import WEIGHTS, Replica, base_digest
 from andon.tasks.dpo import DpoTask
 from andon.tasks.sft import GenerationSettings
 from andon.tasks.text import EncodedRows
@@ -153,8 +153,8 @@ def load_run(
 
     base: current path of the base; None: as configured. checkpoint: `best`, `last` or a step; None: the run's result,
     from its adapter folder; only a finished run has this. device: see `device_named`. as_loaded: do not quantize the
-    base of a run that did. Raises `InputError` if the base
-    is not the one that was trained on, if the run needs no `base`, and for a missing or damaged checkpoint.
+    base of a run that did. Raises `InputError` if the base is not the one that was trained on, if the run needs no
+    `base`, and for a missing or damaged checkpoint.
     """
     place, step, saved, finished = device_named(device), None, None, folder.adapter.is_dir()
     if checkpoint is not None:
@@ -270,15 +270,29 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
             say(note)
     backend = InlineBackend([run.device])
     if isinstance(task, DpoTask):
-        interface = interface_of(run.config, HEADS[DPO], (), run.tokenizer)
-        initial = build_model(run.config, interface).to(run.device)
-        score_references(backend, [initial], task, ids, EvaluationBatching())
+        score_references(backend, [_initial_model(run)], task, ids, EvaluationBatching())
     scores = evaluate(backend, [run.model], task, ids)
     if len(weights) < len(run.labels):
         say(f"note: no loss: its class weights ({kind}) need the training rows, which are missing or have changed")
         assert isinstance(scores, ClassificationScores)
         return replace(scores, loss=None)
     return scores
+
+
+def _initial_model(run: TrainedRun) -> nn.Module:
+    config = run.config
+    model = build_model(config, interface_of(config, HEADS[DPO], (), run.tokenizer))
+    if config.adapter.init is not None or config.adapter.kind == "none":  # else the base suffices, which is checked
+        recorded = read_provenance(run.folder.provenance).digest("initial_weights")
+        replica = Replica(model, trainable_parameters(model), config.optimizer, config.seed, torch.device("cpu"))
+        digest = hex64(replica.weights_digest())
+        if digest != recorded:
+            key = "model.base" if config.adapter.init is None else "adapter.init"
+            what = f"its weights have digest {digest}, the run began with {recorded}; put it back as it was"
+            raise InputError.at(key, what)
+    if config.model.quantize != NONE:
+        quantize(model, run.device)
+    return model.to(run.device)
 
 
 def scored(run: TrainedRun, data: Examples) -> dict[str, Any]:

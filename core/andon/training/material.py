@@ -11,16 +11,7 @@ from typing import Any
 from torch import nn
 
 from andon.config.load import device_kind
-from andon.config.schema import (
-    CAUSAL,
-    CLASSIFICATION,
-    DPO,
-    MULTI_LABEL,
-    REGRESSION,
-    SFT,
-    TOKEN_CLASSIFICATION,
-    Config,
-)
+from andon.config.schema import CAUSAL, CLASSIFICATION, DPO, MULTI_LABEL, REGRESSION, SFT, TOKEN_CLASSIFICATION, Config
 from andon.config.source import MOST_BYTES as MOST_SETTINGS
 from andon.config.source import is_folder
 from andon.console.messages import InputError, Problem, ProblemList
@@ -167,8 +158,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     name, own, cache = task_of_run(config), config.model, cache_of(config, cache)
     if name == DPO and config.data.train_on == "all":
         raise InputError.at("data.train_on", "all is for task sft: both answers of a pair follow the same prompt")
-    if own.new_tokens and name != SFT:
-        what = f"are for conversations (task sft), and the task is {name} ({', '.join(map(repr, own.new_tokens))})"
+    if own.new_tokens and name not in CAUSAL:
+        what = f"are for tasks sft and dpo, and the task is {name} ({', '.join(map(repr, own.new_tokens))})"
         raise InputError.at("model.new_tokens", what)
     tokenizer = tokenizer_of(config, name)
 

@@ -36,7 +36,7 @@ from andon_contracts.legible import legible_line
 
 _MOST_LABELS, _MOST_COLUMNS = 20, 10
 """The most classes to list, and the most columns of a confusion matrix to show."""
-_VERSIONS = ("python", "torch", "transformers", "peft", "numpy")
+_VERSIONS = ("python", "torch", "transformers", "peft", "numpy", "source bitsandbytes")
 _HAVE_FLAGS = ("task", "run.workers", "run.device_kind")
 """Identity keys that the card's command sets by flags; `run.device_kind` follows from `--backend`."""
 
@@ -174,6 +174,7 @@ def write_card(
     """
     prompt = None if asked is None else prompt_format(tokenizer, asked.form)
     provenance = read_provenance(folder.provenance)
+    machine = provenance.fingerprint
     task = config.task or CLASSIFICATION
     base = config.model.base
     # A run's configuration has a local base's absolute path; the card shows only the folder's name.
@@ -237,7 +238,7 @@ def write_card(
         confusion=matrix.table() if matrix is not None and matrix.classes <= _MOST_COLUMNS else (),
         data=data,
         provenance=provenance,
-        versions=[(each, provenance.fingerprint[each]) for each in _VERSIONS if each in provenance.fingerprint],
+        versions=[(each.removeprefix("source "), machine[each]) for each in _VERSIONS if each in machine],
         command=_command(config, result, base_name),
     )
     (path / "README.md").write_text(f"{card}\n", encoding="utf-8")  # the file in which hubs expect a card

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -33,6 +32,7 @@ from andon.training.material import Material
 from andon.training.token_cache import mapped
 from andon.training.trainer import gathered_outputs
 
+REFERENCE = "reference"
 COLUMNS: Mapping[str, str] = {"trained": "d", "scored": "d"}
 """The `array` type code of each column: two values a pair of the training file, and of the evaluation rows' file."""
 
@@ -69,14 +69,14 @@ def add_references(material: Material, run: Run, batching: EvaluationBatching, f
         for each, ids in {task: material.validation_ids, scored: material.evaluation_ids}.items():
             score_references(backend, [replica.model for replica in run.replicas], each, ids, batching)
         found = None if folder is None else load_or_build(folder, key, COLUMNS, make, load)
-    material.tokenizer.read.append(found or references_digest(material)["reference"])
+    material.tokenizer.read.append(found or references_digest(material)[REFERENCE])
 
 
 def references_digest(material: Material) -> dict[str, str]:
-    """SHA-256 of all references, as `reference`; empty if the task has none."""
+    """SHA-256 of all references, as `REFERENCE`; empty if the task has none."""
     tasks = dict.fromkeys((material.validation_task, material.evaluation_task))
     values = [task.references.numpy().tobytes() for task in tasks if isinstance(task, DpoTask)]
-    return {"reference": hashlib.sha256(b"".join(values)).hexdigest()} if values else {}
+    return {REFERENCE: hashlib.sha256(b"".join(values)).hexdigest()} if values else {}
 
 
 def compute_references(run: Run, task: DpoTask) -> None:
@@ -89,12 +89,15 @@ def compute_references(run: Run, task: DpoTask) -> None:
     rows = -(-min(plan.batch_size, len(plan.ids)) // plan.micro_batches)
     batches = [range(place, min(place + rows, len(items))) for place in range(0, len(items), rows)]
     models = [replica.model for replica in run.replicas]
-    draws = run.config.model.dropout + run.config.adapter.dropout > 0
 
     def log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
-        # Compiled passes need gradients and training mode, in which dropout would draw.
-        with evaluating(model, batch["input_ids"].device) if draws else nullcontext():
-            hidden = hidden_of(model, batch).detach()
+        # Compiled passes need gradients and training mode, in which dropout draws random numbers.
+        device = batch["input_ids"].device
+        draws = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        before, hidden = draws.get_state(), hidden_of(model, batch).detach()
+        if not torch.equal(before, draws.get_state()):
+            with evaluating(model, device):
+                hidden = hidden_of(model, batch)
         with torch.no_grad():
             return row_log_probs(model, hidden, batch, most)
 

@@ -105,11 +105,9 @@ class Rows:
     def sources(self) -> tuple[str, ...]:
         """The short file name of each row of `train`; empty unless there are several files."""
         origins = self.train.origins
-        return (
-            ()
-            if origins is None
-            else tuple(origins.with_files([""] * len(self.train)) if len(origins.sizes) > 1 else ())
-        )
+        if origins is None or len(origins.sizes) < 2:
+            return ()
+        return tuple(origins.with_files([""] * len(self.train)))
 
     @property
     def trained_on(self) -> Examples:

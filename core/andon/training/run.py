@@ -75,7 +75,7 @@ from andon.training.material import (
     warnings_of,
 )
 from andon.training.outputs import form_of, packing_note, write_card, write_model_files
-from andon.training.reference import add_references, references_digest
+from andon.training.reference import REFERENCE, add_references, references_digest
 from andon.training.rows import changed_since, is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
 from andon.training.trainer import (
     Evaluator,
@@ -245,8 +245,8 @@ def _usable(config: Config, name: str, device: torch.device, rank: int) -> tuple
 ResumePoint = tuple[Checkpoint | None, History]
 """The checkpoint to resume from (None: start from step 0), and the history in the ledger."""
 _FROM_START, _DONE, _REFUSED = -1, -2, -3
-_PACKED = "quantized base"
 """Answers of rank 0 other than the step of a checkpoint."""
+_PACKED = "quantized base"
 _CLOCKS_S, _MOST_REJECTED, _HOST_BYTES = 2.0, 5, 96
 """The largest difference of clocks without a warning; the number of rejected checkpoints to list; bytes for a digest
 and the name of a host."""
@@ -366,9 +366,13 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
         raise InputError.at(checkpoint.path, what)
     changed = identity_changes(session, checkpoint)
     if changed:
+        why, others = "a resumed run must keep this setting", [each for each in changed if each[0] != REFERENCE]
+        if not others:
+            why = f"{folder.tokens} had the values and is lost or damaged, and computed here they differ: put it back, "
+            why += f"resume on a machine and with versions as at the start, or begin anew: {begin_anew(folder.config)}"
         raise InputError(
-            Problem(key, f"was {before!r} when the run began, is {now!r}; a resumed run must keep this setting")
-            for key, before, now in changed
+            Problem(key, f"was {before!r} when the run began, is {now!r}; {why}")
+            for key, before, now in others or changed
         )
     if checkpoint is None:
         say("resume: no checkpoint, starting anew")
