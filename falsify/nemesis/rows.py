@@ -101,11 +101,6 @@ NEMESES = (
     _refused("lone surrogate", "\\ud800 in a text", "a lone surrogate", _text_begins(b"\\ud800")),
     _refused("empty text", "a text of no characters", "text is empty", _field(text="")),
     _refused("blank text", "a text of spaces", "text is only white space", _field(text="   ")),
-    _refused(
-        *("repeated id", "two rows with one id", "id 90 is there already"),
-        lambda lines: [_rewritten(line, id=min(number, 90)) for number, line in enumerate(lines[:92])],
-        92,
-    ),
     _refused("label null", "a label that is null", "label is null", _field(label=None)),
     _refused("label a float", "a label that is 1.5", "label 1.5 is a float", _field(label=1.5)),
     _refused("label of another type", "a label that is 1", "label 1 is of another type", _field(label=1)),

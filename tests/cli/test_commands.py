@@ -180,7 +180,8 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
     columns = ("data.text_column=sentence", "data.label_column=colour", "data.validation_fraction=0")
     runs = Runs(data)
     config = load_config(None, runs.overrides(*columns, f"data.eval={held}"))
-    assert "texts: also trained on: 3 of 13 scored rows; repeated in training: 2" in list(describe(config))
+    repeated = f"repeated in training: 2 (first: {data}:32 has the text of {data}:6)"
+    assert f"texts: also trained on: 3 of 13 scored rows; {repeated}" in list(describe(config))
     said = []
     for name, file in (("held", held), ("apart", apart)):
         more = (*columns, f"data.eval={file}", "training.max_steps=1", "run.backend=inline")
@@ -203,7 +204,9 @@ def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Pat
     for flag in ("--text-column", "--label-column"):
         assert f"name it with {flag} (" in str(refused.exception)
     flags = ("--text-column", "what", "--label-column", "kind")
-    scored = CliRunner().invoke(app, ["eval", str(config.parent), str(data), *flags])
+    inherits = CliRunner().invoke(app, ["eval", str(config.parent), str(data), *flags])
+    assert "what is empty; to skip such rows: --bad-rows skip" in str(inherits.exception)
+    scored = CliRunner().invoke(app, ["eval", str(config.parent), str(data), *flags, "--bad-rows", "skip"])
     matrix, scores = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"]), json.loads(scored.stdout)
     assert (scores["skipped"], scored.stderr.count("label 'mauve' is unknown")) == (2, 1)
     assert scores["confusion"] == {"classes": 3, "cells": [list(cell) for cell in matrix.cells]}

@@ -130,7 +130,7 @@ BAD = {
     "learning_rate=3": "unknown key; did you mean 'optimizer.lr'?",
     "gradient_accumulation_steps=4": "unknown key; training.batch_size is the rows of one update over all workers",
     "model.load_in_4bit=true": "unknown key; did you mean 'model.quantize'?",
-    "optimiser.lr=1": "unknown key; did you mean 'optimizer'?",
+    "optimiser.lr=1": "unknown key; did you mean 'optimizer.lr'?",
     "seed.a=3": "must be an integer",
 }
 
@@ -180,7 +180,7 @@ def test_each_bad_value_is_one_line_with_the_key_and_the_value(override: str) ->
         (["run.devices=[0, 1]", "run.workers=3"], "run.devices: names 2 devices for 3 workers ([0, 1])"),
         (
             ["training.early_stopping_patience=2", "data.validation_fraction=0"],
-            "training.early_stopping_patience: needs rows to validate on: a data.validation_fraction above 0 (2)",
+            "needs rows to validate on: data.validation, or a data.validation_fraction above 0 (2)",
         ),
         (["run.step_deadline_s=3", "run.backend=inline"], "needs ranks of their own, which inline has not"),
     ],

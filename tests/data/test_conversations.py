@@ -20,7 +20,6 @@ from andon.data.conversations import (
     read_conversations,
     read_prompts,
 )
-from andon.data.origins import ALL_ROWS
 from andon.data.readers import read
 from andon.data.rows import Tagged
 from andon.data.tokens import byte_tokenizer
@@ -291,14 +290,11 @@ def test_all_faults_are_said_at_once_and_mixed_forms_are_refused(tmp_path: Path)
         {"text": "x"},
         with_messages(ASKED, SAID),
         {"text": ""},
-        {"text": "y", "id": 1},
-        {"text": "z", "id": 1},
     )
     assert faults(path) == [
         "a.jsonl:1: completion is empty",
         "a.jsonl:3: has messages, the rows from a.jsonl:2 on have text; use one form for all",
         "a.jsonl:4: text is empty",
-        f"a.jsonl:6: id 1 is there already, at a.jsonl:5; the values of the column 'id' must differ{ALL_ROWS.hint}",
     ]
 
 

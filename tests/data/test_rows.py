@@ -62,7 +62,7 @@ def test_a_subset_keeps_ids_and_order_and_can_be_taken_again() -> None:
 
 def test_repeated_and_shared_texts_are_counted() -> None:
     train, other = made([("a", 0), ("b", 1), ("a", 0), ("a", 1)]), made([("a", 0), ("c", 1), ("a", 0)])
-    assert repeated_texts(train) == 2
+    assert repeated_texts(train) == [(2, 0), (3, 0)]
     assert shared_texts(train, other) == 2
     assert shared_texts(other, train) == 3
 

@@ -312,7 +312,7 @@ def hostile_run(folder: Path, scores: dict[str, object]) -> Path:
     found = Summary(
         run=HOSTILE, finished=False, reason=HOSTILE, steps=1, world_size=2, backend=HOSTILE, weights_digest=digest(1),
         initial_weights_digest=digest(2), contracts={HOSTILE: 3}, violations=1, wall_s=1.0, fingerprint={},
-        ledger=Head(len(lines), head), labels=(HOSTILE, "b"), data_changed={HOSTILE: HOSTILE},
+        ledger=Head(len(lines), head), labels=(HOSTILE, "b"),
         eval=scores, evaluated_on=HOSTILE,
     )  # fmt: skip
     write_summary(folder / "summary.json", found)

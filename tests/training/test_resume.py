@@ -507,7 +507,7 @@ def test_a_finished_run_has_nothing_to_do(runs: Runs, whole: Path, capsys: pytes
     before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
     assert runs.train(whole, resume="auto") == 0
     assert "finished, nothing to do" in capsys.readouterr().err
-    with pytest.raises(InputError, match="holds a run; add --resume auto"):
+    with pytest.raises(InputError, match="holds a finished run; name another folder"):
         runs.train(whole)
     assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
 

@@ -18,8 +18,8 @@ from andon.console.messages import Exit, InputError
 from andon.run import checkpoint
 from andon.run.folder import RunFolder
 from andon.training import run
-from tests.training.entries import after_update, refusing
-from tests.training.runs import Runs, checkpoints, outcome, summary
+from tests.training.entries import refusing
+from tests.training.runs import Runs, checkpoints, outcome
 
 
 def at_step(step: int, act: Callable[[], object]) -> Callable[[], bool]:
@@ -129,32 +129,3 @@ def test_a_run_goes_on_without_its_lines(
     with suppress(OSError):
         stream.close()
     assert outcome(tmp_path / "run") == outcome(whole)
-
-
-MORE = '{"text": "one more", "label": "red"}\n'
-CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a row more": (lambda path: path.write_text(path.read_text() + MORE), "has 46 rows now, and 45 were read"),
-    "other rows": (lambda path: path.write_text(path.read_text().replace("thing", "being")), "has 45 rows now"),
-    "no rows": (lambda path: path.unlink(), "can no longer be read"),
-    "only touched": (lambda path: path.touch(), ""),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_data_is_told_at_the_end(
-    runs: Runs,
-    whole: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    change: str,
-) -> None:
-    do, words = CHANGES[change]
-    own = Runs(Path(shutil.copy(runs.data, tmp_path / "train.jsonl")))
-    after_update(monkeypatch, 5, lambda replica: do(own.data))
-    assert own.train(tmp_path / "run") == 0
-    assert outcome(tmp_path / "run") == outcome(whole)
-    told = [line for line in capfd.readouterr().err.splitlines() if "data.train has changed since" in line]
-    found = summary(tmp_path / "run").get("data_changed", {})
-    assert len(told) == len(found) == (1 if words else 0)
-    assert all(words in line for line in (*told, *found.values()))

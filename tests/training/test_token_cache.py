@@ -233,7 +233,7 @@ def test_a_token_file_says_what_the_rows_say(
     assert known.sources == held.sources
     part = held.ids[::-2]
     assert known.subset(part).fingerprints() == held.subset(part).fingerprints()
-    assert repeated_texts(known) == len(held) - len(set(held.texts()))
+    assert len(repeated_texts(known)) == len(held) - len(set(held.texts()))
     assert shared_texts(known, held.subset(part)) == len(part)
 
 

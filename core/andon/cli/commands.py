@@ -102,6 +102,7 @@ def _train_files(arguments: Sequence[str]) -> object:
 _FLAGS = {
     "backend": "run.backend",
     "task": "task",
+    "validation_data": "data.validation",
     "eval_data": "data.eval",
     "text_column": "data.text_column",
     "label_column": "data.label_column",
@@ -113,6 +114,7 @@ _SHARED = (
     click.option("--backend", help="auto, inline, gloo, nccl or mixed."),
     click.option("--task", metavar="NAME", help="The task, such as regression; by default it follows from the data."),
     click.option("--data", multiple=True, metavar="FILE[=WEIGHT]", help=_WEIGHTED),
+    click.option("--validation-data", help="Rows that choose the weights; by default some training rows."),
     click.option("--eval-data", help="Rows to evaluate on, never trained on."),
     click.option("--text-column", help="Column of the texts."),
     click.option("--label-column", help="Column of the labels."),
@@ -295,7 +297,7 @@ _checkpoint = click.option(
     "--checkpoint", metavar="best|last|STEP", help="Use this checkpoint; by default the result of the run."
 )
 _bad_rows = click.option(
-    "--bad-rows", metavar="refuse|skip", help="skip: leave out and list unusable rows; by default as in the run."
+    "--bad-rows", default="refuse", metavar="refuse|skip", help="skip: leave out and list unusable rows."
 )
 _device = click.option(
     "--device", default="auto", metavar="auto|cpu|cuda[:N]", help="auto: a GPU if torch can use one."
@@ -321,7 +323,7 @@ def evaluate(
     data: Path | None,
     text_column: str | None,
     label_column: str | None,
-    bad_rows: str | None,
+    bad_rows: str,
     model: str | None,
     checkpoint: str | None,
     device: str,
@@ -359,7 +361,7 @@ def predict(
     file: Path | None,
     data: Path | None,
     text_column: str | None,
-    bad_rows: str | None,
+    bad_rows: str,
     all_scores: bool,
     output: Path | None,
     model: str | None,
@@ -368,7 +370,8 @@ def predict(
 ) -> None:
     """Label the texts of a file or the lines of standard input. Prints a JSON object for each, with its columns.
 
-    A column with the name of a result, such as `label`, is printed as `input_label`.
+    A column with the name of a result, such as `label`, is printed as `input_label`. If the rows have the run's label
+    column, `correct` says whether the prediction is that label.
     """
     from andon.cli.results import check_output, one_file, put_rows, records, texts_of
     from andon.training.existing import require_run, require_task
@@ -392,7 +395,8 @@ def predict(
         pairs = (str(row.pair) for row in seconds)
     predictions = predicted(trained, (row.text for row in firsts), pairs=pairs)
     labels = trained.labels if all_scores else None
-    put_rows(records(rows, texts.columns, predictions, labels, output), output)
+    label_column = trained.config.data.label_column or "label"
+    put_rows(records(rows, texts.columns, predictions, labels, output, label_column), output)
     if note := cut_texts_note(trained.tokenizer.truncated, trained.config):
         say(note)
 
@@ -497,16 +501,12 @@ def _put_each(lines: Iterable[str]) -> None:
 
 @app.command()
 @_run
-@click.argument("number", type=int, required=False, metavar="[STEP]", help="The same as --step.")
 @click.option("--step", type=int, help="Show this step: rows, losses, digests, ranks.")
-def show(run: Path, number: int | None, step: int | None) -> None:
+def show(run: Path, step: int | None) -> None:
     """List the events of a run, or the rows, losses and digests of one step."""
-    if number is not None and step is not None:
-        raise InputError.at("--step", f"is {step}, and the argument is {number}; give one of them")
     from andon.inspection.recorded import open_recorded
     from andon.inspection.show import one_step, overview, texts_of
 
-    step = number if step is None else step
     recorded = open_recorded(run)
     _put_each(overview(recorded) if step is None else one_step(recorded, step, texts_of(recorded.folder)))
 

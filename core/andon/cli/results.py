@@ -66,9 +66,9 @@ def check_output(output: Path | None, data: Path | None) -> None:
         raise InputError.at("--output", f"{output} is the file that is read; name another")
 
 
-def texts_of(folder: RunFolder, data: Path | None, text_column: str | None, bad_rows: str | None) -> Texts:
+def texts_of(folder: RunFolder, data: Path | None, text_column: str | None, bad_rows: str) -> Texts:
     config = config_of(folder)
-    selection = selection_of(config.data, train=False, bad_rows=bad_rows or config.data.bad_rows)
+    selection = selection_of(config.data, train=False, bad_rows=bad_rows)
     column, words = text_column or config.data.text_column, config.task == TOKEN_CLASSIFICATION
     if data is not None and data.suffix.lower() == ".txt":
         what = "unknown kind of file '.txt'; if it has one text per line, use:"
@@ -100,9 +100,11 @@ def records(
     predictions: Iterable[Predicted],
     labels: Sequence[str] | None,
     output: Path | None,
+    label_column: str,
 ) -> Iterator[dict[str, Any]]:
     """Each row's columns, then its prediction without a text that has a column; clashing columns become `input_NAME`.
-    columns: of the whole file. labels: whose probabilities to add; None: as `Predicted.record` defines it."""
+    columns: of the whole file. labels: whose probabilities to add; None: as `Predicted.record` defines it.
+    label_column: of the classes that the rows have; `correct` then compares them with the predicted ones."""
 
     def rounded(value: float) -> float:
         return round(value, 6) if output is None else float(f"{value:.{_DIGITS}g}")
@@ -113,6 +115,9 @@ def records(
         if row.named:
             repeated = ("text", "tokens") if row.named[0] == "tokens" else ("text",)
             new = {name: value for name, value in new.items() if name not in repeated}
+        if "label" in new and label_column in fields:
+            right = fields[label_column]
+            new["correct"] = None if right in (None, "") else str(right) == new["label"]
         used = new.keys() | {f"{key}_{name}" for key, each in new.items() if isinstance(each, dict) for name in each}
         own = {_free(name, used | (fields.keys() - {name})): cell(value, output) for name, value in fields.items()}
         yield own | new

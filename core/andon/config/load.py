@@ -146,7 +146,11 @@ _HEAD = """\
 _COMMENT_COLUMN = 36
 FLAGS = {"run.workers": "--workers", "run.backend": "--backend", "run.resume": "--resume", "run.dir": "--run-dir"}
 FLAGS |= {"task": "--task", "data.train": "--data", "data.eval": "--eval-data", "model.base": "--model"}
-FLAGS |= {"data.text_column": "--text-column", "data.label_column": "--label-column"}
+FLAGS |= {
+    "data.validation": "--validation-data",
+    "data.text_column": "--text-column",
+    "data.label_column": "--label-column",
+}
 """Command-line flags, by the dotted key that they set."""
 
 _MEANT = {
@@ -305,7 +309,7 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
     if kind == "beside":
         return str(context["what"])
     if kind == "extra_forbidden":
-        return f"unknown key{_suggestion(key_path)}"
+        return f"unknown key{_suggestion(key_path, value)}"
     if key_path in _MEANT:
         return f"{_MEANT[key_path]} ({shown(value)})"
     if kind in _WANTED:
@@ -324,7 +328,7 @@ def _what(key_path: KeyPath, details: ErrorDetails) -> str:
     return f"{details['msg'][:1].lower()}{details['msg'][1:]} ({shown(value)})"
 
 
-def _suggestion(path: KeyPath) -> str:
+def _suggestion(path: KeyPath, value: object) -> str:
     if path[:2] == ("data", "train"):
         return f"; known here: {', '.join(TrainFile.model_fields)}"
     if meant := meant_by(path[-1]):
@@ -332,8 +336,9 @@ def _suggestion(path: KeyPath) -> str:
     siblings = {each[-1]: ".".join(each) for each in _KEYS if each[:-1] == path[:-1]}
     for names in (siblings, {each[-1]: ".".join(each) for each in _KEYS}):
         if near := did_you_mean(path[-1], names):
-            name = near.split("'")[1]
-            return f"; did you mean {names[name]!r}?"
+            name = names[near.split("'")[1]]
+            inner = [f"{name}.{key}" for key in value if (name, key) in _KEYS] if isinstance(value, dict) else []
+            return f"; did you mean {inner[0] if len(inner) == 1 else name!r}?"
     return f"; known here: {', '.join(siblings) or 'nothing'}"
 
 
@@ -366,9 +371,8 @@ def _entries(values: Section, indent: str) -> Iterator[str]:
             yield f"{setting:<{_COMMENT_COLUMN}}# {field.description}" if field.description else setting
 
 
-NAMING = frozenset(
-    f"data.{key}" for key in ("train", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
-) | {"model.base", "model.revision", "adapter.init"}
+_OF_DATA = ("train", "validation", "eval", "text_column", "text_pair_column", "label_column", "label_separator")
+NAMING = frozenset(f"data.{key}" for key in _OF_DATA) | {"model.base", "model.revision", "adapter.init"}
 """Keys that name data and models. These may move, so the digests of their contents are compared instead."""
 PLACING = NAMING.union(
     ("data.cache", "training.keep_checkpoints", "training.checkpoint_every", "training.checkpoint_minutes"),

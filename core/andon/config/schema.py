@@ -176,6 +176,7 @@ class Data(Section):
     """Where rows come from. Files are .jsonl, .json (an object a line, or an array), .csv, .tsv or .parquet."""
 
     train: _Train | None = setting(None, "a file, or a list of files with path and weight; null: generated rows")
+    validation: Name | None = setting(None, "validation file, which chooses the weights; null: some training rows")
     eval: Name | None = setting(None, "evaluation file, never trained on; null: the validation rows")
     text_column: Name | None = setting(None, "null: input or text")
     label_separator: Name | None = setting(
@@ -199,8 +200,9 @@ class Data(Section):
     )
 
     def _faults(self) -> Iterator[tuple[str, str]]:
-        if self.eval is not None and self.train is None:
-            yield "eval", f"needs data.train: the embedded data already has evaluation rows ({self.eval!r})"
+        for key in ("validation", "eval"):
+            if self.train is None and getattr(self, key) is not None:
+                yield key, f"needs data.train: the embedded data already has such rows ({getattr(self, key)!r})"
         if self.limit is not None and self.train is None:
             yield "limit", f"needs data.train; the embedded data is used as it is ({self.limit})"
         paths = [file.path for file in self.files]
@@ -320,7 +322,7 @@ class Run(Section):
     )
     portable: bool = setting(False, "for the same bits on any x86 CPU with AVX2; took 1.1 x to 1.4 x the time")
     dir: Name | None = setting(None, "folder of the run; null: a new one under runs/")
-    log_every: Count = setting(10, "steps between two lines")
+    log_every: Count = setting(10, "steps between two lines; after 12 s without one there is another")
     report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_as_tuple)] = setting(
         (), "also give metrics to these, as in [tensorboard, wandb]"
     )
@@ -436,6 +438,6 @@ class Config(Section):
                 what = "needs devices of one kind: CPUs and GPUs pack weights differently"
                 yield "model.quantize", f"{what} ({packed})"
         patience = self.training.early_stopping_patience
-        if patience is not None and self.data.validation_fraction == 0:
-            what = f"needs rows to validate on: a data.validation_fraction above 0 ({patience})"
+        if patience is not None and self.data.validation_fraction == 0 and self.data.validation is None:
+            what = f"needs rows to validate on: data.validation, or a data.validation_fraction above 0 ({patience})"
             yield "training.early_stopping_patience", what

@@ -202,7 +202,6 @@ class Reading:
                 faults.append(
                     "has a message with a weight, and an answer is preferred as a whole; leave the weights out"
                 )
-        faults += self.origins.repeated(table, record)
         if form == "text" and fields.get("tools"):
             faults.append("column 'tools' is there, and a text is learned as it is; write tools into the text")
         if not faults and self.form is None:  # only a usable row decides the form of its file

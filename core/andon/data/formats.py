@@ -402,7 +402,7 @@ def encoded(path: Path, records: Iterable[Mapping[str, object]]) -> Iterator[byt
         if header:
             table.writerow(rows[0])
         table.writerows(
-            [json.dumps(each, ensure_ascii=False) if isinstance(each, list) else each for each in row.values()]
+            [json.dumps(each, ensure_ascii=False) if isinstance(each, list | bool) else each for each in row.values()]
             for row in rows
         )
         header = False

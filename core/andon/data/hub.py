@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from andon.config.source import is_folder
-from andon.console.messages import InputError, command_line
+from andon.console.messages import InputError, command_line, did_you_mean
 
 _ANSWER_S = 10.0
 
@@ -41,8 +42,11 @@ def require_found(name: str, revision: str | None = None) -> None:
 
     if is_folder(Path(name)):
         return
+    beside, own = os.path.split(os.path.expanduser(name))
+    models = [each.parent.name for each in Path(beside).glob("*/config.json")]
+    near = did_you_mean(own, models).replace("'", f"'{beside or '.'}/", 1)
     if name.startswith((".", "/", "~")):
-        raise InputError.at("model.base", f"folder {name!r} does not exist")
+        raise InputError.at("model.base", f"folder {name!r} does not exist{near}")
     if Path(name).exists():
         raise InputError.at("model.base", f"{name!r} is a file; give the model's folder")
     at = "" if revision is None else f" at revision {revision!r}"
@@ -64,4 +68,4 @@ def require_found(name: str, revision: str | None = None) -> None:
         return  # other HTTP errors: loading retries those that may be transient
     except Exception as error:  # noqa: BLE001 - the hub client's HTTP library varies
         why = f"the hub could not be reached ({type(error).__name__}: {error})"
-    raise InputError.at("model.base", f"{name!r} is not a local folder, and {why}")
+    raise InputError.at("model.base", f"{name!r} is not a local folder, and {why}{near}")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from andon.config.source import require_file
-from andon.console.messages import InputError, Problem, ProblemList, shown
+from andon.console.messages import InputError, Problem, ProblemList
 from andon.data.formats import Record, Table, identity_of, open_table
 
 Parsed = TypeVar("Parsed")
@@ -22,11 +22,13 @@ Parsed = TypeVar("Parsed")
 @dataclass(frozen=True)
 class RowSelection:
     """Which rows of files to read. skip_bad: skip unusable rows instead of raising. limit: stop after this many usable
-    rows; None: no limit. option: of the command, to skip unusable rows."""
+    rows; None: no limit. option: of the command, to skip unusable rows. own_columns: False if the options that name
+    columns hold for the training files too."""
 
     skip_bad: bool = False
     limit: int | None = None
     option: str = "--set data.bad_rows=skip"
+    own_columns: bool = True
 
     @property
     def hint(self) -> str:
@@ -34,8 +36,6 @@ class RowSelection:
 
 
 ALL_ROWS = RowSelection()
-ID_COLUMN = "id"
-"""The values of this column must be unique within a file. Row ids are positions and do not depend on it."""
 
 
 def short_names(paths: Sequence[str | Path]) -> tuple[str, ...]:
@@ -83,7 +83,6 @@ class Origins:
         self._files: list[tuple[Path, str]] = []
         self._starts: list[int] = []
         self.lines: array[int] = array("q")
-        self._ids: dict[str, int] = {}
 
     @classmethod
     def of(cls, paths: Sequence[Path], description: Mapping[str, Any], lines: array[int]) -> Self:
@@ -125,7 +124,6 @@ class Origins:
                 self.stamps += stamps([path])
                 self.notes += [f"note: {path}: {table.note}"] if table.note else []
                 self._starts.append(len(self))
-                self._ids = {}
                 before, skipped = len(self), len(problems.skipped)
                 while self._limit is None or len(self) < self._limit:
                     record = next(table.records, None)
@@ -144,17 +142,6 @@ class Origins:
 
     def __len__(self) -> int:
         return len(self.lines)
-
-    def repeated(self, table: Table, record: Record) -> list[str]:
-        """[fault] if an earlier record of the file has the same value in the column `id`, else []."""
-        value = record.fields.get(ID_COLUMN)
-        if value is None or value == "":
-            return []
-        first = self._ids.setdefault(str(value), record.line)
-        what = f"id {shown(value)} is there already, at {table.place(first)}"
-        return (
-            [] if first == record.line else [f"{what}; the values of the column {ID_COLUMN!r} must differ{self.hint}"]
-        )
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only the rows at these ascending positions and renumber them from 0."""

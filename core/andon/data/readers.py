@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from andon.config.load import FLAGS
 from andon.console.messages import InputError, Problem, ProblemList, did_you_mean, shown
 from andon.data.formats import Record, Table, open_table
-from andon.data.origins import ALL_ROWS, ID_COLUMN, Origins, RowSelection
+from andon.data.origins import ALL_ROWS, Origins, RowSelection
 from andon.data.rows import (
     DataSet,
     LabelSets,
@@ -67,9 +67,9 @@ def read(
 
     Raises `InputError` with every fault, each as file:line with the offending value: a file that is missing, named
     twice, empty, a folder or not UTF-8; NUL bytes; malformed records; missing columns; empty texts; unusable or unknown
-    labels; ids that repeat within a file; fewer than two classes; no rows.
+    labels; fewer than two classes; no rows.
     """
-    origins, typed = Origins(selection), True
+    origins, typed, shared = Origins(selection), True, bool(labels) and not selection.own_columns
     problems = origins.problems
     columns: dict[str, tuple[str, ...]] = {}
     parse: Callable[[Table, Record], Parsed]
@@ -82,11 +82,11 @@ def read(
         columns = {"text": _candidates(text_column, TEXT_COLUMNS), "label": _candidates(label_column, usual)}
         columns |= {} if text_pair_column is None else {"text_pair": (text_pair_column,)}
         value_of = {DataSet: class_of, Targets: target_of}.get(kind, partial(label_set_of, label_separator))
-        parse = partial(_labelled_text, columns, value_of, origins)
+        parse = partial(_labelled_text, columns, value_of, origins, shared)
 
     def begin(table: Table) -> None:
         nonlocal typed
-        _require_columns(columns, table, problems)
+        _require_columns(columns, table, problems, shared)
         typed = typed and table.typed
 
     parsed = list(origins.read(map(Path, paths), parse, begin))
@@ -155,9 +155,9 @@ def read(
     return kind(tuple(rows), names, origins.source, origins)
 
 
-def _require_columns(columns: Columns, table: Table, problems: ProblemList) -> None:
+def _require_columns(columns: Columns, table: Table, problems: ProblemList, shared: bool = False) -> None:
     if table.columns is not None:
-        for fault in _chosen(columns, table.columns)[1]:
+        for fault in _chosen(columns, table.columns, shared)[1]:
             problems.add(f"{table.path}:1", fault)
         problems.raise_if_any()
 
@@ -166,19 +166,20 @@ def _labelled_text(
     columns: Columns,
     value_of: Callable[[object, bool], tuple[Any, str | None]],
     origins: Origins,
+    shared: bool,
     table: Table,
     record: Record,
 ) -> Parsed:
-    chosen, faults = _chosen(columns, record.fields)
+    chosen, faults = _chosen(columns, record.fields, shared)
     if faults:
         return ((), None), faults
     texts = {name: record.fields[name] for name in (chosen[0], *chosen[2:])}
     label, wrong = value_of(record.fields[chosen[1]], table.typed)
+    if wrong is not None and wrong.startswith("label is "):
+        wrong = f"{chosen[1]}{wrong.removeprefix('label')}"
     faults = [*filter(None, (*(column_fault(name, text) for name, text in texts.items()), wrong))]
     faults = [f"{fault}{origins.hint}" if fault.endswith(" is empty") else fault for fault in faults]
-    return (tuple(map(str, texts.values())), label), faults + (
-        origins.repeated(table, record) if ID_COLUMN not in chosen else []
-    )
+    return (tuple(map(str, texts.values())), label), faults
 
 
 def _tagged_words(
@@ -286,8 +287,9 @@ def _candidates(named: str | None, usual: tuple[str, ...]) -> tuple[str, ...]:
     return usual if named is None else (named,)
 
 
-def _chosen(columns: Columns, present: Iterable[str]) -> tuple[tuple[str, ...], list[str]]:
-    """(column of each part among those present, faults); no columns if there are faults."""
+def _chosen(columns: Columns, present: Iterable[str], shared: bool = False) -> tuple[tuple[str, ...], list[str]]:
+    """(column of each part among those present, faults); no columns if there are faults. shared: whether the options
+    that name columns hold for the training files too, which have the columns."""
     names, chosen, faults = tuple(present), list[str](), list[str]()
     for part, candidates in columns.items():
         matching = [name for name in candidates if name in names]
@@ -301,7 +303,10 @@ def _chosen(columns: Columns, present: Iterable[str]) -> tuple[tuple[str, ...], 
         else:
             wanted = " or ".join(map(repr, candidates))
             hint = next(filter(None, (did_you_mean(name, names) for name in candidates)), "")
-            faults.append(f"has no column {wanted}; there are {shown_names(names)}{hint or f'; name it with {naming}'}")
+            remedy = hint or f"; name it with {naming}"
+            if shared:
+                remedy = f"; rename the column: {naming} covers the training file too"
+            faults.append(f"has no column {wanted}; there are {shown_names(names)}{remedy}")
     return () if faults else tuple(chosen), faults
 
 

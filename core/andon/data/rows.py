@@ -94,9 +94,11 @@ def fingerprint(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
-def repeated_texts(rows: Examples) -> int:
-    """The number of rows that repeat the text of an earlier row."""
-    return len(rows) - len({*rows.fingerprints()})
+def repeated_texts(rows: Examples) -> list[tuple[int, int]]:
+    """(row, first row with the same text), by id, of each row that repeats the text of an earlier one."""
+    first: dict[int, int] = {}
+    pairs = [(id_, first.setdefault(text, id_)) for id_, text in zip(rows.ids, rows.fingerprints(), strict=True)]
+    return [pair for pair in pairs if pair[0] != pair[1]]
 
 
 def shared_texts(rows: Examples, other: Examples) -> int:
@@ -356,15 +358,6 @@ def label_set_of(separator: str | None, label: object, typed: bool) -> tuple[tup
             return (), f"label {shown(name)} {fault}"
     repeated = next((name for name in label if label.count(name) > 1), None)
     return tuple(label), None if repeated is None else f"label {shown(repeated)} is there twice"
-
-
-def likely_separator(labels: Sequence[str]) -> str:
-    """The separator that splits more than half of the labels into several parts, or an empty string."""
-    for separator in (";", "|", ","):
-        joined = sum(len([part for part in label.split(separator) if part.strip()]) > 1 for label in labels)
-        if 2 * joined > len(labels):
-            return separator
-    return ""
 
 
 def same_kind(labels: Sequence[int | str], typed: bool) -> tuple[Sequence[int | str], list[tuple[int, str]]]:

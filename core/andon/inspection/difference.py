@@ -210,7 +210,7 @@ def _tensors(one: Recorded, other: Recorded, step: int) -> Iterator[str]:
     names = [{path.name for path in side.glob("step-*")} for side in (one.folder.checkpoints, other.folder.checkpoints)]
     shared = sorted(name for name in names[0] & names[1] if name[5:].isdigit() and int(name[5:]) >= step)
     if not shared:
-        yield f"{'tensor':<9} unknown: no checkpoint of the same step, {step} or later, is left in both runs"
+        yield f"{'tensor':<9} cannot be named: the runs share no checkpoint of step {step} or later"
         return
     for line in tensors_apart(one.folder.checkpoints / shared[0], other.folder.checkpoints / shared[0]):
         yield f"{'tensor':<9} {line}"

@@ -178,8 +178,8 @@ class Summary(Part):
     that of the ledger's end record. finished: the run reached its planned or early end, and is not resumed. kept_step:
     the step of the best checkpoint if `weights_digest` and `eval` are of its weights (`training.keep`); None: they are
     of the last step's. memory, in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's
-    process. data_changed: data files that changed during the run, and how. dropped_values: values in the ranks' store
-    that were ignored because no rank wrote them. updates: of the last command, which took `wall_s`.
+    process. dropped_values: values in the ranks' store that were ignored because no rank wrote them. updates: of the
+    last command, which took `wall_s`.
     """
 
     run: str
@@ -204,7 +204,6 @@ class Summary(Part):
     labels: tuple[str, ...] = ()
     dropped_values: Count | None = None
     updates: Count | None = None
-    data_changed: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_summary(path: Path, summary: Summary) -> None:

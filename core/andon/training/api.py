@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 _SHORT = {flag.removeprefix("--").replace("-", "_"): key for key, flag in FLAGS.items()}
 """Arguments for a single configuration key, named like the command's flags."""
-_ROWS = {"data.train": "data", "data.eval": "eval_data"}
+_ROWS = {"data.train": "data", "data.validation": "validation_data", "data.eval": "eval_data"}
 """Configuration keys of data files, with the arguments that set them."""
 _one_at_a_time = threading.Lock()
 
@@ -75,6 +75,7 @@ def train(
     data: Any = None,
     *,
     model: Any = None,
+    validation_data: Any = None,
     eval_data: Any = None,
     text_column: str | None = None,
     label_column: str | None = None,
@@ -87,11 +88,11 @@ def train(
 ) -> TrainingRun:
     """Train as `andon train` does with these options, and return the run. Without data, train the embedded example.
 
-    data, eval_data: a file's path, or rows: mappings of columns to values (a list, any iterable, a `datasets.Dataset`),
-    or a pandas frame. Such rows are copied into the run folder. data may also be a list of paths, with or without
-    weights, as in `{"path": "a.jsonl", "weight": 0.5}`. model: a folder or hub id. workers: a number, or "auto".
-    config: a YAML file, whose keys the other arguments override. settings: other sections of the configuration as
-    mappings of their keys, as in `training={"epochs": 3}`, or `seed`. `data` and `model` may be such mappings too.
+    data, validation_data, eval_data: a file's path, or rows: mappings of columns to values (a list, any iterable, a
+    `datasets.Dataset`), or a pandas frame. Such rows are copied into the run folder. data may also be a list of paths,
+    with or without weights, as in `{"path": "a.jsonl", "weight": 0.5}`. model: a folder or hub id. workers: a number or
+    "auto". config: a YAML file, whose keys the other arguments override. settings: other sections of the configuration
+    as mappings of their keys, as in `training={"epochs": 3}`, or `seed`. `data` and `model` may be such mappings too.
 
     A signal ends the run at a step boundary with a checkpoint, as for the command, and is then raised again for the
     program's own handlers: Ctrl-C becomes `KeyboardInterrupt`. In threads other than the main one, only the program's
@@ -102,6 +103,7 @@ def train(
     """
     named = {"model": model, "eval_data": eval_data, "text_column": text_column, "label_column": label_column}
     named |= {"workers": workers, "backend": backend, "run_dir": run_dir, "resume": resume, "data": data}
+    named["validation_data"] = validation_data
     started = time.monotonic()
     if is_rank():
         what = "starts ranks, but torchrun started this process as a rank; run instead: torchrun ... -m andon train"

@@ -171,6 +171,34 @@ def capped(config: Config, task: str, base: Base | None) -> Config:
     return config.model_copy(update={"model": model})
 
 
+def usual_values(config: Config, task: str) -> dict[str, Any]:
+    """The choices for unset values, by dotted key, that depend neither on rows nor on the device (on a CPU)."""
+    values: dict[str, Any] = dict.fromkeys(("training.packing", "training.group_by_length"), False)
+    values["model.dtype"] = "float32"
+    based = config.model.base is not None
+    if based or config.data.train is not None:
+        values["training.keep"] = "best"
+    if task == DPO:  # the answers' log-probabilities are compared with those of another pass
+        values |= {"model.dropout": 0.0, "adapter.dropout": 0.0}
+    if based:
+        grouped = is_set(config, "training.group_by_length") and config.training.group_by_length
+        packing = task in CAUSAL and not grouped
+        if is_set(config, "training.packing"):
+            packing = config.training.packing
+        dora_in_nf4 = config.adapter.dora and config.model.quantize != "none"
+        values |= {
+            "optimizer.lr": _RATES[config.adapter.kind, task in CAUSAL] / (40 if task == DPO else 1),
+            "adapter.dropout": 0.0
+            if task == DPO or (config.adapter.dora and config.model.quantize != "none")
+            else 0.05,
+            "training.epochs": 1 if task == DPO else 3,
+            "training.checkpoint_minutes": 15.0,
+            "training.packing": packing,
+            "training.group_by_length": not packing,
+        }
+    return values
+
+
 def for_rows(
     config: Config, task: str, base: Base | None, lengths: Sequence[int], longest: int, *, on_gpus: bool
 ) -> Config:
@@ -179,30 +207,9 @@ def for_rows(
     lengths: tokens of each row of an epoch. longest: tokens of the longest row that is trained on or scored. Raises
     `InputError` if `schedule.min_lr` is above the chosen learning rate.
     """
-    model = config.model
-    values: dict[str, Any] = {
-        "model.dtype": "float32",
-        "training.packing": False,
-        "training.group_by_length": False,
-    }
-    if base is not None or config.data.train is not None:
-        values["training.keep"] = "best"
-    if task == DPO:  # the answers' log-probabilities are compared with those of another pass
-        values |= {"model.dropout": 0.0, "adapter.dropout": 0.0}
-    if base is not None:
-        grouped = is_set(config, "training.group_by_length") and config.training.group_by_length
-        packing = task in CAUSAL and not grouped
-        if is_set(config, "training.packing"):
-            packing = config.training.packing
-        values |= {
-            "optimizer.lr": _RATES[config.adapter.kind, task in CAUSAL] / (40 if task == DPO else 1),
-            "adapter.dropout": 0.0 if task == DPO or (config.adapter.dora and model.quantize != "none") else 0.05,
-            "training.epochs": 1 if task == DPO else 3,
-            "training.checkpoint_minutes": 15.0,
-            "model.dtype": "float32" if not on_gpus else base.dtype if model.quantize == "none" else "bfloat16",
-            "training.packing": packing,
-            "training.group_by_length": not packing,
-        }
+    model, values = config.model, usual_values(config, task)
+    if base is not None and on_gpus:
+        values["model.dtype"] = base.dtype if model.quantize == "none" else "bfloat16"
     config = _where_unset(config, values)
     if fault := config.rate_fault:
         raise InputError.at("schedule.min_lr", fault)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from andon.config.load import SettingsError, differences, identity, load_config
+from andon.config.load import SettingsError, by_dotted_key, differences, identity, load_config
 from andon.config.schema import CLASSIFICATION, Config
 from andon.config.source import is_there, require_file
 from andon.console.messages import InputError, Problem, ProblemList, command_line, say
@@ -14,8 +14,8 @@ from andon.data.hub import at_hand, require_found
 from andon.run.folder import RunFolder, State
 from andon.run.ledger import LedgerError, read_ledger
 from andon.run.summary import read_provenance
-from andon.training.choices import inherited, with_values
-from andon.training.rows import data_files, read_rows
+from andon.training.choices import automatic_keys, inherited, is_set, usual_values, value_of, with_values
+from andon.training.rows import data_files, read_rows, task_of_run
 from andon_contracts.record import Retraction, Start, Step
 
 
@@ -57,12 +57,12 @@ def settings_for(path: Path | None, overrides: Sequence[str], flags: Mapping[str
         with problems.collecting():
             require_file(file)
     # Settings of the data say which rows to read, and the training files say of which task.
-    *train, last = [file.is_file() for file in files] or [False]
-    evaluated = config.data.eval is not None
-    if problems and not wrong & {"task", "data"} and all(train if evaluated else [*train, last]):
-        rest = with_values(config, {"data.eval": None}) if evaluated and not last else config
+    known = len(config.data.files)
+    held = [name for name in ("validation", "eval") if getattr(config.data, name) is not None]
+    gone = [f"data.{name}" for name, file in zip(held, files[known:], strict=True) if not file.is_file()]
+    if problems and not wrong & {"task", "data"} and known and all(file.is_file() for file in files[:known]):
         with problems.collecting():
-            read_rows(rest)
+            read_rows(with_values(config, dict.fromkeys(gone)))
     problems.raise_if_any()
     return config
 
@@ -111,6 +111,37 @@ def how_to_resume(folder: RunFolder, command: str = "") -> str:
     return f"{how} with: {command or resume_command(folder)}"
 
 
+LENGTH = ("training.epochs", "training.max_steps")
+"""The settings of a run's length."""
+
+
+def how_to_train_on(config: Config, folder: RunFolder, *, finished: bool) -> str:
+    """How to train the weights of the run of `config` in `folder` for more epochs, to end a message about `LENGTH`."""
+    option, key = ("--model", "") if config.adapter.kind == "none" else ("--set", "adapter.init=")
+    first = "" if finished else "finish this run, then "
+    return (
+        f"; for more epochs {first}start a new run from its weights: {command_line(option, f'{key}{folder.adapter}')}"
+    )
+
+
+def holds_a_run(folder: RunFolder) -> InputError:
+    """The error of a new run in a folder that holds one."""
+    if folder.state() is State.FINISHED:
+        return InputError.at(folder.path, "holds a finished run; name another folder")
+    what = f"a run that is not finished ({progress_text(folder)})"
+    return InputError.at(folder.path, f"holds {what}; add --resume auto, or name another folder")
+
+
+def taken_over(config: Config, folder: RunFolder) -> str:
+    """A line with the unset settings of `config` that a resume takes from the run in `folder`, unless a new run would
+    choose the same; else empty."""
+    usual = by_dotted_key(Config()) | usual_values(config, task_of_run(config))
+    keys = [key for key in automatic_keys(config) if not (is_set(config, key) or key.startswith("run."))]
+    was = by_dotted_key(as_begun(config, folder))
+    listed = [f"{key}={was[key]}" for key in keys if was[key] != usual[key]]
+    return f"resume: settings of the run, since they are not given: {', '.join(listed)}" if listed else ""
+
+
 def as_begun(config: Config, folder: RunFolder) -> Config:
     """`config`; if it resumes the run in `folder`, unset settings take that run's values."""
     with suppress(InputError):  # a resume reports what is wrong with it
@@ -132,17 +163,18 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
     columns = [(name, getattr(was.data, name), getattr(config.data, name)) for name in ("text_column", "label_column")]
     changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
-    if not _same_source(was.model.base, config.model.base):
-        changed.append(("model.base", was.model.base, config.model.base))
-    elif not _same_source(was.adapter.init, config.adapter.init):
-        changed.append(("adapter.init", was.adapter.init, config.adapter.init))
-    elif was.model.revision != config.model.revision:
-        changed.append(("model.revision", was.model.revision, config.model.revision))
-    problems = [
-        Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder")
-        for key, before, now in changed
+    named = [
+        (key, value_of(was, key), value_of(config, key)) for key in ("model.base", "adapter.init", "model.revision")
     ]
-    then, files = ([each.data.eval, *(file.path for file in each.data.files)] for each in (was, config))
+    changed += [each for each in named if not _same_source(*each[1:])][:1]
+    problems = [
+        Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder{more}")
+        for key, before, now in changed
+        for more in [how_to_train_on(was, folder, finished=True) if key in LENGTH else ""]
+    ]
+    then, files = (
+        [each.data.eval, each.data.validation, *(file.path for file in each.data.files)] for each in (was, config)
+    )
     data, gone = _data_of(folder), any(now is not None and not is_there(Path(now)) for now in files)
     incomparable = data is None or (gone and len(then) == len(files) and all(map(_same_source, then, files)))
     if not problems and not incomparable and read_rows(config).digest != data:

@@ -234,20 +234,18 @@ def read_labelled(
     *,
     text_column: str | None = None,
     label_column: str | None = None,
-    bad_rows: str | None = None,
+    bad_rows: str = "refuse",
 ) -> Examples:
     """Read the rows in `data`, whose labels must be among the run's. Raises `InputError` with every problem.
 
-    text_column, label_column, bad_rows (refuse or skip): of this file; None: as configured for the run.
+    text_column, label_column: of this file; None: as configured for the run. bad_rows: refuse or skip.
     """
     config = config_of(folder)
     named = {"text_column": text_column, "label_column": label_column}
     columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    rows = read_files(
-        task, columns, [data], labels, selection_of(config.data, train=False, bad_rows=bad_rows or config.data.bad_rows)
-    )
+    rows = read_files(task, columns, [data], labels, selection_of(config.data, train=False, bad_rows=bad_rows))
     for note in skip_notes(rows.origins.skipped if rows.origins is not None else (), 20):
         say(note)
     return rows
@@ -263,7 +261,9 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     if kind != "uniform":
         rows = rows_of(run)
         weights = () if rows is None else loss_weights(run.config, rows)
-    task = task_of(run.config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
+    skips = data.origins is not None and data.origins.problems.skips
+    config = with_values(run.config, {"data.bad_rows": "skip" if skips else "refuse"})
+    task = task_of(config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     ids = usable_ids(task, data.ids)
     for note in (*skip_notes([*skipped_of(task).values()], 20), cut_note(task, ids, run.config)):
         if note:

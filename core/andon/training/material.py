@@ -114,14 +114,16 @@ def require_records_fit(config: Config, rows: Rows, plan: BatchPlan, evaluated: 
 class Material:
     """Everything that training needs except a backend, determined by the configuration and the files it names.
 
-    config: with all values chosen. task: the training examples, by the ids of `plan`. validation_task: the rows by
-    their own ids. validation_ids, evaluation_ids: the rows that are scored, at most `training.eval_rows` of each.
+    config: with all values chosen. task: the training examples, by the ids of `plan`. unpacked: the rows of
+    `rows.train` by their own ids. validation_ids, evaluation_ids: the rows of `validation_task` and `evaluation_task`
+    that are scored, at most `training.eval_rows` of each.
     """
 
     config: Config
     rows: Rows
     tokenizer: Tokenizer
     task: ScoredTask
+    unpacked: ScoredTask
     validation_task: ScoredTask
     evaluation_task: ScoredTask
     validation_ids: tuple[int, ...]
@@ -136,8 +138,12 @@ class Material:
     @property
     def unusable(self) -> tuple[Problem, ...]:
         """Problems of rows that are skipped because they cannot be encoded."""
-        tasks = dict.fromkeys((self.validation_task, self.evaluation_task))
-        return tuple(problem for task in tasks for problem in skipped_of(task).values())
+        return tuple(problem for task in dict.fromkeys(tasks_of(self)) for problem in skipped_of(task).values())
+
+
+def tasks_of(material: Material) -> tuple[ScoredTask, ScoredTask, ScoredTask]:
+    """The rows of the training files, of validation and of evaluation; without files of their own the same task."""
+    return material.unpacked, material.validation_task, material.evaluation_task
 
 
 def tokenizer_of(config: Config, task: str) -> Tokenizer:
@@ -198,13 +204,16 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     elif config.data.class_weights != "uniform":
         raise InputError(f"data.class_weights: {config.data.class_weights} is for classes, not {name}; set uniform")
     whole = task_of(config, rows.train, tokenizer, weights, cache)
-    scored = whole if rows.evaluation is None else task_of(config, rows.evaluation, tokenizer, weights, cache)
+    own_files = {"data.validation": rows.validation, "data.eval": rows.evaluation}
+    held = {
+        key: task_of(config, each, tokenizer, weights, cache) for key, each in own_files.items() if each is not None
+    }
     rows = rows.without(skipped_of(whole))
     lengths = whole.lengths[[rows.row_of(id_) for id_ in rows.train_ids]].tolist()
-    longest = max(each.longest for each in (whole, scored))
+    longest = max(each.longest for each in (whole, *held.values()))
     config = for_rows(config, name, base, lengths, longest, on_gpus=device_kind(config.run) == "cuda")
     training, padding = config.training, (padding_multiple(config), item_length(config))
-    whole, scored = whole.padded_to(*padding), scored.padded_to(*padding)
+    whole, held = whole.padded_to(*padding), {key: each.padded_to(*padding) for key, each in held.items()}
 
     # Training uses packs, or copies of rows by weight; scoring uses the rows themselves, or some of them.
     task, train_ids = whole, rows.train_ids
@@ -217,10 +226,13 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         task = whole.in_copies(rows.copies)
     if rows.sources and isinstance(whole, EncodedRows):
         whole = whole.by_source(rows.sources)
-    scored_ids = [rows.validation_ids]
-    if rows.evaluation is None:
-        scored = whole
-    else:
+    validated, scored_ids = whole, [rows.validation_ids]
+    if rows.validation is not None:
+        validated = held["data.validation"]
+        scored_ids = [usable_ids(validated, rows.validation.ids, "data.validation")]
+    scored = validated
+    if rows.evaluation is not None:
+        scored = held["data.eval"]
         scored_ids.append(usable_ids(scored, rows.evaluation.ids))
     most = training.eval_rows
     for place, ids in enumerate(scored_ids):
@@ -253,7 +265,8 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
         rows=rows,
         tokenizer=tokenizer,
         task=task,
-        validation_task=whole,
+        unpacked=whole,
+        validation_task=validated,
         evaluation_task=scored,
         validation_ids=scored_ids[0],
         evaluation_ids=scored_ids[-1],
@@ -271,19 +284,19 @@ def skipped_of(task: ScoredTask) -> Mapping[int, Problem]:
     return task.skipped if isinstance(task, SftTask) else {}
 
 
-def usable_ids(task: ScoredTask, ids: Sequence[int]) -> tuple[int, ...]:
-    """`ids` of an evaluation task without skipped rows. Raises `InputError` if all were skipped."""
+def usable_ids(task: ScoredTask, ids: Sequence[int], key: str = "data.eval") -> tuple[int, ...]:
+    """`ids` of the task of the file at `key`, without skipped rows. Raises `InputError` if all were skipped."""
     skipped = skipped_of(task)
     usable = tuple(id_ for id_ in ids if id_ not in skipped)
     if skipped and not usable:
-        raise InputError.at("data.eval", f"none of its rows can be used; the first: {skipped[min(skipped)]}")
+        raise InputError.at(key, f"none of its rows can be used; the first: {skipped[min(skipped)]}")
     return usable
 
 
 def eval_rows_note(material: Material) -> str:
     """A note on how many rows are scored, if `training.eval_rows` limits them; otherwise empty."""
     rows, most = material.rows, material.config.training.eval_rows
-    sizes = {"validation": len(rows.validation_ids), "evaluation": len(rows.evaluation or ())}
+    sizes = {"validation": len(rows.validation or rows.validation_ids), "evaluation": len(rows.evaluation or ())}
     counts = [f"{most} of {size} {what} rows" for what, size in sizes.items() if most is not None and size > most]
     return f"note: scores are of {' and '.join(counts)} (training.eval_rows)" if counts else ""
 

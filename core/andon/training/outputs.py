@@ -180,7 +180,8 @@ def write_card(
     # A run's configuration has a local base's absolute path; the card shows only the folder's name.
     on_hub = base is not None and not base.startswith(("/", "~", "."))
     base_name = base if base is None or on_hub else Path(base).name
-    paths = [config.data.eval] if config.data.eval else [file.path for file in config.data.files]
+    own = config.data.eval or config.data.validation
+    paths = [own] if own else [file.path for file in config.data.files]
     evaluated = ", ".join(Path(path).name for path in paths) or "the rows that Andon embeds"
     data = provenance.digest("data")  # training rows, then rows of a separate evaluation file
     # The task's name on the hub, which is also the name of its transformers pipeline.
@@ -275,6 +276,7 @@ def _command(config: Config, result: Summary, base: str | None) -> str:
     names = short_names([file.path for file in config.data.files])
     named = {
         "--task": config.task if config.task != CLASSIFICATION else None,
+        "--validation-data": config.data.validation and Path(config.data.validation).name,
         "--eval-data": config.data.eval and Path(config.data.eval).name,
         "--text-column": config.data.text_column,
         "--label-column": config.data.label_column,

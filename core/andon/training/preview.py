@@ -15,7 +15,7 @@ from andon.model.adapter import trainable_parameters
 from andon.model.build import facts_of
 from andon.step.plan import efficiency
 from andon.training.build import build_model
-from andon.training.choices import automatic_keys, is_set, placed, settings_line, value_of
+from andon.training.choices import automatic_keys, is_set, placed, value_of
 from andon.training.material import (
     cut_note,
     cut_texts_note,
@@ -26,7 +26,7 @@ from andon.training.material import (
     prepare,
     warnings_of,
 )
-from andon.training.rows import class_counts, notes, skip_notes, task_notice, unfit_model
+from andon.training.rows import class_counts, line_breaks, notes, skip_notes, task_notice, unfit_model
 from andon_contracts.legible import counted
 
 _MOST_WORKERS = 8
@@ -59,7 +59,9 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
             used = f"{size - kept_back[place]} of {size} rows to train on, weight {weight:g}"
             yield f"file {file}: {used}, {in_epoch[place]} in an epoch"
     seen = f"{rows.seen_in_training()} of {counted(len(rows.evaluated_on), 'scored row')}"
-    yield f"texts: also trained on: {seen}; repeated in training: {repeated_texts(rows.trained_on)}"
+    repeated = repeated_texts(rows.trained_on)
+    first = f" (first: {rows.where(repeated[0][0])} has the text of {rows.where(repeated[0][1])})" if repeated else ""
+    yield f"texts: also trained on: {seen}; repeated in training: {len(repeated)}{first if origins else ''}"
 
     # The model and its settings
     total, trained = (
@@ -68,9 +70,10 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield f"model: {total:,} weights, {trained:,} of them trained (adapter: {config.adapter.kind})"
     yield from filter(None, (*facts_of(model).notes, *warnings_of(model, material.tokenizer), chosen))
     if config.model.base is not None:
-        yield settings_line(config)
-        unset = [f"{key}={value_of(config, key)}" for key in automatic_keys(config) if not is_set(original, key)]
-        yield f"chosen, since not set (docs/fine-tune.md lists the rules): {', '.join(unset) or 'nothing'}"
+        shown = ("adapter.kind", "adapter.r", "training.batch_size", *automatic_keys(config))
+        marks = {key: "" if is_set(original, key) or key not in automatic_keys(config) else "*" for key in shown}
+        listed = ", ".join(f"{key}={value_of(config, key)}{mark}" for key, mark in marks.items())
+        yield f"settings: {listed} (*: chosen, since not set; docs/fine-tune.md lists the rules)"
 
     # The plan and its workers
     units = "packs" if config.training.packing else "rows"
@@ -84,15 +87,15 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     yield f"workers: {workers} ({where}){use}"
 
     # Notes
-    yield from (*notes(rows), *skip_notes(material.unusable))
+    yield from (*notes(rows), *filter(None, [line_breaks(rows)]), *skip_notes(material.unusable))
     yield from filter(None, (unfit_model(config), learns_nothing(plan, config), few_updates(plan, config)))
     for each in filter(None, (idleness(plan, workers), note, *material.task.notes)):
         yield f"note: {each}"
     cut = cut_note(material.evaluation_task, material.evaluation_ids, config)
     yield from filter(None, (cut_texts_note(material.tokenizer.truncated, config), cut, eval_rows_note(material)))
     if row is not None:
-        count = len(material.validation_task)
+        count = len(material.unpacked)
         if not 0 <= row < count:
             raise InputError.at("--show-row", f"{row} is not one of the {count} rows, counted from 0")
         yield from filter(None, [rows.where(row)])
-        yield from material.validation_task.shown(row, material.tokenizer)
+        yield from material.unpacked.shown(row, material.tokenizer)

@@ -28,13 +28,13 @@ from andon.run.columns import Columns, Numbers, key_of, load_if_there, load_or_b
 from andon.step.micro_batch import Batch
 from andon.tasks.dpo import DpoTask
 from andon.training.build import Run
-from andon.training.material import Material
+from andon.training.material import Material, tasks_of
 from andon.training.token_cache import mapped
 from andon.training.trainer import gathered_outputs
 
 REFERENCE = "reference"
-COLUMNS: Mapping[str, str] = {"trained": "d", "scored": "d"}
-"""The `array` type code of each column: two values a pair of the training file, and of the evaluation rows' file."""
+COLUMNS: Mapping[str, str] = {"trained": "d", "validated": "d", "scored": "d"}
+"""The `array` type code of each column: two values a pair of the training, validation and evaluation rows' files."""
 
 
 def add_references(material: Material, run: Run, batching: EvaluationBatching, folder: Path | None) -> None:
@@ -43,20 +43,22 @@ def add_references(material: Material, run: Run, batching: EvaluationBatching, f
     Collective. folder: for the columns; None: compute them without storing. Raises `Violation` for a log-probability
     that is not finite.
     """
-    task, scored = material.validation_task, material.evaluation_task
-    if not isinstance(material.task, DpoTask) or not isinstance(task, DpoTask) or not isinstance(scored, DpoTask):
+    tasks = [task for task in tasks_of(material) if isinstance(task, DpoTask)]
+    if not isinstance(material.task, DpoTask):
         return
-    both = (task, scored)
+    _, validated, scored = tasks
     built = [run.initial_weights, run.base]
     key = key_of((), config=config_digest(material.config), data=material.rows.digest, weights=built)
 
     def load(columns: Columns) -> str:
-        for each, (name, kind) in zip(both, COLUMNS.items(), strict=True):
+        for each, (name, kind) in zip(tasks, COLUMNS.items(), strict=True):
             each.references.copy_(mapped(columns, name, kind).view(-1, 2))
         return columns.digest
 
     def make(append: Callable[[Numbers], None]) -> Mapping[str, object]:
-        append({name: array("d", each.references.flatten().tolist()) for each, name in zip(both, COLUMNS, strict=True)})
+        append(
+            {name: array("d", each.references.flatten().tolist()) for each, name in zip(tasks, COLUMNS, strict=True)}
+        )
         return {}
 
     found = None if folder is None else load_if_there(folder, key, COLUMNS, load)
@@ -66,7 +68,7 @@ def add_references(material: Material, run: Run, batching: EvaluationBatching, f
         if run.writes:
             say("computing the log-probabilities of all answers under the model before training")
         compute_references(run, material.task)
-        for each, ids in {task: material.validation_ids, scored: material.evaluation_ids}.items():
+        for each, ids in {validated: material.validation_ids, scored: material.evaluation_ids}.items():
             score_references(backend, [replica.model for replica in run.replicas], each, ids, batching)
         found = None if folder is None else load_or_build(folder, key, COLUMNS, make, load)
     material.tokenizer.read.append(found or references_digest(material)[REFERENCE])
@@ -74,7 +76,7 @@ def add_references(material: Material, run: Run, batching: EvaluationBatching, f
 
 def references_digest(material: Material) -> dict[str, str]:
     """SHA-256 of all references, as `REFERENCE`; empty if the task has none."""
-    tasks = dict.fromkeys((material.validation_task, material.evaluation_task))
+    tasks = dict.fromkeys(tasks_of(material))
     values = [task.references.numpy().tobytes() for task in tasks if isinstance(task, DpoTask)]
     return {REFERENCE: hashlib.sha256(b"".join(values)).hexdigest()} if values else {}
 

@@ -10,6 +10,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,6 @@ from andon.data.rows import (
     TextRows,
     alike,
     frozen_split,
-    likely_separator,
     mixed,
     shared_texts,
 )
@@ -55,7 +55,8 @@ _MOST_GROUPS, _MOST_CLASSES, _MANY_ROWS = 10, 30, 20
 
 @dataclass(frozen=True)
 class Rows:
-    """The data sets of a run. `train` holds training and validation rows; `evaluation` has separate row ids.
+    """The data sets of a run. `train` holds training rows and, without `validation`, those with `validation_ids`.
+    `validation` and `evaluation` have separate row ids.
 
     task: its name in the configuration. train_ids: the ids of an epoch; every copy of a row has a distinct id
     (`mixed`). weights: of the files of `train`, in order; empty for one file with weight 1 and for embedded rows.
@@ -67,23 +68,28 @@ class Rows:
     train_ids: tuple[int, ...]
     validation_ids: tuple[int, ...]
     weights: tuple[float, ...] = ()
+    validation: Examples | None = None
 
     @property
     def digest(self) -> str:
-        """SHA-256 of `train` (with `weights`, also of its files' sizes and weights) and that of `evaluation`."""
+        """SHA-256 of `train` (with `weights`, also of its files' sizes and weights; and of `validation`) and that of
+        `evaluation`."""
         train = self.train.digest
         if self.weights:
             assert self.train.origins is not None
             files = list(zip(self.train.origins.sizes, self.weights, strict=True))
             train = hashlib.sha256(f"{train} {files}".encode()).hexdigest()
+        if self.validation is not None:
+            train = hashlib.sha256(f"{train} validated on {self.validation.digest}".encode()).hexdigest()
         return train + (self.evaluation.digest if self.evaluation is not None else "")
 
     def numbered_by(self, labels: Sequence[str]) -> Rows:
         """The same rows with classes numbered in the order of `labels`; the digest does not change."""
         if not isinstance(self.train, TextRows) or tuple(labels) == self.train.labels:
             return self
-        evaluation = self.evaluation.numbered_by(labels) if isinstance(self.evaluation, TextRows) else None
-        return replace(self, train=self.train.numbered_by(labels), evaluation=evaluation)
+        held = (self.validation, self.evaluation)
+        validation, evaluation = (each.numbered_by(labels) if isinstance(each, TextRows) else None for each in held)
+        return replace(self, train=self.train.numbered_by(labels), validation=validation, evaluation=evaluation)
 
     def row_of(self, id_: int) -> int:
         """The row of `train` for an id of `train_ids`."""
@@ -105,9 +111,7 @@ class Rows:
     def sources(self) -> tuple[str, ...]:
         """The short file name of each row of `train`; empty unless there are several files."""
         origins = self.train.origins
-        if origins is None or len(origins.sizes) < 2:
-            return ()
-        return tuple(origins.with_files([""] * len(self.train)))
+        return () if origins is None or len(origins.sizes) == 1 else tuple(origins.with_files([""] * len(self.train)))
 
     @property
     def trained_on(self) -> Examples:
@@ -116,7 +120,7 @@ class Rows:
     @property
     def evaluated_on(self) -> Examples:
         """The rows of the final scores: the evaluation rows, else the validation rows."""
-        return self.evaluation if self.evaluation is not None else self.train.subset(self.validation_ids)
+        return self.evaluation or self.validation or self.train.subset(self.validation_ids)
 
     @property
     def last_scores(self) -> str:
@@ -126,14 +130,14 @@ class Rows:
     @property
     def skipped(self) -> tuple[Problem, ...]:
         """The faults of the rows that were skipped, in order."""
-        read = (each.origins for each in (self.train, self.evaluation) if each is not None)
+        read = (each.origins for each in (self.train, self.validation, self.evaluation) if each is not None)
         return tuple(problem for origins in read if origins is not None for problem in origins.skipped)
 
     def without(self, skipped: Mapping[int, Problem]) -> Rows:
         """Drop these rows of `train`. Raises `InputError` if no row remains to train on or to evaluate on."""
         train_ids = tuple(id_ for id_ in self.train_ids if self.row_of(id_) not in skipped)
         validation_ids = tuple(id_ for id_ in self.validation_ids if id_ not in skipped)
-        if skipped and (not train_ids or not (validation_ids or self.evaluation)):
+        if skipped and (not train_ids or not (validation_ids or self.validation or self.evaluation)):
             purpose = "evaluate" if train_ids else "train"
             first = skipped[min(skipped)]
             raise InputError.at(self.train.source, f"no usable row is left to {purpose} on; {first}")
@@ -169,35 +173,35 @@ def notes(rows: Rows) -> Iterator[str]:
         if absent:
             held = "all its rows are validation rows"
             yield f"warning: no training row has the class {shown_names(absent)}; {held}"
-        if origins is not None:
-            places = [origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
-            tables = [place for place in places if Path(place.rpartition(":")[0]).suffix.lower() in (".csv", ".tsv")]
-            if tables:
-                found = f"{counted(len(tables), 'text')} with line breaks (first: {tables[0]})"
-                yield f"note: {found}; is a quote left open there?"
     if isinstance(train, DataSet):
         pairs = {*zip(train.fingerprints(), (row.label for row in train.rows), strict=True)}
         if texts := sum(count > 1 for count in Counter(text for text, _ in pairs).values()):
             yield f"warning: equal texts have different labels ({counted(texts, 'text')}); check duplicate rows"
         if len(train) >= _MANY_ROWS and 2 * len(train.labels) > len(train):
             yield f"warning: {len(train.labels)} classes for {len(train)} rows; is the label column the right one?"
-        separator = likely_separator([train.labels[row.label] for row in train.rows])
-        if separator:
-            yield (
-                f"note: most labels hold {separator!r}, and each is taken as one class; to learn several labels a row: "
-                f"--task multi-label --set data.label_separator='{separator}'"
-            )
 
 
 def class_counts(rows: Rows) -> str:
-    """A line with the number of training rows per class; empty without classes."""
+    """A line with the number of training rows per class, the most frequent first; empty without classes."""
     train = rows.trained_on
     if not isinstance(train, TextRows) or not train.counts():
         return ""
-    counts = zip(train.labels, train.counts(), strict=True)
-    listed = [f"{legible_line(name if name == name.strip() else repr(name))} {count}" for name, count in counts]
-    more = f" and {len(listed) - _MOST_CLASSES} more" if len(listed) > _MOST_CLASSES else ""
+    counts = sorted(zip(train.counts(), train.labels, strict=True), key=lambda each: -each[0])
+    listed = [f"{legible_line(name if name == name.strip() else repr(name))} {count}" for count, name in counts]
+    left_out = len(listed) - _MOST_CLASSES
+    more = f" and {left_out} more, the rarest {listed[-1]}" if left_out > 0 else ""
     return f"classes: {', '.join(listed[:_MOST_CLASSES])}{more}"
+
+
+def line_breaks(rows: Rows) -> str:
+    """A note on the texts in tables that have line breaks; else empty."""
+    train, origins = rows.train, rows.train.origins
+    if origins is None or not isinstance(train, TextRows):
+        return ""
+    places = [origins.where(row.id) for row in train.rows if any("\n" in text for text in row.texts)]
+    tables = [place for place in places if Path(place.rpartition(":")[0]).suffix.lower() in (".csv", ".tsv")]
+    found = f"{counted(len(tables), 'text')} with line breaks (first: {tables[0] if tables else ''})"
+    return f"note: {found}; is a quote left open there?" if tables else ""
 
 
 _COLUMNS = {"text_column", "text_pair_column", "label_column", "label_separator"}
@@ -288,16 +292,20 @@ def task_notice(config: Config) -> str:
 
 
 def selection_of(data: Data, *, train: bool, bad_rows: str | None = None) -> RowSelection:
-    """The rows to read of the training files (train), else of another file. bad_rows: the option of a command on a run;
-    None: as the setting says."""
+    """The rows to read of the training files (train), else of another file. bad_rows: the option of a command on a
+    run, whose file has columns of its own; None: as the setting says."""
     if bad_rows not in (None, "refuse", "skip"):
         raise InputError.at("--bad-rows", f"{bad_rows!r} is not one of refuse, skip")
     option = "--set data.bad_rows=skip" if bad_rows is None else "--bad-rows skip"
-    return RowSelection((bad_rows or data.bad_rows) == "skip", data.limit if train else None, option)
+    skips, limit = (bad_rows or data.bad_rows) == "skip", data.limit if train else None
+    return RowSelection(skips, limit, option, own_columns=train or bad_rows is not None)
 
 
 def data_files(config: Config) -> list[Path]:
-    return [Path(path) for path in (*(file.path for file in config.data.files), config.data.eval) if path is not None]
+    data = config.data
+    return [
+        Path(path) for path in (*(file.path for file in data.files), data.validation, data.eval) if path is not None
+    ]
 
 
 def is_tokenised_as_read(config: Config) -> bool:
@@ -324,16 +332,16 @@ def read_rows(
     for the rows of other tasks' files. known: rows that this process has already read.
     """
     train: Examples
-    evaluation: Examples | None
+    held: dict[str, Examples] = {}
     task, data = task_of_run(config), config.data
 
-    def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None) -> Examples:
+    def rows_of(paths: Sequence[Path], labels: tuple[str, ...] | None, name: str) -> Examples:
         selection = selection_of(data, train=labels is None)
         if conversations is not None and task in CAUSAL:
             return conversations(paths, selection)
 
         def read_once() -> Examples:
-            rows = None if known is None else known.train if labels is None else known.evaluation
+            rows = None if known is None else getattr(known, name)
             return read_files(task, data, paths, labels, selection) if rows is None else rows
 
         if folder is None or task in CAUSAL:
@@ -341,31 +349,39 @@ def read_rows(
         return _cached_rows(folder, task, data, paths, labels, selection, read_once)
 
     if data.files:
-        problems, labels, evaluation = ProblemList(), tuple[str, ...](), None
+        problems, labels = ProblemList(), tuple[str, ...]()
+        paths = [Path(file.path) for file in data.files]
         with problems.collecting():
-            train = rows_of([Path(file.path) for file in data.files], None)
+            train = rows_of(paths, None, "train")
             labels = train.labels
-        if data.eval is not None:
+        others = {name: path for name, path in (("validation", data.validation), ("evaluation", data.eval)) if path}
+        if others and problems and task not in CAUSAL:
+            with suppress(InputError):  # the classes of the usable rows, to check the other files too
+                labels = read_files(task, data, paths, None, RowSelection(True, data.limit)).labels
+        for name, path in others.items():
             with problems.collecting():
-                evaluation = rows_of([Path(data.eval)], labels)
+                held[name] = rows_of([Path(path)], labels, name)
         problems.raise_if_any()
     elif task in _EMBEDDED:
-        train, evaluation = _EMBEDDED[task](config.seed)
+        train, held["evaluation"] = _EMBEDDED[task](config.seed)
     else:
         example = f"examples/data/{_EXAMPLES[task]}"
         what = f"task {task} needs rows: name a file with --data; an example is {example}"
         raise InputError.at("data.train", what)
-    train_places, validation_places = frozen_split(len(train), data.validation_fraction, config.seed)
+    fraction = 0.0 if "validation" in held else data.validation_fraction
+    train_places, validation_places = frozen_split(len(train), fraction, config.seed)
     ids = train.ids
-    if evaluation is None and not validation_places:
+    if not (held or validation_places):
         raise InputError.at("data", "no rows to evaluate on: name data.eval, or a data.validation_fraction > 0")
     train_ids, validation_ids = (tuple(ids[place] for place in each) for each in (train_places, validation_places))
     weights = [file.weight for file in data.files]
     if weights in ([], [1.0]):
-        return Rows(task, train, evaluation, train_ids, validation_ids)
-    assert train.origins is not None
-    in_epoch = mixed(train_ids, train.origins.sizes, weights, config.seed)
-    return Rows(task, train, evaluation, in_epoch, validation_ids, tuple(weights))
+        weights = []
+    else:
+        assert train.origins is not None
+        train_ids = mixed(train_ids, train.origins.sizes, weights, config.seed)
+    held_out = held.get("evaluation")
+    return Rows(task, train, held_out, train_ids, validation_ids, tuple(weights), held.get("validation"))
 
 
 _CODE = Path(andon.data.__file__).parent
@@ -427,30 +443,3 @@ def unfit_model(config: Config) -> str:
         "warning: --model is not set, so a tiny model with random weights is trained, which has seen no text before. "
         "Name a folder or a hub id of a pretrained model, for example --model sentence-transformers/all-MiniLM-L6-v2"
     )
-
-
-def changed_since(config: Config, rows: Rows, started: float) -> dict[str, str]:
-    """Compare the data files with `rows`, which were read from them. Returns a message per changed configuration key.
-
-    All files are read again if any was modified after `started` (seconds since the epoch); otherwise none is.
-    """
-    named = {"data.train": [file.path for file in config.data.files], "data.eval": [config.data.eval or ""]}
-
-    def modified(path: str) -> bool:
-        try:
-            return Path(path).stat().st_ctime >= started - 1.0  # file system timestamps may lag by a tick
-        except OSError:
-            return True
-
-    if not any(path and modified(path) for paths in named.values() for path in paths):
-        return {}
-    try:
-        now = read_rows(config)
-    except InputError as error:
-        return {key: f"can no longer be read ({error.line})" for key, paths in named.items() if any(paths)}
-    pairs = {"data.train": (rows.train, now.train), "data.eval": (rows.evaluation, now.evaluation)}
-    return {
-        key: f"has {len(after)} rows now, and {len(before)} were read"
-        for key, (before, after) in pairs.items()
-        if before is not None and after is not None and before.digest != after.digest
-    }

@@ -59,7 +59,7 @@ from andon.step.step import UNSIGNED, RankFailed
 from andon.tasks.sft import SftTask
 from andon.training.build import Run, build_run
 from andon.training.choices import placed, settings_line, with_values
-from andon.training.existing import config_of, require_same_as_finished
+from andon.training.existing import LENGTH, config_of, holds_a_run, how_to_train_on, require_same_as_finished
 from andon.training.forecast import agree_on_devices, evaluation_batching, hold_to_budget, uses_cuda_graphs
 from andon.training.material import (
     Material,
@@ -76,7 +76,7 @@ from andon.training.material import (
 )
 from andon.training.outputs import form_of, packing_note, write_card, write_model_files
 from andon.training.reference import REFERENCE, add_references, references_digest
-from andon.training.rows import changed_since, is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
+from andon.training.rows import is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
 from andon.training.trainer import (
     Evaluator,
     FolderJournal,
@@ -107,8 +107,7 @@ from andon_contracts.violation import Violation
 class Session:
     """A run with its folder, its data and its clock.
 
-    started: start of its command, by `time.monotonic`. began: the same in seconds since the epoch, to compare with file
-    times. planned_bytes: planned memory of each GPU replica; 0 on CPUs.
+    started: start of its command, by `time.monotonic`. planned_bytes: planned memory of each GPU replica; 0 on CPUs.
     """
 
     config: Config
@@ -117,7 +116,6 @@ class Session:
     run: Run
     environment: Mapping[str, Any]
     started: float
-    began: float
     clock: StepClock
     evaluator: Evaluator
     planned_bytes: int = 0
@@ -215,7 +213,6 @@ def assembled(
             run=run,
             environment=environment(torch.get_num_threads(), accelerators, portable=portable, libraries=libraries),
             started=started,
-            began=time.time() - (time.monotonic() - started),
             clock=clock,
             evaluator=Evaluator(backend, run.replicas, batching),
             planned_bytes=memory.total if memory else 0,
@@ -335,7 +332,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
     folder, machine = session.folder, fingerprint(session.environment)
     if session.config.run.resume != "auto":
         if folder.begun():
-            raise InputError.at(folder.path, "holds a run; add --resume auto, or name another folder")
+            raise holds_a_run(folder)
         return None, _FROM_START
     if folder.state() is State.FINISHED:
         require_same_as_finished(session.config, folder)
@@ -366,12 +363,15 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
         raise InputError.at(checkpoint.path, what)
     changed = identity_changes(session, checkpoint)
     if changed:
-        why, others = "a resumed run must keep this setting", [each for each in changed if each[0] != REFERENCE]
+        rule, more = "a resumed run must keep this setting", how_to_train_on(session.config, folder, finished=False)
+        others = [each for each in changed if each[0] != REFERENCE]
         if not others:
-            why = f"{folder.tokens} had the values and is lost or damaged, and computed here they differ: put it back, "
-            why += f"resume on a machine and with versions as at the start, or begin anew: {begin_anew(folder.config)}"
+            rule = (
+                f"{folder.tokens} had the values and is lost or damaged, and computed here they differ: put it back, "
+            )
+            rule += f"resume on a machine and with versions as at the start, or begin anew: {begin_anew(folder.config)}"
         raise InputError(
-            Problem(key, f"was {before!r} when the run began, is {now!r}; {why}")
+            Problem(key, f"was {before!r} when the run began, is {now!r}; {rule}{more if key in LENGTH else ''}")
             for key, before, now in others or changed
         )
     if checkpoint is None:
@@ -692,16 +692,12 @@ def _summary(
 
 def _write_summary(session: Session, journal: FolderJournal, summary: Summary) -> None:
     """Write the summary, which must be the last file: with it, the folder counts as finished."""
-    changed = changed_since(session.config, session.material.rows, session.began)
-    for key, how in changed.items():
-        say(f"warning: {key} has changed since this run read it: it {how}")
     journal.ledger.sync()
     last = replace(
         summary,
         contracts=evaluations(),
         wall_s=round(time.monotonic() - session.started, 3),
         ledger=Head(*journal.ledger.head),
-        data_changed=changed,
         updates=journal.updates,
         dropped_values=dropped_values() or None,
     )
@@ -719,7 +715,7 @@ def write_adapter(session: Session, result: Summary, scores: Scores) -> None:
     if config.model.base is None and config.adapter.kind != "none":
         with whole_folder(folder.path / "base") as path:
             save_base(model, path, material.labels)
-    task = material.validation_task  # has the rows unpacked
+    task = material.unpacked
     settings = task.asked if isinstance(task, SftTask) else None
     with whole_folder(folder.adapter) as path:
         reference = config.model.base or "../base"
@@ -735,16 +731,14 @@ def resolved(config: Config, folder: RunFolder) -> Config:
     def absolute(path: str) -> str:
         return str(Path(path).resolve())
 
-    data, base, adapter = config.data, config.model.base, config.adapter.init
+    data, base = config.data, config.model.base
     values: dict[str, object] = {"run.dir": absolute(str(folder.path))}
-    if data.eval is not None:
-        values["data.eval"] = absolute(data.eval)
+    named = {"data.validation": data.validation, "data.eval": data.eval, "adapter.init": config.adapter.init}
+    values |= {key: absolute(path) for key, path in named.items() if path is not None}
     if isinstance(data.train, str):
         values["data.train"] = absolute(data.train)
     elif data.train is not None:
         values["data.train"] = tuple(each.model_copy(update={"path": absolute(each.path)}) for each in data.train)
     if base is not None and Path(base).is_dir():
         values["model.base"] = absolute(base)
-    if adapter is not None:
-        values["adapter.init"] = absolute(adapter)
     return with_values(config, values)

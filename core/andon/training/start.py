@@ -26,11 +26,13 @@ from andon.run.summary import LAST_VALIDATION, quoted, read_summary
 from andon.training.choices import placed, portable_demo
 from andon.training.existing import (
     as_begun,
+    holds_a_run,
     how_to_resume,
     newest_unfinished,
     progress_text,
     require_same_as_finished,
     same_data,
+    taken_over,
 )
 from andon.training.given import kept
 from andon.training.rows import (
@@ -91,6 +93,7 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
         folder = newest_unfinished(config, RUNS)
         if folder is not None:
             say(f"resume: {folder.path} is the newest unfinished run of this configuration (for another: --run-dir)")
+    asked = config
     config, chosen = placed(config if folder is None else as_begun(config, folder))
     config, not_portable = portable_demo(config)
     if folder is not None:
@@ -101,9 +104,10 @@ def start(config: Config, started: float, *, entry: str = ENTRY, given: Mapping[
             require_same_as_finished(config, folder)
             say(f"resume: the run in {folder.path} is finished, nothing to do")
             return RunOutcome(folder, Exit.OK)
+        if resuming and (line := taken_over(asked, folder)):
+            say(line)
         if not resuming and folder.begun():
-            what = "a run" if state is State.FINISHED else f"a run that is not finished ({progress_text(folder)})"
-            raise InputError.at(folder.path, f"holds {what}; add --resume auto, or name another folder")
+            raise holds_a_run(folder)
     if task:
         say(task)
     # Report all errors in the data once, before ranks start, each of which would report them.
