@@ -188,9 +188,7 @@ def usual_values(config: Config, task: str) -> dict[str, Any]:
         dora_in_nf4 = config.adapter.dora and config.model.quantize != "none"
         values |= {
             "optimizer.lr": _RATES[config.adapter.kind, task in CAUSAL] / (40 if task == DPO else 1),
-            "adapter.dropout": 0.0
-            if task == DPO or (config.adapter.dora and config.model.quantize != "none")
-            else 0.05,
+            "adapter.dropout": 0.0 if task == DPO or dora_in_nf4 else 0.05,
             "training.epochs": 1 if task == DPO else 3,
             "training.checkpoint_minutes": 15.0,
             "training.packing": packing,
