@@ -100,7 +100,7 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     yield f"  seen     {record.seen}"
     if scene.get("before"):
         yield f"  before   {scene['before']}"
-    likely = scene.get("likely") or (clause and clause.likely)
+    likely = scene.get("likely", clause and clause.likely)
     if likely:
         yield f"  likely   {likely}  [inference, not proof]"
     if clause and cause == "violation":
