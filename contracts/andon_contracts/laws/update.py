@@ -277,6 +277,7 @@ def _frozen(seen: Seen[object]) -> Finding | None:
 
 
 FROZEN = Law("base-frozen/base", ("base", "first base"), _frozen)
+BASE: tuple[Law[Seen[object]], ...] = (LOCKSTEP, FROZEN)
 
 
 def _audited(seen: Seen[object]) -> Finding | None:
