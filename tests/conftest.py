@@ -26,8 +26,7 @@ import pytest
 hypothesis.settings.register_profile("no deadline", deadline=None)
 hypothesis.settings.load_profile("no deadline")
 
-GRACE_S = 10.0
-"""How long what is ending may take to end; nothing waits that long unless it leaks."""
+GRACE_S = 10.0  # how long what is ending may take to end; nothing waits that long unless it leaks
 
 # Libraries set these on first use, for the whole process; pytest names the running test.
 _SET_BY_OTHERS = ("PYTEST_", "COVERAGE_", "COV_CORE_", "KMP_", "TORCHINDUCTOR_", "TRITON_", "PT_", "QT_")

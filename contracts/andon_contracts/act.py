@@ -43,6 +43,8 @@ NAMES: Mapping[torch.dtype, str] = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """The format's name of each dtype that it supports."""
+LASTING = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "buffers-agree"})
+"""Clauses that stay broken once the ranks differ, so that the fault may be of an update that was not read."""
 _HIDDEN = ("andon_contracts", "torch", "icontract", "threading", "multiprocessing")  # packages that are never shown
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 LAUNCHER_FILES = set[str]()  # of the frames outside the script that `andon watch` runs, which are never shown
@@ -60,9 +62,10 @@ _ACTIVITIES = (
 class Scene:
     """The facts of a message besides the finding.
 
-    applied: the update was made. before: what was equal before the update. element: the first element that differs.
-    last_equal: the last update that left all weights equal. unwritten: why the bundle is incomplete. goes_on: nothing
-    is raised. by_command: `andon watch` opened the watch. also: effects of the finding. at: the moment, if no update.
+    applied: the update was made. before: what was equal before the update. unread: how many updates just before it were
+    not read. element: the first element that differs. last_equal: the last update that left all weights equal.
+    unwritten: why the bundle is incomplete. goes_on: nothing is raised. by_command: `andon watch` opened the watch.
+    also: effects of the finding. at: the moment, if no update.
     """
 
     world: int = 1
@@ -70,6 +73,7 @@ class Scene:
     last_equal: int | None = None
     before: str = ""
     rates_differ: bool = False
+    unread: int = 0
     element: str = ""
     tensors: int = 0
     bundle: str = ""
@@ -248,23 +252,31 @@ def message(clause: str, finding: Finding, scene: Scene) -> str:
     if scene.at:
         when, state = f" {scene.at}", ""
     allow = f"--allow {clause}=<reason>" if scene.by_command else f'andon.watch(..., allow={{"{clause}": "<reason>"}})'
+    known = scene.before
+    if scene.unread and clause in LASTING:
+        steps = f"steps {finding.step - scene.unread} to {finding.step}"
+        known += f"; the fault lies in {steps}: budget=None finds the step"
     rows = [
         ("where", where),
         # If the bits of an element are shown, the digests are in the bundle only.
         ("seen", "" if scene.element and CLAUSES[clause].between_ranks else finding.seen),
         *(("also", each) for each in scene.also),
-        ("before", scene.before),
+        ("before", known),
         ("likely", f"{likely}  [inference, not proof]" if likely else ""),
         ("state", "" if tree else state),
         ("bundle", f"{scene.bundle}  explain: {explain_command(Path(scene.bundle))}" if scene.bundle else ""),
         ("but", f"not all of the bundle could be written: {scene.unwritten}" if scene.unwritten else ""),
         ("silence", "" if tree else allow),
+        ("more", "" if scene.bundle else f"andon explain {clause}"),
     ]
-    head = f"{clause} broken{'' if tree else when}: {_who(clause, finding, scene.world)}."
+    verdict = "suspected" if finding.suspicion else "broken"
+    head = f"{clause} {verdict}{'' if tree else when}: {_who(clause, finding, scene.world)}."
     return "\n".join([head, *row_lines(rows)])
 
 
 def _likely(clause: str, finding: Finding, scene: Scene) -> str:
+    if scene.unread and clause in LASTING:
+        return ""  # what was not read, such as the gradients of these updates, may be the cause
     if finding.likely is None and scene.rates_differ and clause in ("replicas-agree", "optimizers-agree"):
         return CLAUSES["hyperparameters-agree"].likely
     return CLAUSES[clause].likely if finding.likely is None else finding.likely

@@ -33,10 +33,11 @@ class Clause:
 
     def explanation(self) -> Iterator[str]:
         """The rows of `andon explain CLAUSE`."""
-        yield f"  promise  {self.statement}"
-        yield f"  checked  {self.schedule}"
         yield f"  likely   {self.likely}  [inference, not proof]"
         yield f"  try      {self.remedy}"
+        yield f"  promise  {self.statement}"
+        read = "; a watch: 64 steps, then one in k" * self.schedule.startswith(("every step", "every watched"))
+        yield f"  checked  {self.schedule}{read}"
 
 
 _ALL = tomllib.loads(Path(__file__).with_name("clauses.toml").read_text(encoding="utf-8"))

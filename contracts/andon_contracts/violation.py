@@ -32,6 +32,7 @@ class Finding:
 
     ranks: the culprits; empty: not known. tensor: the name of the tensor or value. step: the number of the update, from
     1; 0: outside a step, as at start-up. likely: the usual cause, "" for none; None: the one in the registry.
+    suspicion: a right loop can look like this.
     """
 
     seen: str
@@ -40,6 +41,7 @@ class Finding:
     tensor: str = ""
     details: tuple[tuple[str, str], ...] = ()
     likely: str | None = None
+    suspicion: bool = False
 
 
 class Violation(RuntimeError):
@@ -104,7 +106,7 @@ def describe(clause: str, finding: Finding) -> str:
     step = f" at step {finding.step}" if finding.step else ""
     ranks = f" on {named_ranks(finding.ranks)}" if finding.ranks else ""
     tensor = f" in {finding.tensor}" if finding.tensor else ""
-    return f"{clause} broken{step}{ranks}{tensor}: {finding.seen}"
+    return f"{clause} {'suspected' if finding.suspicion else 'broken'}{step}{ranks}{tensor}: {finding.seen}"
 
 
 @dataclass(frozen=True)

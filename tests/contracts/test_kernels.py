@@ -205,8 +205,7 @@ def test_several_tensors_in_one_launch(count: int) -> None:
     assert word_sums(there, finite=False).tolist() == word_sums(flats, finite=False).tolist()
 
 
-LOOKED_UP: Callable[[], bool] = has_triton.__wrapped__
-"""Without what it keeps of its first call."""
+LOOKED_UP: Callable[[], bool] = has_triton.__wrapped__  # without what it keeps of its first call
 
 
 def test_a_missing_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,8 +262,7 @@ def test_a_cause_that_holds_what_no_form_takes_is_told_all_the_same() -> None:
 
 # The thread that talks to the store.
 
-PAUSE_S = 600.0
-"""Between two rounds, in seconds; a test that waits this long runs into its time limit."""
+PAUSE_S = 600.0  # between two rounds, in seconds; a test that waits this long runs into its time limit
 
 
 def test_a_link_that_is_closed_ends_without_another_pause_or_round() -> None:

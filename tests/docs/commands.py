@@ -46,8 +46,7 @@ COMMANDS = {
     "accelerate": "-P -m accelerate.commands.accelerate_cli",
 }
 """Commands in the path of a block, as arguments of the interpreter that runs the page."""
-SECONDS = 300
-"""The longest time for one block."""
+SECONDS = 300  # the longest time for one block
 _FENCE = re.compile(r"( *)```([^`\s]*)\s*$")
 _MARK = re.compile(r"<!-- (exit|with|not run:|file|needs|setup:?)(?:\s+(.*?))?\s*(-->)?$")
 _NAMED = re.compile(r"[Ss]ave (?:(?:it|this) )?as `([\w./-]+)`:$")

@@ -216,7 +216,9 @@ def test_a_recorded_violation_is_told_beside_the_verdicts(tmp_path: Path, capsys
     assert command.main([str(path)], standalone_mode=False) == 1
     note = f"note: {path} records a violation: gradients-agree at step 2 on rank 1, warned"
     stands = f"broken: {path} has a violation, and no later resume made its step again"
-    assert capsys.readouterr().out.splitlines()[-3:-1] == [note, stands]
+    said = capsys.readouterr().out
+    assert said.splitlines()[-3:-1] == [note, stands]
+    assert "replicas-agree v1: violated when it ran, see below" in said  # the clause is a part of this claim
     assert "only reported" in _said("halt-together", path)[1]
     suspected = write(tmp_path / "s.jsonl", [*records[:3], replace(BROKEN, action="suspected"), *records[3:]])
     assert recorded_violations(read_run(suspected)) == ("a suspicion: gradients-agree at step 2 on rank 1, suspected",)

@@ -8,8 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-PATIENCE_S = 60.0
-"""What an orphan lives for ever is told from by; nothing that works takes a tenth of it."""
+PATIENCE_S = 60.0  # what an orphan lives for ever is told from by; nothing that works takes a tenth of it
 
 
 class Pipe:

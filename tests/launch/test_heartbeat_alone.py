@@ -252,8 +252,7 @@ def test_a_beat_asks_the_store_once_for_all() -> None:
 
 
 SLEPT_S = 3600.0
-TIMEOUTS = Timeouts(600.0, silence_s=600.0)
-"""Something is slow after ten seconds."""
+TIMEOUTS = Timeouts(600.0, silence_s=600.0)  # something is slow after ten seconds
 
 
 class Clocks:
@@ -338,8 +337,7 @@ def test_a_deadline_does_not_count_a_pause(clocks: Clocks) -> None:
 # Slow, hung and dead are told apart by ranks themselves: what they say, in which order, and how they end.
 
 
-SHORT_S = 1.0
-"""How long gloo waits where that is to end in vain."""
+SHORT_S = 1.0  # how long gloo waits where that is to end in vain
 
 
 def test_a_rank_that_hangs_is_named_and_ends_itself(tmp_path: Path) -> None:

@@ -119,8 +119,7 @@ def test_the_gradient_of_log_probabilities_is_that_of_a_float64_loop(
     assert max(distances(gradients(model, found), exact).values()) <= 2e-6
 
 
-ONE = torch.ones(1).view(torch.int32).long()
-"""The bits of a weight of 1.0."""
+ONE = torch.ones(1).view(torch.int32).long()  # the bits of a weight of 1.0
 MUTANTS: dict[str, Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]] = {
     "prompt tokens trained": lambda batch: {"weights": ONE.where(batch["positions"] > 0, 0)},
     "mask off by one": lambda batch: {"weights": batch["weights"].roll(-1, 1)},
@@ -348,8 +347,7 @@ def test_a_batch_of_prompts_stays_within_positions_and_memory() -> None:
 
 KNOWN = 33
 NEW = (33, 34)
-NEW_ROWS = (row([1, 33, 3, 34, 5, 33, 31], 2), row([34, 34, 8, 31], 1))
-"""Read and written, in prompts and in answers."""
+NEW_ROWS = (row([1, 33, 3, 34, 5, 33, 31], 2), row([34, 34, 8, 31], 1))  # read and written, in prompts and in answers
 
 
 def tables(model: nn.Module) -> list[torch.Tensor]:

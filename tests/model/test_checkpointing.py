@@ -22,8 +22,7 @@ from tests.model.tiny import CPU, base_of, causal, changed, spec, task
 ROWS = task(
     [[1 + (row * 7 + place) % 30 for place in range(3 + row % 9)] for row in range(13)], [r % 3 for r in range(13)]
 )
-PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 1)
-"""Eight rows in five micro-batches, then the five that are left."""
+PLAN = BatchPlan(tuple(range(13)), 8, 5, 3, 1)  # eight rows in five micro-batches, then the five that are left
 
 
 def trained(backend: Backend, optimizer: Any, *, checkpointing: bool, dropout: float, architecture: str) -> int:

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-TOLERANCE = 0.03
-"""What products of bf16 leave of a gradient's digits, relative."""
+TOLERANCE = 0.03  # what products of bf16 leave of a gradient's digits, relative
 
 
 @pytest.fixture(scope="module", params=["kernels", "graphs"])

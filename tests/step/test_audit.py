@@ -89,8 +89,7 @@ def test_an_audit_changes_nothing(world: int, coverage: Any) -> None:
     assert evaluations()["audit"] == len(SETTINGS.sizes)
 
 
-FLIPS = 25
-"""Drawn with a fixed seed."""
+FLIPS = 25  # drawn with a fixed seed
 
 
 @pytest.mark.parametrize("of_sum", [False, True], ids=["gradient", "partial sum"])

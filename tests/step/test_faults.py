@@ -35,10 +35,8 @@ from tests.support.toy import CPU, ToyModel, ToyTask, build, rate, replica
 
 pytestmark = pytest.mark.xdist_group("step_faults")
 BATCH = SETTINGS.batches()[0]
-OWNER = (0, 0, 0, 1, 1, 1, 2, 2)
-"""Micro-batches 0 to 7 over 3 ranks: a balanced split, worked out by hand."""
-SIZES = (2, 2, 1, 1, 1, 1, 1, 1)
-"""10 rows over 8 micro-batches."""
+OWNER = (0, 0, 0, 1, 1, 1, 2, 2)  # micro-batches 0 to 7 over 3 ranks: a balanced split, worked out by hand
+SIZES = (2, 2, 1, 1, 1, 1, 1, 1)  # 10 rows over 8 micro-batches
 POISONED = [(micro_batch, where) for micro_batch in range(8) for where in ("loss", "gradient")]
 CATCHER = Callable[[Backend], Caught]
 

@@ -21,8 +21,7 @@ from andon.step.replica import Replica
 from andon.training.start import train_rank
 
 Payload = Mapping[str, Any]
-AT = 7
-"""The step at which it happens."""
+AT = 7  # the step at which it happens
 
 
 def kill_rank(payload: Payload) -> int:

@@ -29,8 +29,7 @@ PRELOAD = (
     "andon.launch.server_last",
 )
 COLOURS = ("red", "green", "blue")
-STEPS = 12
-"""Two epochs of 41 rows (45 less the 4 that validate) in batches of 8: the last of an epoch holds one row."""
+STEPS = 12  # two epochs of 41 rows (45 less the 4 that validate) in batches of 8: the last of an epoch holds one row
 SMALL = (
     "model.hidden_size=16",
     "model.num_hidden_layers=1",

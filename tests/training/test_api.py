@@ -37,8 +37,7 @@ from andon.training.start import start
 from tests.training.entries import AT, after_update
 from tests.training.runs import STEPS, Runs, outcome, row, sections, summary
 
-ROWS = [dict(zip(("text", "label"), row(number), strict=True)) for number in range(45)]
-"""What `runs.data` holds."""
+ROWS = [dict(zip(("text", "label"), row(number), strict=True)) for number in range(45)]  # what `runs.data` holds
 
 
 def train(data: Any, folder: Path, **more: Any) -> andon.TrainingRun:

@@ -28,8 +28,7 @@ from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.training.runs import Runs, outcome, records, write_jsonl
 
-ROWS = 150
-"""Three batches of at most 64 rows, so that two ranks have different numbers of rows."""
+ROWS = 150  # three batches of at most 64 rows, so that two ranks have different numbers of rows
 CPU = torch.device("cpu")
 
 

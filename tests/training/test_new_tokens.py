@@ -23,8 +23,7 @@ from tests.training.test_export import PROMPTS, answers_of_run, answers_of_stock
 
 pytestmark = pytest.mark.xdist_group("test_new_tokens")
 
-NEW = {"<tool>": 260, "</tool>": 261}
-"""By id: the embedded tokenizer has 260 tokens before them."""
+NEW = {"<tool>": 260, "</tool>": 261}  # by id: the embedded tokenizer has 260 tokens before them
 TOKENS = f"model.new_tokens={json.dumps([*NEW])}"
 WIDE = ("model.hidden_size=32", "model.intermediate_size=32", "optimizer.lr=0.02", "training.epochs=12")
 """What a model needs to learn the rows."""

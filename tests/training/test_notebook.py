@@ -27,8 +27,7 @@ SECTION = (ROOT / "docs" / "fine-tune.md").read_text(encoding="utf-8").partition
 BLOCKS = re.findall(r"^```python\n(.*?)^```", SECTION.partition("\n## ")[0], re.MULTILINE | re.DOTALL)
 assert len(BLOCKS) == 2
 """The programs in docs/fine-tune.md, in order."""
-_CELL_S = 180.0
-"""A cell may be a whole run, on a machine that does other work beside it."""
+_CELL_S = 180.0  # A cell may be a whole run, on a machine that does other work beside it
 
 
 @pytest.fixture(scope="module")

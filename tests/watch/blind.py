@@ -394,5 +394,4 @@ def _kind(name: str) -> Kind:
     return Kind(functools.partial(_seen, name), weight="many", suspected=suspected)
 
 
-KINDS = {f"blind: {name}": _kind(name) for name in LOOPS}
-"""By the names that the benchmark gives them."""
+KINDS = {f"blind: {name}": _kind(name) for name in LOOPS}  # by the names that the benchmark gives them

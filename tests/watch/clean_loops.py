@@ -20,8 +20,7 @@ from tests.watch.loop import BATCH, PER_EPOCH, ROWS, Model, data, plan
 
 Optimizers = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 EVEN_ROWS = 32
-SKIPS_FROM = 2.0**24
-"""A loss scale at which float16 overflows."""
+SKIPS_FROM = 2.0**24  # A loss scale at which float16 overflows
 
 
 def adamw(parameters: list[nn.Parameter], **options: Any) -> torch.optim.Optimizer:

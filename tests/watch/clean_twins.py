@@ -13,8 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from andon_contracts.observe import plain
 
-AT = 6
-"""The update of each optimizer at which, or from which on, its fault acts."""
+AT = 6  # the update of each optimizer at which, or from which on, its fault acts
 
 
 def _nudge(optimizer: torch.optim.Optimizer) -> None:

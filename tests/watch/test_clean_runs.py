@@ -15,8 +15,7 @@ from tests.watch.blind import LOOPS, weights_of
 from tests.watch.clean import Seen
 from tests.watch.clean_kinds import KINDS, installed, run_kinds
 
-STEPS = 18
-"""More than the 16 windows after which a parameter without a gradient is reported."""
+STEPS = 18  # more than the 16 windows after which a parameter without a gradient is reported
 PROVED = 20
 """The steps of the proof without a watch: loops that bring weights together now and then end on such a step."""
 PER_START = 6

@@ -16,10 +16,8 @@ import andon
 from andon_contracts.watch.pace import FULL, LONGEST, Pace
 from tests.watch.small import answers, loss_of, net, sgd
 
-LATER = FULL + 6
-"""An update that is not read in full by a watch that takes longer than its budget."""
-TINY = 1e-9
-"""A budget that no watch can keep, so that it reads as few updates as it may."""
+LATER = FULL + 6  # an update that is not read in full by a watch that takes longer than its budget
+TINY = 1e-9  # a budget that no watch can keep, so that it reads as few updates as it may
 
 
 @pytest.mark.parametrize("every", [1, 2, 8, LONGEST])
@@ -35,7 +33,7 @@ def test_an_interval_leaves_no_gap_and_meets_every_phase_of_an_epoch(every: int)
         assert any(number % epoch == 0 for number in read if number > FULL)
 
 
-def _loop(case: str, rank: int, steps: int, budget: float | None) -> tuple[list[tuple[str, int]], dict[str, int], int]:
+def _loop(case: str, rank: int, steps: int, budget: float | None) -> tuple[dict[str, str], dict[str, int], int]:
     torch.manual_seed(0)
     model = nn.Sequential(net(), nn.Dropout(0.1))
     wrapped = DistributedDataParallel(model)
@@ -48,6 +46,8 @@ def _loop(case: str, rank: int, steps: int, budget: float | None) -> tuple[list[
                 w.batch([2 * step + rank])
             with wrapped.no_sync() if case == "averages" and later else nullcontext():
                 wrapped(torch.randn(3, 4)).square().sum().backward()
+            if case == "one gradient changes" and step == LATER and rank == 1:
+                model[0][0].weight.grad[0, 0] += 1.0  # type: ignore[index]
             optimizer.step()
             optimizer.zero_grad()
             if case == "one rank changes" and step == LATER and rank == 1:
@@ -56,7 +56,7 @@ def _loop(case: str, rank: int, steps: int, budget: float | None) -> tuple[list[
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.data)
                     parameter.data /= 2
-    return [(each.clause, each.step) for each in w.findings], w.evaluations, w.violations
+    return {f"{each.clause} {each.step}": str(each) for each in w.findings}, w.evaluations, w.violations
 
 
 def _cases(cases: dict[str, tuple[int, float | None]]) -> dict[str, Any]:
@@ -64,18 +64,22 @@ def _cases(cases: dict[str, tuple[int, float | None]]) -> dict[str, Any]:
 
 
 def test_rare_reads_find_what_lasts_and_suspect_no_right_loop() -> None:
-    """A weight of one rank that no version counter shows is found at the next full update. A loop that begins to
-    average its weights is only suspected. One that begins to report its rows is read at each update, as without budget.
+    """A weight of one rank that no version counter shows is found at the next full update. The message names the steps
+    that were not read, and no cause, since it may be in them. A loop that begins to average its weights is only
+    suspected. One that begins to report its rows is read at each update, as without budget.
     """
     end, steps = FULL + LONGEST, FULL + LONGEST + 60
     cases = {
-        "one rank changes": (end, TINY), "averages": (steps, TINY), "reports rows": (steps, TINY), "plain": (end, TINY),
-        "plain: all": (end, None),
+        "one rank changes": (end, TINY), "one gradient changes": (end, TINY), "averages": (steps, TINY),
+        "reports rows": (steps, TINY), "plain": (end, TINY), "plain: all": (end, None),
     }  # fmt: skip
     for of_rank in answers(2, _cases, cases):
         findings = {case: found for case, (found, _, _) in of_rank.items()}
-        assert findings.pop("one rank changes") == [("replicas-agree", end)]
-        assert findings.pop("averages") == [("replicas-agree", end)]
+        for case, clause in (("one rank changes", "replicas-agree"), ("one gradient changes", "optimizers-agree")):
+            said = findings.pop(case)[f"{clause} {end}"]
+            assert f"step {FULL}, not read again since; the fault lies in steps {FULL + 1} to {end}: budget" in said
+            assert "likely" not in said
+        assert [*findings.pop("averages")] == [f"replicas-agree {end}"]
         assert of_rank["averages"][2] == 0
         assert not any(findings.values())
         counts = {case: evaluations["gradients-agree"] for case, (_, evaluations, _) in of_rank.items()}

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from andon_contracts.watch.row_weights import (
     LABELS,
+    NOT_FINITE,
     NOT_SAMPLED,
     OTHER_LOSS,
     PASSES,
@@ -159,7 +160,7 @@ def test_unequal_weights_are_named_by_what_they_follow(passes: list[PassWeights]
         (of((0.5, 0), (0.5, 1)), 0),
         (of(count=3), NOT_SAMPLED),
         (of((0.5, 0), residual=0.1), OTHER_LOSS),
-        (of((float("nan"), 0), residual=float("nan")), OTHER_LOSS),
+        (of((float("nan"), 0), residual=float("nan")), NOT_FINITE),
         (of((0.5, 0), (-0.5, 1)), SIGNS),
     ],
 )

@@ -368,6 +368,21 @@ def test_nothing_was_watched_only_where_no_watch_was_opened(
     assert (found, "andon.watch: 1 step," in said, _IDLE in said) == (code, not idle, idle)
 
 
+@pytest.mark.parametrize("world", ["", "1", "2"])
+def test_ranks_of_a_launcher_that_made_no_group_are_warned(
+    world: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trains apart and is one process to its watch; the exit code is the script's all the same.
+
+    The finding at the close names no line: the script has ended, and the command that ran it is none of the user's.
+    """
+    monkeypatch.setenv("WORLD_SIZE", world)
+    (tmp_path / "plain.py").write_text(_ONE + OWN_LINE.replace("import andon\n", "").replace(_WITH, "for _ in (1, 2):"))
+    code, said = _run([str(tmp_path / "plain.py")])
+    closed = "\nandon.Violation: ranks-joined broken after step 2"
+    assert (code, closed in said) == (0, world == "2")
+
+
 FAILING = """
 import sys, os
 assert __name__ == "__main__" and sys.argv == [__file__, "--x"], sys.argv

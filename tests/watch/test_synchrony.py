@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -84,13 +85,14 @@ def test_a_window_left_out_once_is_certain_at_the_next_reduction() -> None:
     assert _update(synchrony, 5, "reduced, alike") == (frozenset(), frozenset())
 
 
-def _never_together() -> list[tuple[str, str]]:
-    model = LayerNormed()
+def _never_together(wrapped: bool) -> list[tuple[str, str]]:
+    model: Any = DistributedDataParallel(LayerNormed()) if wrapped else LayerNormed()
     optimizer = sgd(model)
     w = andon.watch(model, optimizer, action="raise")
     for step in range(4):
         optimizer.zero_grad()
-        backward(model, step)
+        with model.no_sync() if wrapped else contextlib.nullcontext():
+            backward(model, step)
         optimizer.step()
     said = [(each.clause, str(each)) for each in w.findings]
     with pytest.raises(Violation, match="did not agree again before the close") as caught:
@@ -98,10 +100,12 @@ def _never_together() -> list[tuple[str, str]]:
     return [*said, (caught.value.clause, str(caught.value))]
 
 
-def test_what_never_comes_together_is_one_suspicion_and_a_violation_at_the_close() -> None:
-    """Nothing is raised before, since local SGD looks the same; every rank raises then."""
-    for (first, suspicion), (last, _) in answers(2, _never_together):
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_never_comes_together_is_one_suspicion_and_a_violation_at_the_close(wrapped: bool) -> None:
+    """Nothing is raised before, since local SGD looks the same; every rank raises then, with the likely cause."""
+    for (first, suspicion), (last, said) in answers(2, _never_together, wrapped):
         assert (first, last) == ("replicas-agree", "replicas-agree")
+        assert re.search(r"no reduction of gradients was seen in 4 updates\n  likely   is the model outside DDP", said)
         assert "no reduction of their gradients was seen" in suspicion
         assert "likely" not in suspicion
 

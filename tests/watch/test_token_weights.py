@@ -263,8 +263,8 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     changed = "  gradient scale: not comparable in 6 of 6 updates that were read: the loop changed the gradients"
     assert lines["clipped by hand"] == [f"{changed} after backward()"]
     # Of 2 x 4 and 2 x 8 rows the mean of means weighs 24 / 16 and 24 / 32 of the mean.
-    assert all(part in lines["ranks"][1] for part in ("between ranks", "from 0.750 (rank 1", "to 1.500 (rank 0"))
-    assert "differ between labels, as class weights are" in lines["classes"][1]
+    assert all(part in lines["ranks"][1] for part in ("between ranks", "weighs 0.750 on rank 1", "and 1.500 on rank 0"))
+    assert "differ between labels, as class weights do" in lines["classes"][1]
     assert "rank 1 had no trained token in update 1; so it was in 6 of 6" in lines["nothing on rank 1"][-1]
 
 
@@ -497,7 +497,7 @@ def test_reports_of_users_are_found_with_their_factor(kind: str) -> None:
             assert rank or lines[0] == f"  gradient scale: {shown} in 4 of 4 updates that were read"
             unequal = [line for line in lines[1:] if "they differ between micro-batches" in line]
             assert rank or bool(unequal) == (name == "means by rows"), (name, lines)
-            assert all("from 0.667 (rank" in line and "to 2.000 (rank" in line for line in unequal)
+            assert all("weighs 0.667 on rank" in line and "and 2.000 on rank" in line for line in unequal)
 
 
 # the audit draws what the ranks drew: dropout and batch statistics hide no wrong gradient, and fake none

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -145,7 +145,7 @@ class Judgement(Generic[S]):
         """The violation of `law`, which is broken."""
         finding = law.check(self.seen)
         assert finding is not None
-        return Violation.of(law.clause, finding)
+        return Violation.of(law.clause, replace(finding, suspicion=law.suspicion))
 
 
 def enforce(judgement: Judgement[Any]) -> None:

@@ -179,12 +179,11 @@ class Context:
 
     def scene_of(self, probe: OptimizerProbe, before: Observations, *, applied: bool) -> Scene:
         """The facts around a finding that its message shows. before: the values of all ranks before the update."""
-        # The weights may have been read last some updates ago.
-        gap = probe.full and not probe.saw_previous
-        known = before if not gap else tuple(replace(o, step=probe.last_full + 1) for o in before)
+        unread = probe.unread_before if applied else probe.unread
+        known = tuple(replace(o, step=o.step - unread) for o in before)
         said = agreement(known, moments=probe.states_equal) if before and in_lockstep(before) else ""
         rates_differ = bool(said) and "rate" in Seen(before, None).differing
-        return Scene(self.world, applied, self.last_equal, said, rates_differ, tensors=len(probe.names))
+        return Scene(self.world, applied, self.last_equal, said, rates_differ, unread, tensors=len(probe.names))
 
     def between_ranks(self) -> Cover:
         """The cover of a clause that compares ranks."""
@@ -230,9 +229,8 @@ class OptimizerProbe:
         self.skipped = 0  # the number of updates that a loss scaler skipped. Their rows count as used in the plan
         self.states_equal = False  # whether all ranks had the same optimizer state after the last update
         self.made = 0  # the number of updates since the watch began
-        self.full = self.saw_previous = True
-        """Whether the next update is read in full, and whether the one before it was."""
-        self.last_full = self.updates  # the number of the last update that was read in full
+        self.full = True  # whether the next update is read in full
+        self.unread = self.unread_before = 0  # updates in a row that were not read, before the next and the last one
 
     def check(self, kind: type[C]) -> C:
         return next(each for each in self.checks if isinstance(each, kind))
@@ -259,8 +257,7 @@ class OptimizerProbe:
                 check.reduced(self)
 
     def updated(self) -> None:
-        self.saw_previous = self.full
-        self.last_full = self.updates if self.full else self.last_full
+        self.unread_before, self.unread = self.unread, 0 if self.full else self.unread + 1
         self.context.rows.new_window()
         for check in self.checks:
             check.updated(self)

@@ -27,7 +27,6 @@ class RawSummary:
     the window began and added to it; 0 for none.
     """
 
-    nonfinite: int
     stale: int
     extremes: Sequence[tuple[int, float, float]]
 
@@ -35,6 +34,13 @@ class RawSummary:
     def fingerprint(self) -> int:
         """An integer in [0, 2^62) that differs for gradients of different rows; 0 if all gradients are zero."""
         return hash(tuple(sorted(self.extremes))) % (1 << 62) if self.nonzero else 0
+
+    @property
+    def nonfinite(self) -> list[int]:
+        """The parameters with a gradient that is not finite, in the order in which gradients were added."""
+        # NaN fails every comparison, so this form finds it.
+        bad = (owner for owner, low, high in self.extremes if not (low > -math.inf and high < math.inf))
+        return list(dict.fromkeys(bad))
 
     @property
     def received(self) -> set[int]:
@@ -68,7 +74,6 @@ class GradientHooks:
         self.started = False
         """Whether a backward pass of this window has reached a parameter."""
         self.host_seconds = 0.0
-        """Seconds of the host in the hooks."""
         self._reads = True
         self._discarded = discarded
         self._observed, self._is_muted = observed, is_muted
@@ -142,9 +147,6 @@ class GradientHooks:
 
     def read(self) -> RawSummary:
         """The raw gradients of this window. Waits for no device if the lists of `waiting` were copied before."""
-        seen = self._extremes.read()
-        # NaN fails every comparison, so this form finds it.
-        bad = [owner for owner, low, high in seen if not (low > -math.inf and high < math.inf)]
         # A backward pass adds in place, or stores a sum with a graph. `autograd.grad` does neither.
         added = [
             (index, low, high)
@@ -153,7 +155,7 @@ class GradientHooks:
         ]
         lows, highs = to_floats([low for _, low, _ in added]), to_floats([high for _, _, high in added])
         stale = [index for (index, _, _), low, high in zip(added, lows, highs, strict=True) if low or high]
-        return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
+        return RawSummary(min(stale, default=-1) + 1, self._extremes.read())
 
     def reset(self, *, reads: bool = True) -> None:
         """A window begins. reads: whether `read` will be called for it."""

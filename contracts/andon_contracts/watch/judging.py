@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from andon_contracts.act import Evidence, Scene, user_line, with_bundle
+from andon_contracts.act import LASTING, Evidence, Scene, user_line, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws.law import Judgement, Law
 from andon_contracts.legible import counted, log
@@ -18,8 +18,6 @@ S = TypeVar("S")
 
 _PART = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "hyperparameters-agree", "scaler-agrees"})
 """Clauses whose violation makes the ranks' weights differ for good."""
-_PARTED = frozenset({"replicas-agree", "gradients-agree", "optimizers-agree", "buffers-agree"})
-"""Clauses that are broken as a consequence once the weights differ."""
 
 
 def print_message(text: str) -> None:
@@ -127,7 +125,7 @@ class Verdicts:
         action, raises = self.settings.action, self.settings.action in RAISING
         # A clause that was only suspected before is reported once more if it is certain.
         is_first = not (self.counts[violation.clause] or (suspicion and self.suspected[violation.clause]))
-        self._count(violation, suspicion)
+        self._count(violation)
         if not is_first and (suspicion or not raises):
             return
         applied = scene.applied or CLAUSES[violation.clause].of_the_update_before
@@ -147,7 +145,7 @@ class Verdicts:
             by_command=self.settings.by_command,
             also=tuple(_effect(each) for each, _ in news),
         )
-        complete = with_bundle(violation, scene, evidence, {**(facts or {}), "suspicion": suspicion})
+        complete = with_bundle(violation, scene, evidence, {**(facts or {}), "suspicion": violation.finding.suspicion})
         self.findings.append(complete)
         self._record(complete, suspicion, applied)
         if not suspicion:
@@ -156,7 +154,7 @@ class Verdicts:
             for effect in news:
                 self._note_effect(cause, *effect, applied)
         for effect in effects:
-            self._count(*effect)
+            self._count(effect[0])
 
         if self.settings.log is not None:
             about = {"andon/clause": complete.clause, "andon/step": complete.step, "andon/message": str(complete)}
@@ -168,8 +166,8 @@ class Verdicts:
         elif prints:
             print_message(f"{'andon suspicion' if suspicion else 'andon.Violation'}: {complete}")
 
-    def _count(self, violation: Violation, suspicion: bool) -> None:
-        (self.suspected if suspicion else self.counts)[violation.clause] += 1
+    def _count(self, violation: Violation) -> None:
+        (self.suspected if violation.finding.suspicion else self.counts)[violation.clause] += 1
         self.first_steps.setdefault(violation.clause, violation.step)
 
     def _cause_of(self, violation: Violation) -> _Reported | None:
@@ -177,7 +175,7 @@ class Verdicts:
         if self.settings.action in RAISING:  # a violation ended the loop, or its caller caught it
             return None
         for cause in reversed(self._reported):
-            parted = violation.clause in _PARTED and not _PART.isdisjoint(cause.clauses)
+            parted = violation.clause in LASTING and not _PART.isdisjoint(cause.clauses)
             if parted or violation.step == cause.until:
                 return cause
         return None

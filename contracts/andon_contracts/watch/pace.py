@@ -28,10 +28,8 @@ class Pace:
     """
 
     def __init__(self, budget: float | None, device: torch.device | None) -> None:
-        self.every = 1
-        """The interval: one in `every` updates is read in full."""
-        self.full = self.passed_over = 0
-        """The number of updates that were read in full, and of those that were not."""
+        self.every = 1  # the interval: one in `every` updates is read in full
+        self.full = self.passed_over = 0  # the number of updates that were read in full, and of those that were not
         self._budget, self._device = budget, device
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._spent = self._last = 0.0
@@ -42,8 +40,7 @@ class Pace:
     def _new_window(self) -> None:
         self._costs: tuple[list[float], list[float]] = [], []
         """Seconds of the host for each update that was passed over, and for each that was read in full."""
-        self._steps: list[float] = []
-        """Seconds of each step. The median leaves out pauses, as for an evaluation."""
+        self._steps: list[float] = []  # seconds of each step. The median leaves out pauses, as for an evaluation.
 
     def reads(self, number: int) -> bool:
         """Whether the update with this number, 1 for the first of its optimizer under this watch, is read in full."""

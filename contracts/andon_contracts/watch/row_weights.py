@@ -9,6 +9,7 @@ it is a share of the sum of magnitudes, to which a smoothed target adds its smoo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,20 +79,22 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     return torch.cat([weight, residual, label.to(exact), -log_p.gather(1, label), error], 1)
 
 
-NO_LOGITS, NOT_REACHED, NOT_SAMPLED, OTHER_LOSS, SIGNS, SEVERAL, REDUCTION = range(1, 8)
+NO_LOGITS, NOT_REACHED, NOT_SAMPLED, OTHER_LOSS, SIGNS, SEVERAL, REDUCTION, NOT_FINITE = range(1, 9)
 REASONS = (
     "",
     "the model returned no logits",
-    "no gradient arrived at the logits that the model returned: a fused or compiled loss",
+    "no gradient was read at the logits that the model returned",
     "none of the rows that were read is trained, or the model is certain of all",
     "the loss is no plain cross entropy of the logits: smoothing, soft targets, squares",
     "tokens have weights of both signs, as in policy gradients",
     "the backward passes are of several losses, or they differ between ranks",
     "the reduction of the gradients is unknown",
+    "the gradient of the logits is not finite",
 )
 """Why the weights of an update are unknown, by the number of the reason; 0: they are known."""
 LABELS, PASSES, ROWS = range(1, 4)
-BETWEEN = ("", "labels, as class weights are", "micro-batches", "rows")
+LENGTHS = "as means over batches of different lengths do"
+BETWEEN = ("", "labels, as class weights do", f"micro-batches, {LENGTHS}", "rows")
 """What the weights of a rank differ between."""
 
 
@@ -121,7 +124,8 @@ class PassWeights:
     def reason(self) -> int:
         if not (self.count and self.rows):
             return NOT_SAMPLED if self.count else 0
-        # NaN fails every comparison, so this form finds it.
+        if any(math.isnan(row.residual) for row in self.rows):
+            return NOT_FINITE
         if not all(row.residual < 2 * self.tolerance for row in self.rows):
             return OTHER_LOSS
         return 0 if all(row.weight > 0 for row in self.rows) else SIGNS

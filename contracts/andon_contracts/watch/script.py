@@ -204,8 +204,9 @@ class Standby(Listener):
 
     @property
     def violated(self) -> bool:
-        """True if a watch that raises found a violation."""
-        return self._settings.action in RAISING and any(watch.violations for watch in self._watches)
+        """True if a watch that raises found a violation, or with "strict" a suspicion."""
+        counted = (each.findings if self._settings.action == "strict" else each.violations for each in self._watches)
+        return self._settings.action in RAISING and any(counted)
 
     def report_if_idle(self) -> None:
         """Print a line if neither this object nor the script opened a watch, and no optimizer was reported."""

@@ -215,25 +215,24 @@ class Watch:
         covers, settings, subject = self._cover, self.settings, self._context.subject
         world, beside = self._context.world, len(subject.extra_tensors)
         live = sum(cover.live for cover in covers.values())
-        table, where = "verbose=True", "pass these arguments to check them"
-        if settings.by_command:
-            table, where = "--verbose", "to check them, call andon.watch(model, optimizer, ...) in the script"
-        missing = [f"{name} ({cover.remedy})" for name, cover in covers.items() if cover.remedy and not cover.live]
+        table = "--verbose" if settings.by_command else "verbose=True"
+        missing = dict.fromkeys(cover.remedy for cover in covers.values() if cover.remedy and not cover.live)
         whys = dict.fromkeys(c.why for c in covers.values() if c.state == "not observable" and not c.remedy)
         unseen = [f"{', '.join(n for n, c in covers.items() if c.why == why and not c.live)} ({why})" for why in whys]
         head = f"andon.watch: {world} rank{'s' * (world > 1)}, {len(subject.trainable)} trainable tensors"
         lines = [
             f"{head}; {live} of {len(covers)} clauses can be checked" + f", {table} lists them" * (not settings.verbose)
         ]
-        if missing or unseen:
-            lines.append(f"  not watched: {', '.join([*unseen, *missing])}" + f"; {where}" * bool(missing))
+        lines += [f"  not watched: {', '.join(unseen)}"] * bool(unseen)
+        if missing and not settings.by_command:
+            lines.append(f"  more is checked with {' '.join(missing)}")
         if beside:
             tensors = f"{counted(beside, 'tensor')} in the optimizers that are not parameters of the model"
             lines.append(f"  not watched: the updates of {tensors}")
         if subject.sharded and world > 1 and not self._context.replicas.cut:
             lines.append("  not watched: shards and their states that change on one rank by no counted write of torch")
         if earlier := self._context.recorder.earlier:
-            lines.append(f"  ledger {earlier}: has an earlier run, which this one continues, or begins anew at step 1")
+            lines.append(f"  ledger {earlier}: the first update shows whether this run continues the one in it")
         if settings.verbose:
             width = max(map(len, covers))
             lines += [f"  {name:<{width}}  {cover.state:<14}  {cover.why}".rstrip() for name, cover in covers.items()]

@@ -90,7 +90,7 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield f"no violation: a rank {'ran out of memory' if cause == 'out of memory' else cause}, {at}"
     if clause is not None:
-        yield from (f"  promise  {clause.statement}", f"  checked  {clause.schedule}")
+        yield from list(clause.explanation())[2:]  # promise and checked; likely and try follow below
     ranks = ", ".join(map(str, record.ranks)) + f" of {world}" * bool(world)
     unknown = "they differ, and no majority shows which are wrong" if clause and clause.between_ranks else "all"
     yield f"  ranks    {ranks if record.ranks else unknown}"
@@ -100,7 +100,7 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     yield f"  seen     {record.seen}"
     if scene.get("before"):
         yield f"  before   {scene['before']}"
-    likely = scene.get("likely") or (clause and clause.likely)
+    likely = scene.get("likely", clause and clause.likely)
     if likely:
         yield f"  likely   {likely}  [inference, not proof]"
     if clause and cause == "violation":

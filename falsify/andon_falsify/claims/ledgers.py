@@ -113,10 +113,7 @@ def _other_settings(first: RecordedRun, other: RecordedRun) -> list[str]:
 
 
 def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
-    """The violations and retractions in the ledger, as `a violation: gradients-agree at step 2 on rank 1, warned`.
-
-    No verdict reports them: a claim may hold all the same, as `halt-together` does if all ranks halted.
-    """
+    """The violations and retractions in the ledger, as `a violation: gradients-agree at step 2 on rank 1, warned`."""
     lines = []
     for event in run.history.events:
         found, ranks = event.fields, event.fields.get("ranks")
@@ -132,14 +129,14 @@ def recorded_violations(run: RecordedRun) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def violation_stands(run: RecordedRun) -> bool:
-    """Whether a violation is recorded, and no later resume made its step again."""
-    kept = float("inf")
+def standing_violations(run: RecordedRun) -> set[str]:
+    """The clauses of recorded violations whose step no later resume made again."""
+    kept, clauses = float("inf"), set[str]()
     for event in reversed(run.history.events):
         kept = min(kept, event.step or 0) if event.kind == "resume" else kept
         if event.kind == "violation" and event.fields.get("action") != "suspected" and kept >= (event.step or 1):
-            return True
-    return False
+            clauses.add(str(event.fields.get("clause")))
+    return clauses
 
 
 def unfinished(run: RecordedRun) -> str:

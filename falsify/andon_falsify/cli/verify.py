@@ -42,14 +42,18 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
 
     read = [ledgers.read_run(path) for path in runs]
     verdicts = ledgers.verify(read)
-    versions = {claim.name: claim.version for claim in ledgers.ALL}
+    claims = {claim.name: claim for claim in ledgers.ALL}
+    broken = {clause for run in read for clause in ledgers.standing_violations(run)}
     inapplicable = [each.claim for each in verdicts if each.outcome is Outcome.NOT_APPLICABLE and not verbose]
     lines = []
     for verdict in (each for each in verdicts if each.claim not in inapplicable):
         compared = counted(verdict.checked, "comparison") if verdict.checked else ""
         why = "; ".join(filter(None, (compared, verdict.why)))
-        named = f"{verdict.claim} v{versions[verdict.claim]}"
-        lines.append(f"{named}: {verdict.outcome.value}" + (f" ({why})" if why else ""))
+        claim, outcome = claims[verdict.claim], verdict.outcome.value
+        laws = {clause.name for clause in claim.clauses if clause.relation != "other"}
+        if verdict.outcome is Outcome.HOLDS and laws & broken:
+            outcome = "violated when it ran, see below; the lines that were written agree"
+        lines.append(f"{claim.name} v{claim.version}: {outcome}" + (f" ({why})" if why else ""))
         lines += [f"  {found}" for found in verdict.counterexamples[:_SHOWN]]
         if len(verdict.counterexamples) > _SHOWN:
             lines.append(f"  and {len(verdict.counterexamples) - _SHOWN} more")
@@ -59,13 +63,12 @@ def report(runs: Sequence[Path], *, verbose: bool = False) -> tuple[tuple[str, .
         recorded = ledgers.recorded_violations(run)
         more = [f"{len(recorded) - _SHOWN} more"] if len(recorded) > _SHOWN else []
         lines += [f"note: {run.path} records {line}" for line in (*recorded[:_SHOWN], *more)]
-        if ledgers.violation_stands(run):
+        if ledgers.standing_violations(run):
             lines.append(f"broken: {run.path} has a violation, and no later resume made its step again")
         if ending := ledgers.unfinished(run):
             lines.append(f"note: {run.path} {ending}")
     lines.append(closing_line(verdicts, len(read)))
-    code = 1 if any(map(ledgers.violation_stands, read)) else exit_code(verdicts)
-    return tuple(map(legible_line, lines)), code
+    return tuple(map(legible_line, lines)), 1 if broken else exit_code(verdicts)
 
 
 verify.report = report  # type: ignore[attr-defined]

@@ -31,8 +31,7 @@ RATIO_TOLERANCE = 1e-3
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW = 2e-2
 _ADDITIVE = 1e-3
-_LONGEST_WINDOW = 64
-"""The most micro-batches of an update; with more, a quotient fits by chance."""
+_LONGEST_WINDOW = 64  # the most micro-batches of an update; with more, a quotient fits by chance
 
 
 def name_ratio(ratio: float, world: int, micro_batches: int, tolerance: float = RATIO_TOLERANCE) -> str:

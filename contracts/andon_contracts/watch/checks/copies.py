@@ -110,11 +110,6 @@ class ModelCopies(Check):
             seen = Seen(self._copies.merge_rounded(aligned, sketches, self.context.steps + 1), None)
         context.verdicts.judge(COPIES_AGREE, seen, context.scene())
 
-    def closing_lines(self) -> list[str]:
-        apart = self._copies.rounding_distance
-        what = f"  copies: the ranks' copies of the model differ by up to {apart:.1g} of their norm"
-        return [f"{what}, which is rounding"] if apart else []
-
 
 def search_due(update: int) -> bool:
     """True before updates 2, 32, 512, 8,192 and so on: then the watch searches for copies."""
@@ -124,8 +119,7 @@ def search_due(update: int) -> bool:
 class Copies:
     """The copies of a model on this rank.
 
-    portable: digests must be equal on all kinds of devices, because the ranks' devices differ. rounding_distance: the
-    largest difference between copies that was accepted as rounding, as a share of their norm.
+    portable: digests must be equal on all kinds of devices, because the ranks' devices differ.
     """
 
     def __init__(self, subject: ModelProbe) -> None:
@@ -133,10 +127,8 @@ class Copies:
         self._candidates: list[Any] = []
         self._states: list[int] = []
         self._tensors: list[list[Tensor]] = []
-        self._samples: dict[int, Tensor] = {}
-        """By id: a candidate far from the weights, when the loop was searched."""
+        self._samples: dict[int, Tensor] = {}  # by id: a candidate far from the weights, when the loop was searched
         self.portable = False
-        self.rounding_distance = 0.0
 
     def values(self, update: int) -> dict[str, int]:
         """The digest of each copy before an update, 0 for none, a bit mask of the copies that the loop updates, and
@@ -178,7 +170,7 @@ class Copies:
         return {**copies, "copies changed": changed, "copies far": int(any(far for _, _, far, _ in seen))}
 
     def sketches(self) -> Tensor:
-        """int64 [MAX_COPIES * (_SIGNS + 2)]: the bits of the `_sketch` of each copy that `values` returned last."""
+        """int64 [MAX_COPIES * (_SIGNS + 1)]: the bits of the `_sketch` of each copy that `values` returned last."""
         tensors = [*self._tensors, *[[]] * MAX_COPIES][:MAX_COPIES]
         return torch.tensor(list(map(_sketch, tensors)), dtype=torch.float64, device="cpu").view(torch.int64).flatten()
 
@@ -190,7 +182,6 @@ class Copies:
         rounding: then the observations are returned unchanged.
         """
         if len({each.values["copies changed"].bit_count() for each in observations}) > 1:
-            self.rounding_distance = 0.0
             return observations
         known: list[tuple[int, list[float], float]] = []
         merged: list[Observation] = []
@@ -198,12 +189,11 @@ class Copies:
             states: dict[str, int] = {}
             assert sketched.payload is not None
             sketch_of = sketched.payload.cpu().view(torch.float64).view(MAX_COPIES, -1).tolist()
-            for place, (*sums, spacing, norm) in enumerate(sketch_of):
+            for place, (*sums, spacing) in enumerate(sketch_of):
                 state = each.values[f"copy {place}"]
                 for other, theirs, least in known:
                     distance = math.dist(sums, theirs) / math.sqrt(_SIGNS)
                     if state and other != state and distance <= _ROUNDED * math.sqrt(updates) * max(spacing, least):
-                        self.rounding_distance = max(self.rounding_distance, distance / (norm or 1.0))
                         state = other
                         break
                 known += [(state, sums, spacing)] * bool(state)
@@ -282,10 +272,10 @@ def _distance(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 @torch.no_grad()
 def _sketch(tensors: Sequence[Tensor]) -> list[float]:
-    """Sums of all elements under random signs, the norm of the elements' spacings, and the norm of the elements."""
+    """Sums of all elements under random signs, and the norm of the elements' spacings."""
     generator = torch.Generator().manual_seed(_SIGNS)
     places = torch.arange(_SIGNS, dtype=torch.uint8, device="cpu")
-    sums, spacings, squares = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0, 0.0
+    sums, spacings = torch.zeros(_SIGNS, dtype=torch.float64, device="cpu"), 0.0
     for each in map(plain, tensors):
         flat = torch.view_as_real(each) if each.is_complex() else each
         # 16-bit copies get the tolerance of float32, because ranks that run the same operations round equally.
@@ -294,9 +284,8 @@ def _sketch(tensors: Sequence[Tensor]) -> list[float]:
             drawn = torch.randint(256, (part.numel(), 1), generator=generator, dtype=torch.uint8, device="cpu")
             values = part.cpu().double()
             sums += values @ ((drawn >> places & 1).double() * 2 - 1)
-            square = float(values.square().sum())
-            spacings, squares = spacings + eps**2 * square, squares + square
-    return [*sums.tolist(), math.sqrt(spacings), math.sqrt(squares)]
+            spacings += eps**2 * float(values.square().sum())
+    return [*sums.tolist(), math.sqrt(spacings)]
 
 
 def _has_graph(held: object) -> bool:

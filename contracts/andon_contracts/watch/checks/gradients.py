@@ -27,17 +27,17 @@ from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Redu
 from andon_contracts.watch.model_probe import ForwardHook
 from andon_contracts.watch.values import text_digest
 
-_CALLED = 2
-"""A parameter without a gradient is reported after its module was called in this number of windows."""
-_PATIENCE = 16
-"""A parameter that never had a gradient, or only zeros, is reported after this number of windows."""
+_CALLED = 2  # a parameter without a gradient is reported after its module was called in this number of windows
+_PATIENCE = 16  # a parameter that never had a gradient, or only zeros, is reported after this number of windows
 _ELEMENTS, _FEWEST = 64, 8
 """Of a shard's gradient about 64 elements are sampled. A factor is known if at least 8 are not zero and agree in it."""
 
 
 def _raw_finite(seen: Seen[object]) -> Finding | None:
     repaired = ", which the loop made finite before the update" * seen.any("repaired")
-    return indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}")
+    count, arrived = divmod(max(seen.column("nonfinite of")), 1 << 32)
+    first = f"; so {'is' if count == 1 else 'are'} {count} of {arrived}, and the backward pass reached this one first"
+    return indexed(seen, "nonfinite", f"has a raw local gradient that is not finite{repaired}{first * bool(arrived)}")
 
 
 def _norm_finite(seen: Seen[object]) -> Finding | None:
@@ -71,7 +71,7 @@ class Gradients(Check):
     """
 
     before_laws = (
-        Law("finite/raw", ("nonfinite", "repaired"), _raw_finite),
+        Law("finite/raw", ("nonfinite", "nonfinite of", "repaired"), _raw_finite),
         none_has("gradient-fresh/before", "stale", _STALE, suspicion=True),
         none_has("gradient-present/before", "missing", _MISSING, suspicion=True),
         Law("collectives-agree/before", ("strided", "collectives"), _collectives_agree),
@@ -88,21 +88,18 @@ class Gradients(Check):
         self._reductions = Reductions(probe.members)
         self.observers = self._observer, self._whole_observer = Observer(), Observer()
         self._look: Look
-        self._whole: Look
-        """Of the members that every rank holds whole beside shards."""
+        self._whole: Look  # of the members that every rank holds whole beside shards
         self._needs_norm = context.settings.clip is not None or context.settings.recording
         self._loop_norm: float | Tensor | None = None
         """The norm by which the loop clipped. A norm on a GPU stays there until `before`."""
         self._arriving: list[Tensor] = []
         """The loop's norm if it is on a GPU, in a list that is copied to the CPU before `before`."""
-        self._reduced: Look | None = None
-        """The gradient before clipping."""
+        self._reduced: Look | None = None  # the gradient before clipping
         self._share = 0.0
         # A parameter without elements on this rank, as the shard of a short one, cannot have a gradient.
         self._absent = {index for index, member in enumerate(probe.members) if plain(member).numel()}
         """The parameters that never had a gradient."""
-        self._zero = set(self._absent)
-        """The parameters that never had a nonzero gradient."""
+        self._zero = set(self._absent)  # the parameters that never had a nonzero gradient
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}
         self._windows = 0
         self._shards = ShardGradients(self._probe)
@@ -208,6 +205,7 @@ class Gradients(Check):
     def before(self, probe: OptimizerProbe) -> Values:
         look, raw, shards = self._look, self.raw_hooks.read(), self._shards.read()
         nonfinite = raw.nonfinite or shards.nonfinite
+        of_all = len(raw.nonfinite) << 32 | len(raw.received)
         unclipped = self._arriving[0] if self._arriving else self._loop_norm
         has_norm = unclipped is None or self._needs_norm
         if nonfinite and not has_norm:
@@ -220,10 +218,11 @@ class Gradients(Check):
         norms = self._clipping.norms() if self._clipping is not None else None
         if norms is None:
             norms = (0.0, 0.0) if skipped else (norm if unclipped is None else float(unclipped), norm)
-        bad = 0 if skipped else nonfinite
+        bad = 0 if skipped or not nonfinite else nonfinite[0] + 1
         self._note_gradients(raw)
         return {
             "nonfinite": probe.place(bad),
+            "nonfinite of": of_all * bool(bad and raw.nonfinite),
             "repaired": int(bad > 0 and norm < math.inf),
             "gradient": look.digest,
             "whole gradient": self._whole.digest,
@@ -343,11 +342,10 @@ class ShardGradients:
 
     def read(self) -> RawSummary:
         seen = self._extremes.read()
-        bad = [i for i, low, high in seen if not (low > -math.inf and high < math.inf)]
         members, *bounds = zip(*self._leftover, strict=True) if self._leftover else ((), (), ())
         before = zip(members, *map(to_floats, bounds), strict=True)
         stale = [each[0] for each in before if any(each[1:]) and each not in seen and each[0] in self._extremes.added]
-        return RawSummary(min(bad, default=-1) + 1, min(stale, default=-1) + 1, seen)
+        return RawSummary(min(stale, default=-1) + 1, seen)
 
     def factor(self) -> float:
         """By what the loop scaled the largest gradient after the reduction; 0: by no one factor, or unknown."""

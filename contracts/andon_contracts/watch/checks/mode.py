@@ -25,7 +25,7 @@ _DRAWING = 4
 """Forward passes are checked for random draws in the first updates: a model that draws does so from the start."""
 _NAMED = 3
 
-_TRAINING, _STILL_EVALUATING, _NEVER_TRAINING = 0, 1, 2
+_TRAINING, _STILL_EVALUATING, _NEVER_TRAINING, _MODES = 0, 1, 2, 3
 
 
 def _modes_agree(seen: Seen[object]) -> Finding | None:
@@ -43,12 +43,13 @@ def _modes_agree(seen: Seen[object]) -> Finding | None:
     return Finding(what + others, seen.step, minority(trained), odd[0])
 
 
-def _trains_in(mode: int, since: str) -> Callable[[Seen[object]], Finding | None]:
+def _trains_in(mode: int, why: str) -> Callable[[Seen[object]], Finding | None]:
     def check(seen: Seen[object]) -> Finding | None:
         column = seen.column("evaluating")
-        if mode not in column:
+        since = [each // _MODES for each in column if each % _MODES == mode]
+        if not since:
             return None
-        what = f"the model is trained in evaluation mode{since}: dropout and batch statistics are off"
+        what = f"the model is in evaluation mode{why}, since step {min(since)}: dropout and batch statistics are off"
         ranks = [rank for rank, each in enumerate(column) if each]
         return Finding(what, seen.step, seen.unless_all(ranks), "mode of the model")
 
@@ -69,10 +70,10 @@ def _joined(seen: Seen[object]) -> Finding | None:
     return Finding(what, seen.step, seen.ranks("alone"), "process group")
 
 
-_NEVER = _trains_in(_NEVER_TRAINING, ", and has never been in training mode")
+_NEVER = _trains_in(_NEVER_TRAINING, ", and was never in training mode")
 _JOINED_AT_CLOSE = Law("ranks-joined/close", ("alone",), _joined)
 _LOOP_LAWS = (
-    Law("training-mode/forward", ("evaluating",), _trains_in(_STILL_EVALUATING, " since an evaluation")),
+    Law("training-mode/forward", ("evaluating",), _trains_in(_STILL_EVALUATING, " after an evaluation")),
     Law("training-mode/never", ("evaluating",), _NEVER, suspicion=True),
     Law("training-mode/part", ("part left",), _part_in, suspicion=True),
     Law("ranks-joined/before", ("alone",), _joined, suspicion=True),
@@ -85,7 +86,7 @@ class Mode(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._training: set[bool] = set()
-        self._evaluating = 0
+        self._evaluating = self._since = 0
         self._trained = False
         self._trained_parts = bytes(len(context.subject.modules))
         """For each module, 1 if it was in training mode at an update before."""
@@ -125,10 +126,11 @@ class Mode(Check):
         modes = bytes([module.training for module in modules])
         if self._training:
             depends = any(map(_depends_on_mode, modules))
+            self._since = self._since if self._evaluating else probe.updates + 1
             self._evaluating = self._evaluating + 1 if self._training == {False} and depends else 0
             self._trained = self._trained or True in self._training
             part = self._part_left(probe, modes)
-        evaluating = _STILL_EVALUATING if self._trained else _NEVER_TRAINING
+        evaluating = (_STILL_EVALUATING if self._trained else _NEVER_TRAINING) + _MODES * self._since
         return {
             "modes": text_digest(modes),
             "modules": self.context.subject.module_names_digest,

@@ -24,10 +24,8 @@ from andon_contracts.watch.exchange import writes, written_alike
 from andon_contracts.watch.values import learning_rate_of, lenient_digest, state_tensors
 
 _RATE_TOLERANCE = 1e-9
-_FEW = 8
-"""One update may rightly leave a parameter of this few elements unchanged, as Rprop does if a sign turns."""
-_NOISE = 1e-5
-"""Gradients below this share of the largest are rounding errors of zero, as before a batch norm."""
+_FEW = 8  # one update may rightly leave a parameter of this few elements unchanged, as Rprop does if a sign turns
+_NOISE = 1e-5  # gradients below this share of the largest are rounding errors of zero, as before a batch norm
 _CERTAIN = 2.0**-10
 """An optimizer of unknown arithmetic moves an element by at least this part of rate x min(gradient, 1): LARS scales by
 1e-3 of the weights' norm, Adafactor by as much of their size."""
@@ -217,8 +215,7 @@ class Applied(Check):
     def __init__(self, context: Context, probe: OptimizerProbe) -> None:
         super().__init__(context)
         self._optimizer, self._members = probe.optimizer, probe.members
-        self._weights: list[Tensor] = []
-        """Copies from before the update; empty if the window is not sampled."""
+        self._weights: list[Tensor] = []  # copies from before the update; empty if the window is not sampled
         self._gradients: dict[int, Tensor] = {}
         """By member index, the gradients large enough that the member must change."""
         self._small_unmoved: set[int] = set()
@@ -229,7 +226,7 @@ class Applied(Check):
         return {"update-applied": Cover("degraded", "this rank's shards only") if sharded else LIVE}
 
     def before(self, probe: OptimizerProbe) -> Values:
-        if not probe.saw_previous:
+        if probe.unread:
             self._small_unmoved = set()
         self.remember(sampled=self.context.settings.is_sampled(probe.updates + 1))
         return {}

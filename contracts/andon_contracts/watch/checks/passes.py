@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -18,9 +18,13 @@ _TWICE = "the loop calls step twice for one backward pass, for example scaler.st
 _NO_EFFECT = "the gradients were clipped after the update that used them, and then discarded: this clip has no effect"
 
 
-def _second(what: str, likely: str) -> Callable[[Seen[int]], Finding | None]:
+def _second(what: str, likely: str) -> Callable[[Seen[Sequence[int]]], Finding | None]:
     # A loop may step twice once, for example to create the optimizer's state.
-    return lambda seen: Finding(what, seen.step, (), "gradient", likely=likely) if seen.want > 1 else None
+    return lambda seen: (
+        Finding(f"{what}, since step {seen.want[0]}", seen.step, (), "gradient", likely=likely)
+        if seen.want[1:]
+        else None
+    )
 
 
 _same = _second("this step uses the gradient of the last one again: no backward pass came between them", _TWICE)
@@ -48,7 +52,7 @@ class Passes(Check):
         self._applied: list[int] = []
         self._clipped = self._clipped_after = self._wasted = False
         """Since the first pass of the window: a clip before the update, one after it, and it had no effect."""
-        self._cases: Counter[str] = Counter()
+        self._cases = defaultdict[str, list[int]](list)  # by law, the steps at which it was broken
         self._lengths, self._lost = Counter[int](), Counter[int]()
         """By the number of its passes, how many windows an update ended, and a discard."""
 
@@ -78,10 +82,10 @@ class Passes(Check):
         seen, before = Seen[object](said, None), self._applied
         self._applied = seen.column("gradient")
         is_new = seen.any("passes") or seen.any("raw") or not all(real_of(norm) > 0 for norm in seen.column("norm"))
-        is_new |= not probe.saw_previous
+        is_new |= probe.unread > 0
         for law, found in ((_AGAIN, not is_new and before == self._applied), (_LATE, seen.any("clipped late"))):
             if found:
-                self._cases[law.id] += 1
+                self._cases[law.id].append(said[0].step - (law is _LATE))
                 self.context.verdicts.judge((law,), Seen(said, self._cases[law.id]), self.context.scene())
 
     def updated(self, probe: OptimizerProbe) -> None:

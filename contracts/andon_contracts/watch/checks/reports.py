@@ -136,13 +136,11 @@ class LoopReports(Check):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._rows = context.rows
-        self.of_update = UpdateRows()
-        """The rows of this update, for the ledger."""
+        self.of_update = UpdateRows()  # the rows of this update, for the ledger
         self.unreported = {"loss-reported", "randomness-declared"}
         """Clauses for which the loop has reported nothing yet."""
         self._expected: dict[str, tuple[int, int, str]] = {}
-        self._contents: dict[int, int] = {}
-        """By row id, the digest of its content as first reported."""
+        self._contents: dict[int, int] = {}  # by row id, the digest of its content as first reported
         self._epochs_known = context.settings.rows is not None and context.settings.plan is not None
         self._epochs, self._mean_told = 0, False
         self._epoch: set[int] = set()

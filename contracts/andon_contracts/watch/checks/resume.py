@@ -218,6 +218,8 @@ class ResumedRun(Check):
                     again = f"draws the numbers of step {steps[until.index(now[name])].step} again"
                     problems.append(f"the {name} {again}: it was not restored, or seeded after the restore")
                     break
+                if now[name] != next(iter(after), now[name]):
+                    told.append(f"the {name} is not that of step {steps[place + 1].step}, so it draws other numbers")
         log("; ".join([f"andon.watch: the run goes on from {where} of {context.recorder.earlier}", *told]))
         if place is None or index is not None:
             return {"problems": problems}

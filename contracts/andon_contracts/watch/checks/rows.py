@@ -77,23 +77,19 @@ class LoadedRows(Check):
         self._waiting: deque[Yielded] = deque(maxlen=_AHEAD)
         self._latest: LoaderPass | None = None
         self._used: Yielded | None = None
-        self.window: list[Yielded] = []
-        """The batches of this update."""
-        self._not_gathered: list[Yielded] = []
-        """The batches since their rows were last gathered."""
+        self.window: list[Yielded] = []  # the batches of this update
+        self._not_gathered: list[Yielded] = []  # the batches since their rows were last gathered
         self._inputs: list[Tensor] = []
         self._observer = Observer()
         self._look: Look | None = None
         self._same = self._same_input = 0
-        self._order_again = 0
-        """The number of a pass that has the order of the pass before."""
+        self._order_again = 0  # the number of a pass that has the order of the pass before
         self._counts: defaultdict[int, _PassCount] = defaultdict(_PassCount)
         self._numbers: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
         """A number for each pass that was trained on; the same on all ranks."""
         self._next_number = 0
         self._unended: list[LoaderPass] = []
-        self._uneven: dict[str, None] = {}
-        """Closing lines about passes that left out rows or had some twice."""
+        self._uneven: dict[str, None] = {}  # closing lines about passes that left out rows or had some twice
 
     def cover(self) -> Mapping[str, Cover]:
         return {"order-renewed": LIVE}

@@ -42,8 +42,7 @@ from andon_contracts.watch.values import text_digest
 
 _SAMPLED, _ELEMENTS_READ = (4, 16), 1 << 16
 """The rows of one tensor of logits that are read, of many classes fewer. Four times as many are kept until then."""
-_ROUNDING = 5e-3
-"""The relative rounding error of a factor computed from gradients, which may have 16 bits."""
+_ROUNDING = 5e-3  # the relative rounding error of a factor computed from gradients, which may have 16 bits
 _TOLERANCE, _LOW_TOLERANCE = 2e-3, 1.5e-2
 """The relative error of a row's weight, and with gradients of 16 bits."""
 _CANCELLED = 1e-3
@@ -55,6 +54,8 @@ _STEADY = 3
 _ELEMENTS = 1024  # of one parameter, which represent all gradients
 _SAME = frozenset(f"{name}Backward0" for name in ("Alias", "Clone", "LogSoftmax", "ToCopy"))
 """Nodes below the output of a model that pass the loss on to its logits."""
+_NOT_DIVIDED = "the loss is not divided by the number of micro-batches"
+_ENLARGED = "the loss is a sum, or it is multiplied by the world size"
 _HEADS = 4  # the most outputs of a model that are read
 _CHAIN = 8  # the most nodes between a loss and the number with which the loop weighs it
 
@@ -160,8 +161,7 @@ class LogitRows(Check):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.calls = 0
-        """The forward passes that returned a tensor that may be logits."""
+        self.calls = 0  # the forward passes that returned a tensor that may be logits
         stop = getattr(getattr(context.subject.inner, "config", None), "eos_token_id", None)
         self.stop = [each for each in (stop if isinstance(stop, list) else [stop]) if isinstance(each, int)]
 
@@ -225,7 +225,7 @@ class UpdateWeights:
     heads: the tensors of logits in each pass. exact: the total is not estimated from unequal rows, and no pass lacks a
     trained token. deliberate: the loop weighed the loss by a fraction. factor: the gradient that the optimizer receives
     over the sum of the raw gradients. loss: the sum of the losses that the loop passed to `backward`; of_tokens: the
-    same by the tokens, of which `sampled` were read.
+    same by the tokens, of which `sampled` were read. step: the number of the update.
     """
 
     total: float
@@ -240,6 +240,7 @@ class UpdateWeights:
     loss: float
     of_tokens: float
     sampled: int
+    step: int = 0
 
     def description(self, world: int, factor: str = "") -> str:
         weight = self.total / self.factor / world
@@ -288,12 +289,12 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
     smallest, largest = min(ranks, key=low.__getitem__), max(ranks, key=high.__getitem__)
     bits = reduce(or_, seen.column("weight bits"))
     tolerance = _LOW_TOLERANCE if bits & _HALF else _TOLERANCE
-    apart = "ranks" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
+    apart = f"ranks, {reads.LENGTHS}" if high[largest] > low[smallest] * (1 + 2 * tolerance) else ""
     between, sizes = reads.BETWEEN[max(seen.column("weight between"))] or apart, []
     for rank, weights, name in ((smallest, low, "low"), (largest, high, "high")):
-        place = f"rank {rank}, pass {seen.column(f'weight {name} pass')[rank] + 1}"
-        sizes.append(f"{factor * weights[rank] * sum(tokens):.3f} ({place})")
-    shown = f"{between}, most in update {seen.step}: from {' to '.join(sizes)} times the mean's"
+        place = f"micro-batch {seen.column(f'weight {name} pass')[rank] + 1}"
+        sizes.append(f"{factor * weights[rank] * sum(tokens):.3f} on rank {rank} ({place})")
+    shown = f"{between}; most in update {seen.step}: a token weighs {' and '.join(sizes)} of an equal share"
     return UpdateWeights(
         total=factor * sum(total),
         unequal=(high[largest] / low[smallest], shown) if between else None,
@@ -307,6 +308,7 @@ def update_weights(said: Observations, *, shards: bool) -> UpdateWeights | int:
         loss=sum(loss),
         of_tokens=sum(of_tokens),
         sampled=sum(seen.column("weight rows")),
+        step=seen.step,
     )
 
 
@@ -334,8 +336,10 @@ def _short_window(seen: Seen[Judged]) -> Finding | None:
 def _factor_of_layout(seen: Seen[Judged]) -> Finding | None:
     """A finding if this update and the last one with known weights are off by the same count of ranks or passes."""
     now, before, _, plain = seen.want
+    if before is None or now.is_mean or not now.is_like(before):
+        return None
     # Users often halve a loss, and seldom double it.
-    if now.is_mean or not now.is_like(before) or not (now.exact and plain) or (now.deliberate and now.total < 1):
+    if not (now.exact and plain) or (now.deliberate and now.total < 1):
         return None
     world, passes = len(seen.observations), max(now.passes, 1)
     layout, named = {world, passes, world * passes, world**2} - {1}, name_ratio(now.total, world, passes, _ROUNDING)
@@ -344,8 +348,10 @@ def _factor_of_layout(seen: Seen[Judged]) -> Finding | None:
     if not any(_close(now.total, each) or _close(now.total, 1 / each) for each in layout):
         return None
     twice = "the loss is divided twice, by the number of micro-batches or the world size, or it is scaled on purpose"
-    what = now.description(world, named)
-    return Finding(what, seen.step, (), "gradient", likely=twice if now.total < 1 else None)
+    what, likely = f"{now.description(world, named)}; since step {before.step}", None
+    if _close(now.factor * world, 1):  # the ranks' gradients were averaged
+        likely = _NOT_DIVIDED if now.passes > 1 else _ENLARGED
+    return Finding(what, seen.step, (), "gradient", likely=twice if now.total < 1 else likely)
 
 
 SCALE: tuple[Law[Seen[Judged]], ...] = (
@@ -470,10 +476,8 @@ class TokenWeights(Check):
         self._rows = rows
         self._window: list[LossPass] = []
         self._known = True
-        self._raw: Tensor | None = None
-        """The products of the raw gradients."""
-        self._dots_sent: list[Tensor] = []
-        """`_raw` and the products of the reduced gradient, once these are computed."""
+        self._raw: Tensor | None = None  # the products of the raw gradients
+        self._dots_sent: list[Tensor] = []  # `_raw` and the products of the reduced gradient, once these are computed
         self._previous: UpdateWeights | None = None
         self._steady = 0
         self._run = (0.0, 0.0, 0)  # of updates in a row with one total: losses, losses of tokens, rows that were read

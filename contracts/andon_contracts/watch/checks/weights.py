@@ -28,10 +28,10 @@ from andon_contracts.watch.exchange import writes, written_alike
 
 _SEVERAL = 2
 """After this number of updates that left equal weights, weights that differ are a fault, even if nothing reduces."""
-_MANY = 16
-"""After this number the weights are read less often, even if nothing reduces."""
+_MANY = 16  # after this number the weights are read less often, even if nothing reduces
 _GAPS, _SLACK = 4, 16
 """A synchronisation is overdue after four times the most updates between two of them, plus sixteen."""
+_UNREDUCED = "is the model outside DDP, or every backward pass inside no_sync()?"
 _GRADIENTS = frozenset({"gradients-agree"})
 _STATES = frozenset({"optimizers-agree", "buffers-agree"})
 _WEIGHTS = frozenset({"replicas-agree"})
@@ -52,20 +52,22 @@ def _not_parted(seen: Seen[object]) -> Finding | None:
         return None
     what = (
         "the trainable weights differ between ranks, and no reduction of their gradients was seen. This is right if "
-        "the loop averages the weights later (local SGD). If the loop never does, the closing lines report it"
+        f"the loop averages the weights later (local SGD). If it never does, the close reports it: {_UNREDUCED}"
     )
     return Finding(what, seen.step, (), (*seen.differing_tensors("weights"), "weights")[0], likely="")
 
 
 def _met(seen: Seen[object]) -> Finding | None:
-    since = seen.observations[0].values["parted"]
-    what = f"the ranks' weights differ since update {since} and did not agree again before the close"
-    return Finding(what, seen.step, (), "weights") if since else None
+    values = seen.observations[0].values
+    what = f"the ranks' weights differed after update {values['parted']} and did not agree again before the close"
+    if updates := values["unreduced"]:
+        what += f"; no reduction of gradients was seen in {counted(updates, 'update')}"
+    return Finding(what, seen.step, (), "weights", likely=_UNREDUCED if updates else None)
 
 
 PARTED = Law("replicas-agree/parted", ("weights",), _not_parted, by_tensor=("weights",), suspicion=True)
 """After an update for which no reducer is known: only later updates show whether the weights may differ."""
-_MET_AT_CLOSE = Law("replicas-agree/close", ("parted",), _met)
+_MET_AT_CLOSE = Law("replicas-agree/close", ("parted", "unreduced"), _met)
 
 
 class Weights(Check):
@@ -84,11 +86,9 @@ class Weights(Check):
         self._at_closure: Values = {}
         """The values at the begin of a step with a closure, before the closure ran; empty in other steps."""
         self._marks: list[int] = []
-        self._touched = False
-        """Whether the weights were written between updates since they were last read."""
+        self._touched = False  # whether the weights were written between updates since they were last read
         self._elements_reduced, self._writes = 0, writes(probe.even)
-        self.written = False
-        """Whether the weights were written between the last update and this one."""
+        self.written = False  # whether the weights were written between the last update and this one
 
     def cover(self) -> Mapping[str, Cover]:
         return {"replicas-agree": self.context.between_replicas()}
@@ -113,7 +113,7 @@ class Weights(Check):
         self._touched |= bool(self.context.subject.frozen) and not self.untouched
 
     def _look_before(self) -> None:
-        if not self._probe.saw_previous:  # there is no earlier digest to compare with; the weights are read afterwards
+        if self._probe.unread:  # there is no earlier digest to compare with; the weights are read afterwards
             self.note_writes()
             self._look = None
             return
@@ -153,7 +153,7 @@ class Weights(Check):
         return {"weights": self._digest, **whole, "weights read": read, "written": int(written)}
 
     def deferred(self, seen: Seen[object]) -> frozenset[str]:
-        return self.synchrony.before(seen, gap=not self._probe.saw_previous)
+        return self.synchrony.before(seen, gap=self._probe.unread > 0)
 
     def look_after(self, probe: OptimizerProbe) -> list[list[Tensor]]:
         self._at_closure = {}
@@ -187,7 +187,8 @@ class Weights(Check):
     def judge_close(self) -> None:
         """Weights that began to differ must have agreed again. Every rank knows the state of all ranks."""
         if self.synchrony.state is State.APART:
-            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, {"parted": self.synchrony.since}, by_all=True)
+            values = {"parted": self.synchrony.since, "unreduced": self.synchrony.unreduced}
+            self.judge_alone(_MET_AT_CLOSE, self._probe.updates, values, by_all=True)
 
     def closing_lines(self) -> list[str]:
         return [self.synchrony.closing_line()]
@@ -214,11 +215,12 @@ class Synchrony:
 
     since: the update with which the weights last began to differ. met: how often they agreed again. longest: the most
     updates that this took. known: in the present window the ranks' gradients must agree before the update.
+    unreduced: the updates so far if no reduction of gradients was seen in any; else 0.
     """
 
     def __init__(self) -> None:
         self.state = State.TOGETHER
-        self.since = self.met = self.longest = 0
+        self.since = self.met = self.longest = self.unreduced = 0
         self.known = True
         self._reduced_before = self._left_out = self._states_equal = False
         self._equal_weights = self._equal_gradients = self._other_gradients = self._written_apart = 0
@@ -242,6 +244,7 @@ class Synchrony:
         equal_gradients = "gradient" not in seen.differing
         self._left_out = Reducer.LEFT_OUT in reducers or (self._reduced_before and not reduced)
         self._reduced_before |= reduced
+        self.unreduced = 0 if self._reduced_before else self.unreduced + 1
         # If the gradients were equal in every update so far, something reduces them before it.
         learned = self._equal_gradients > 0 and not (self._other_gradients or self._left_out)
         self._equal_gradients += equal_gradients and any(seen.column("norm"))
