@@ -10,11 +10,13 @@ traffic is that of an all-reduce, but the collectives only copy bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch
 
 from andon.backend.base import Backend
+from andon.step.flat import Shards
 from andon.step.plan import rank_leaves
 
 Node = tuple[int, int]
@@ -39,20 +41,23 @@ def fold(
     add: Callable[[T, T], T],
     keep: Callable[[T], T],
     seen: Callable[[Node, T], None] | None = None,
+    known: Mapping[Node, T] | None = None,
 ) -> T:
     """Sum the leaves of `node` along the tree, computing them from left to right.
 
     `leaf(i)` may return a buffer that the next leaf overwrites: `keep(x)` saves a left summand before its right sibling
     is computed. `add(left, right)` may overwrite `left`. At most ceil(log2(leaves)) kept values exist at once.
-    `seen(node, sum)` is called with every sum, leaves included.
+    `seen(node, sum)` is called with every sum, leaves included. known: sums that are not computed.
     """
     low, high = node
+    if known is not None and node in known:
+        return known[node]
     if high - low == 1:
         value = leaf(low)
     else:
         middle = (low + high) // 2
-        left = keep(fold((low, middle), leaf, add, keep, seen))
-        value = add(left, fold((middle, high), leaf, add, keep, seen))
+        left = keep(fold((low, middle), leaf, add, keep, seen, known))
+        value = add(left, fold((middle, high), leaf, add, keep, seen, known))
     if seen is not None:
         seen(node, value)
     return value
@@ -108,6 +113,21 @@ class TreeReduction:
         lengths = [max(0, min(self._width, self.size - rank * self._width)) for rank in range(len(pieces))]
         whole = [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
         return [[piece.to(device) for piece in whole] for device in self._backend.devices]
+
+    def slice_into(self, out: Sequence[torch.Tensor], roots: Roots, shards: Shards) -> None:
+        """Write the sum over all leaves of this rank's slice to `out`, one tensor per span. For one local replica.
+
+        Bucket by bucket, so that no rank holds a second copy of a root. roots: [shards.capacity], read only.
+        """
+        rank, world = self._backend.ranks[0], self._backend.world_size
+        counts = [len(nodes) for nodes in self.roots_of_rank]
+        for (start, width), own in zip_longest(shards.buckets, out):
+            rows = [roots[n][start : start + world * width].view(world, 1, width) for n in self.roots_of_rank[rank]]
+            # A single root is sent from where it is.
+            sent = rows[0] if len(rows) == 1 else torch.cat([out[0].new_empty((world, 0, width)), *rows], dim=1)
+            (received,) = self._backend.exchange([sent], counts)
+            if own is not None:
+                own.copy_(self._finish(received)[: own.numel()])
 
     def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """This replica's slice [width] of the sum, along the same tree."""

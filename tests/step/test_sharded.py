@@ -1,0 +1,201 @@
+"""A divided optimizer: the bits of one worker, and faults in the slice that one rank alone has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from andon.backend.base import Backend, GroupBackend, InlineBackend
+from andon.config.schema import Contracts, Optimizer
+from andon.step import flat
+from andon.step.flat import Shards
+from andon.step.replica import Replica
+from andon.step.step import TrainingStep
+from andon_contracts import observe
+from tests.support.faults import FAULTS, Caught, ordinary, violation_of
+from tests.support.ranks import run_ranks
+from tests.support.toy import CLASSES, CPU, FEATURES, SEED, Settings, ToyTask, rate, record, trainable
+
+pytestmark = pytest.mark.xdist_group("step_sharded")
+BLOCK_HERE, WIDTH, CULPRIT = 1 << 12, 3_499, 1
+SETTINGS = {
+    "adamw-clipped": Settings(8, clip_norm=0.2),
+    "sgd": Settings(5, optimizer=Optimizer(name="sgd", momentum=0.9)),
+    # Fewer micro-batches than ranks: some ranks have nothing to compute and still have a slice.
+    "plain": Settings(2, optimizer=Optimizer(name="sgd")),
+}
+
+
+def small_blocks() -> None:
+    """In this process a block is small, so that small models have many."""
+    flat.BLOCK = observe._PIECE = BLOCK_HERE
+
+
+@pytest.fixture(autouse=True)
+def _same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "BLOCK", BLOCK_HERE)
+    monkeypatch.setattr(observe, "_PIECE", BLOCK_HERE)
+
+
+class WideModel(nn.Module):
+    """20.5 blocks of trained weights with gaps, a border between decayed and undecayed weights, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(FEATURES, 20)
+        self.frozen.requires_grad_(False)
+        self.first = nn.Linear(20, WIDTH)
+        self.second = nn.Linear(WIDTH, CLASSES)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(torch.tanh(self.frozen(x)))
+        logits: torch.Tensor = self.second(self.dropout(torch.tanh(self.first(hidden))))
+        return logits
+
+
+def made(backend: Backend, settings: Settings, contracts: Contracts | None = None) -> tuple[TrainingStep, Replica]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = WideModel()
+    group = backend if isinstance(backend, GroupBackend) else None
+    own = Replica(model, trainable(model), settings.optimizer, SEED, CPU, backend=group)
+    audit = contracts or Contracts(audit_every=0)
+    return TrainingStep(backend, [own], ToyTask(), settings.micro_batches, settings.clip_norm, audit), own
+
+
+def trained(backend: Backend, settings: Settings, contracts: Contracts | None = None) -> list[Mapping[str, object]]:
+    step, own = made(backend, settings, contracts)
+    assert (own.shards is not None) == (backend.world_size > 1)
+    step.attest_start({})
+    return [record(step(batch, rate(batch.step), batch.step), [own]) for batch in settings.batches()]
+
+
+def _trained_all() -> Mapping[str, list[Mapping[str, object]]]:
+    small_blocks()
+    audited = Contracts(audit_every=2, audit_coverage="all")
+    return {name: trained(GroupBackend("gloo", CPU), settings, audited) for name, settings in SETTINGS.items()}
+
+
+@pytest.fixture
+def expected() -> Mapping[str, list[Mapping[str, object]]]:
+    torch.set_num_threads(1)
+    return {name: trained(InlineBackend([CPU]), settings) for name, settings in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_any_number_of_ranks_gives_the_bits_of_one(world: int, expected: object) -> None:
+    for outcome in run_ranks(world, _trained_all):
+        assert outcome.get() == expected
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+@pytest.mark.parametrize("blocks", [5, 16, 37])
+@pytest.mark.parametrize("missing", [0, 16, BLOCK_HERE - 16])
+def test_slices_cover_a_buffer_once_in_whole_blocks(world: int, blocks: int, missing: int) -> None:
+    size = blocks * BLOCK_HERE - missing
+    every = [Shards(size, rank, world) for rank in range(world)]
+    spans = sorted((span.start, span.stop) for each in every for span in each.spans)
+    assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
+    assert spans[-1][1] == size
+    assert all(start % BLOCK_HERE == 0 for start, _ in spans)
+    assert all(0 < each.length <= every[0].longest * BLOCK_HERE for each in every)
+    places = every[0].places_of_blocks()
+    assert len(set(places)) == len(places) == blocks
+
+
+def _flipped(method: str, tensor: Callable[[Replica], torch.Tensor]) -> Callable[[Replica], None]:
+    """Plant: one bit of the largest element of `tensor` flips after `method`; "": at once."""
+
+    def flip(own: Replica) -> None:
+        values = tensor(own)
+        values.view(torch.int32)[values.abs().argmax()] ^= 1
+
+    def plant(own: Replica) -> None:
+        inner = getattr(own, method)
+        setattr(own, method, lambda *args: (inner(*args), flip(own)))
+
+    return plant if method else flip
+
+
+def _moment(name: str) -> Callable[[Replica], torch.Tensor]:
+    return lambda own: own.optimizer_state()[name]
+
+
+def _weights(own: Replica) -> torch.Tensor:
+    return own.parameters.weights.data
+
+
+PLANTED: Mapping[str, tuple[Callable[[Replica], None], str, str, bool]] = {
+    **{
+        name: (FAULTS[name].plant, FAULTS[name].clause, FAULTS[name].tensor, FAULTS[name].early)
+        for name in FAULTS
+        if name not in ("moment flipped", "reduced gradient flipped", "micro-batch computed twice")
+    },
+    "average": (_flipped("", _moment("exp_avg")), "optimizers-agree", "exp_avg", True),
+    "square": (_flipped("", _moment("exp_avg_sq")), "optimizers-agree", "exp_avg_sq", True),
+    "gradient": (_flipped("set_gradient", lambda own: own.master.gradient), "gradients-agree", "gradient", True),
+    "gathered": (_flipped("gather_weights", _weights), "replicas-agree", "first.weight", False),
+}
+"""The fault, then the clause and tensor that every rank must name, and whether nothing may have been applied."""
+FAULTY = Settings(8, sizes=(10, 10, 10), clip_norm=0.2)
+
+
+def _caught(name: str, plant: Callable[[Replica], None], contracts: Contracts | None = None) -> Caught:
+    backend = GroupBackend("gloo", CPU)
+    step, own = made(backend, FAULTY, contracts)
+    step.attest_start({})
+    first, second, third = FAULTY.batches()
+    ordinary(step, first)
+    if backend.ranks[0] == CULPRIT:
+        plant(own)
+
+    def go_on() -> None:
+        ordinary(step, second)
+        ordinary(step, third)
+
+    return violation_of(go_on, [own])
+
+
+def _all_caught() -> Mapping[str, Caught]:
+    small_blocks()
+    return {name: _caught(name, planted[0]) for name, planted in PLANTED.items()}
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[Mapping[str, Caught]]:
+    return [outcome.get() for outcome in run_ranks(3, _all_caught)]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_fault_of_one_rank_is_named_at_its_step(name: str, seen: list[Mapping[str, Caught]]) -> None:
+    _, clause, tensor, early = PLANTED[name]
+    for caught in (each[name] for each in seen):
+        assert (caught.clause, caught.step, caught.ranks, caught.tensor) == (clause, 2, (CULPRIT,), tensor)
+        assert caught.applied is not early
+
+
+def _flipped_in_an_update(audit_every: int) -> Mapping[str, Caught]:
+    small_blocks()
+    found = {}
+    for name in ("exp_avg", "exp_avg_sq"):
+        plant = _flipped("apply", _moment(name))
+        found[name] = _caught(name, plant, Contracts(audit_every=audit_every, audit_coverage="all"))
+    return found
+
+
+def test_a_moment_that_changes_within_an_update_is_found_by_the_next_one() -> None:
+    for outcome in run_ranks(2, _flipped_in_an_update, 0):
+        for name, caught in outcome.get().items():
+            assert (caught.clause, caught.step, caught.ranks) == ("optimizers-agree", 3, (CULPRIT,))
+            assert caught.tensor == name
+
+
+def test_an_audit_finds_a_wrong_update_at_its_step() -> None:
+    for outcome in run_ranks(3, _flipped_in_an_update, 1):
+        for name, caught in outcome.get().items():
+            assert (caught.clause, caught.step, caught.tensor) == ("audit", 2, name)
+            assert CULPRIT in caught.ranks
