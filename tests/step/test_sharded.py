@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step import flat
 from andon.step.flat import Shards
-from andon.step.replica import Replica
-from andon.step.step import TrainingStep
+from andon.step.micro_batch import Batch, LeafLoss
+from andon.step.replica import Replica, restore_state, state_tensors
+from andon.step.step import RankFailed, TrainingStep
 from andon_contracts import observe
-from tests.support.faults import FAULTS, Caught, ordinary, violation_of
+from andon_contracts.violation import Violation
+from tests.support.faults import FAULTS, Caught, cannot_read, ordinary, violation_of
 from tests.support.ranks import run_ranks
 from tests.support.toy import CLASSES, CPU, FEATURES, SEED, Settings, ToyTask, rate, record, trainable
 
@@ -57,14 +61,17 @@ class WideModel(nn.Module):
         return logits
 
 
-def made(backend: Backend, settings: Settings, contracts: Contracts | None = None) -> tuple[TrainingStep, Replica]:
+def made(
+    backend: Backend, settings: Settings, contracts: Contracts | None = None, *, late: bool | None = None
+) -> tuple[TrainingStep, Replica]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = WideModel()
     group = backend if isinstance(backend, GroupBackend) else None
     own = Replica(model, trainable(model), settings.optimizer, SEED, CPU, backend=group)
     audit = contracts or Contracts(audit_every=0)
-    return TrainingStep(backend, [own], ToyTask(), settings.micro_batches, settings.clip_norm, audit), own
+    step = TrainingStep(backend, [own], ToyTask(), settings.micro_batches, settings.clip_norm, audit, late=late)
+    return step, own
 
 
 def trained(backend: Backend, settings: Settings, contracts: Contracts | None = None) -> list[Mapping[str, object]]:
@@ -90,6 +97,61 @@ def expected() -> Mapping[str, list[Mapping[str, object]]]:
 def test_any_number_of_ranks_gives_the_bits_of_one(world: int, expected: object) -> None:
     for outcome in run_ranks(world, _trained_all):
         assert outcome.get() == expected
+
+
+LATE = (SETTINGS["adamw-clipped"], Settings(2), Settings(7, sizes=(30, 5, 20)))
+"""With several micro-batches per rank, with none on some ranks, and with an uneven number."""
+
+
+def _early(settings: Settings) -> tuple[list[Mapping[str, object]], int]:
+    """The records of a run that is checked late, and the most buckets that were reduced within a backward pass."""
+    small_blocks()
+    step, own = made(GroupBackend("gloo", CPU), settings, late=True)
+    step.attest_start({})
+    assert step._slices is not None
+    within, ready = [0], step._slices.ready
+
+    def counted(buckets: Iterable[int], roots: Any) -> None:
+        within.append(within[-1] + bool(own._missing))
+        ready(buckets, roots)
+
+    step._slices.ready = counted  # type: ignore[method-assign]
+    return [record(step(b, rate(b.step), b.step), [own]) for b in settings.batches()], within[-1]
+
+
+@pytest.mark.parametrize("number", range(len(LATE)))
+@pytest.mark.parametrize("world", [2, 4])
+def test_buckets_that_are_reduced_within_the_backward_pass_have_the_same_bits(world: int, number: int) -> None:
+    torch.set_num_threads(1)
+    expected = trained(InlineBackend([CPU]), LATE[number])
+    for rank, outcome in enumerate(run_ranks(world, _early, LATE[number])):
+        records, within = outcome.get()
+        assert records == expected
+        assert (within > 0) == (rank < LATE[number].micro_batches)
+
+
+class _Failing(ToyTask):
+    def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
+        """Fails in the backward pass, after some buckets have been reduced."""
+        hidden = model.first.weight * 1.0  # type: ignore[operator]
+        hidden.register_hook(lambda _: cannot_read())
+        found = super().loss_sum(model, batch)
+        return replace(found, loss_sum=found.loss_sum + hidden.sum())
+
+
+def _failing() -> str:
+    small_blocks()
+    backend = GroupBackend("gloo", CPU)
+    step, _ = made(backend, LATE[0], late=True)
+    if backend.ranks[0] == CULPRIT:
+        step.task = _Failing()
+    with pytest.raises((OSError, RankFailed)) as caught:
+        ordinary(step, LATE[0].batches()[0])
+    return type(caught.value).__name__
+
+
+def test_a_rank_that_fails_within_a_backward_pass_leaves_no_other_waiting() -> None:
+    assert [outcome.get() for outcome in run_ranks(3, _failing)] == ["RankFailed", "OSError", "RankFailed"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
@@ -199,3 +261,47 @@ def test_an_audit_finds_a_wrong_update_at_its_step() -> None:
         for name, caught in outcome.get().items():
             assert (caught.clause, caught.step, caught.tensor) == ("audit", 2, name)
             assert CULPRIT in caught.ranks
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _saved(settings: Settings, plant: bool) -> dict[str, torch.Tensor] | str:
+    """The state after two updates, as rank 0 saves it. plant: a moment changes after the last one."""
+    small_blocks()
+    backend = GroupBackend("gloo", CPU)
+    step, own = made(backend, settings)
+    step.attest_start({})
+    for batch in settings.batches()[:2]:
+        ordinary(step, batch)
+    if plant and backend.ranks[0] == CULPRIT:
+        _flipped("", _moment("exp_avg"))(own)
+    try:
+        step.gather_state(2)
+    except Violation as violation:
+        return f"{violation.clause} {violation.finding.ranks}"
+    return {name: tensor.clone() for name, tensor in state_tensors(own).items()} if backend.ranks[0] == 0 else {}
+
+
+def _resumed(settings: Settings, state: Tensors) -> list[Mapping[str, object]]:
+    small_blocks()
+    step, own = made(GroupBackend("gloo", CPU), settings)
+    restore_state(own, state, 2)
+    step.attest_start({})
+    return [record(step(batch, rate(batch.step), batch.step), [own]) for batch in settings.batches()[2:]]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1), (1, 3)])
+def test_a_checkpoint_is_whole_and_goes_on_with_any_number_of_ranks(before: int, after: int) -> None:
+    settings = SETTINGS["adamw-clipped"]
+    torch.set_num_threads(1)
+    expected = trained(InlineBackend([CPU]), settings)[2:]
+    state = run_ranks(before, _saved, settings, False)[0].get()
+    assert {tuple(tensor.shape) for name, tensor in state.items() if "second.weight" in name} == {(CLASSES, WIDTH)}
+    for outcome in run_ranks(after, _resumed, settings, state):
+        assert outcome.get() == expected
+
+
+def test_a_moment_that_changed_is_not_saved() -> None:
+    outcomes = [outcome.get() for outcome in run_ranks(3, _saved, SETTINGS["adamw-clipped"], True)]
+    assert outcomes == [f"optimizers-agree ({CULPRIT},)"] * 3

@@ -28,7 +28,7 @@ from andon.step.micro_batch import Leaf, Task
 from andon.step.reduce import Node
 from andon.step.replica import PartialGradient, Replica
 from andon_contracts.agree import Observation
-from andon_contracts.digest import hex64, word_sum_tensor
+from andon_contracts.digest import word_sum_tensor
 from andon_contracts.laws.law import Law, Seen
 from andon_contracts.violation import Finding
 
@@ -260,20 +260,18 @@ class Audit:
 
 def _audited_updates(seen: Seen[None]) -> Finding | None:
     by_rank = {each.rank: each.values for each in seen.observations}
-    odd = []
-    for rank, values in by_rank.items():
-        for name in (each.removeprefix("again ") for each in values if each.startswith("again ")):
-            then, now = by_rank[values["subject"]][f"own {name}"], values[f"again {name}"]
-            if then != now:
-                odd.append((rank, values["subject"], name, then, now))
+    odd = [
+        (auditor, values["subject"], name.removeprefix("again "))
+        for auditor, values in by_rank.items()
+        for name, again in values.items()
+        if name.startswith("again ") and again != by_rank[values["subject"]][name.replace("again", "own", 1)]
+    ]
     if not odd:
         return None
-    pairs = [{auditor, subject} for auditor, subject, *_ in odd]
+    (auditor, subject, name), pairs = odd[0], [{auditor, subject} for auditor, subject, _ in odd]
     culprits = set.intersection(*pairs) or set.union(*pairs)
-    auditor, subject, name, then, now = odd[0]
-    what = f"the update of a slice leaves digest {hex64(then)} of {name} on rank {subject}, but {hex64(now)} if"
     unsure = "; either of the two ranks may be wrong" * (len(culprits) > 1)
-    what += f" recomputed on rank {auditor}{unsure}"
+    what = f"rank {auditor} gets other {name} if it recomputes the update of rank {subject}'s slice{unsure}"
     return Finding(what, seen.step, tuple(sorted(culprits)), name)
 
 

@@ -64,10 +64,7 @@ class Shards:
     """
 
     def __init__(self, size: int, rank: int, world: int) -> None:
-        """Raises `ValueError` if there are fewer blocks than ranks."""
         blocks, start = -(-size // BLOCK), 0
-        if blocks < world:
-            raise ValueError(f"{blocks} blocks cannot be divided among {world} ranks")
         self.rank, self.world, self.block, self._size = rank, world, BLOCK, size
         self.buckets: list[tuple[int, int]] = []
         while start < size:
@@ -98,16 +95,19 @@ class Shards:
         """A copy [length] of this rank's slice of `flat` [size]."""
         return torch.cat([flat[span] for span in self.spans])
 
+    def bucket_of(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
+        """View of a bucket of `flat` [capacity]."""
+        start, width = self.buckets[bucket]
+        return flat[start : start + self.world * width]
+
     def cut(self, held: torch.Tensor) -> list[torch.Tensor]:
         """Views of the slice `held` [length], one per span."""
         return list(torch.split(held, [span.stop - span.start for span in self.spans]))
 
     def places_of_blocks(self) -> list[int]:
         """For each block of the buffer its row in a table [world * longest], which lists slice after slice."""
-        places: dict[int, int] = {}
-        for rank in range(self.world):
-            places |= {block.start: rank * self.longest + row for row, block in enumerate(self.blocks_of(rank))}
-        return [places[at] for at in sorted(places)]
+        rows = [(at.start, r * self.longest + i) for r in range(self.world) for i, at in enumerate(self.blocks_of(r))]
+        return [row for _, row in sorted(rows)]
 
 
 class FlatParameters:
@@ -115,10 +115,8 @@ class FlatParameters:
 
     `weights` [size] fp32 is a leaf parameter for the optimizer; backward adds into `gradient` [size] fp32. After
     construction the model's own parameters are views of these. Raises `ValueError` if there are no parameters, or if
-    one is not on `device` or not fp32 (small updates would be rounded away: faults F44).
-
-    With a `capacity` above the size, `gradient` and `storage`, of which the weights are the start, have so many
-    elements, and the rest is zero.
+    one is not on `device` or not fp32 (small updates would be rounded away: faults F44). capacity: if above the size,
+    the elements of `gradient` and of `storage`, which begins with the weights; the rest is zero.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device, capacity: int = 0) -> None:
@@ -132,27 +130,27 @@ class FlatParameters:
         self.storage = torch.zeros(max(self.size, capacity), device=device)
         self.weights = nn.Parameter(self.storage[: self.size])
         self.gradient = torch.zeros_like(self.storage)
-        self._parameters = tuple(parameters.values())
+        self.parameters = tuple(parameters.values())
         self._gradients = tuple(self.views(self.gradient).values())
-        for view, parameter in zip(self.weight_views().values(), self._parameters, strict=True):
+        for view, parameter in zip(self.weight_views().values(), self.parameters, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view  # not the parameter itself: modules and hooks refer to it
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
         """Make every parameter's `.grad` a view of `gradient` again (user code may have set it to None)."""
-        for view, parameter in zip(self._gradients, self._parameters, strict=True):
+        for view, parameter in zip(self._gradients, self.parameters, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
 
     def attached(self) -> bool:
         """Whether every parameter and gradient is still a view of these buffers. `REPLACED` is the message if not."""
-        pairs = zip(self._gradients, self._parameters, strict=True)
+        pairs = zip(self._gradients, self.parameters, strict=True)
         return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
 
     def weights_attached(self) -> bool:
         start = self.weights.data_ptr()
-        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self._parameters, strict=True))
+        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self.parameters, strict=True))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
@@ -168,10 +166,7 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements `span` of the flat weights as a leaf parameter, sharing storage.
-
-    held: the same elements in the optimizer's gradient and moments.
-    """
+    """Elements `span` of the flat weights as a leaf parameter, sharing storage; `held` in the optimizer's buffers."""
 
     weights: nn.Parameter
     span: slice

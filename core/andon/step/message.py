@@ -221,29 +221,19 @@ REDUCED = Message(
 MOVED = " moved"
 
 
-def _kept(name: str, what: str, seen: Seen[object]) -> Finding | None:
-    columns = [column for column in seen.observations[0].values if column.endswith(MOVED)]
-    for column in columns if name == "" else [f"{name}{MOVED}"]:
-        odd = tuple(each.rank for each in seen.observations if each.values[column])
-        if odd:
-            tensor = column.removesuffix(MOVED)
-            return Finding(f"{what} ({tensor}); something outside the step changed it", seen.step, odd, tensor)
-    return None
+def _unmoved(what: str, columns: Callable[[str], bool], seen: Seen[object]) -> Finding | None:
+    moved = {name: seen.ranks(name) for name in filter(columns, seen.observations[0].values) if seen.any(name)}
+    tensor = next(iter(moved), "").removesuffix(MOVED)
+    said = f"{what} ({tensor}) is not what was left there; something outside the step changed it"
+    return Finding(said, seen.step, next(iter(moved.values())), tensor) if moved else None
 
 
-GRADIENT_KEPT = Law(
-    "gradients-agree/kept",
-    (f"gradient{MOVED}",),
-    partial(_kept, "gradient", "a slice of the reduced gradient is not what the reduction left"),
-    lambda _: {f"gradient{MOVED}": 0},
-)
-MOMENTS_KEPT = Law(
-    "optimizers-agree/kept",
-    (),
-    partial(_kept, "", "a slice of the optimizer state is not what the last update left"),
-    lambda _: {"optimizer": 0},
-)
-"""Of a rank's slice, which no other rank has: it is compared with what the same rank read before."""
+_OF_GRADIENT = f"gradient{MOVED}"
+_GRADIENT = partial(_unmoved, "a rank's slice of the reduced gradient", _OF_GRADIENT.__eq__)
+_MOMENTS = partial(_unmoved, "a rank's slice of the optimizer state", lambda name: name.endswith(MOVED))
+GRADIENT_KEPT = Law("gradients-agree/kept", (_OF_GRADIENT,), _GRADIENT, lambda _: {_OF_GRADIENT: 0})
+MOMENTS_KEPT = Law("optimizers-agree/kept", (), _MOMENTS, lambda _: {"optimizer": 0})
+"""No other rank has the same slice, so it is compared with what the same rank read when it was written."""
 
 
 @cache
@@ -254,7 +244,7 @@ def reduced(settings: Optimizer, sharded: bool) -> Message:
         return REDUCED
     fields = tuple(Field("gradient", "device") if each.name == "gradient" else each for each in REDUCED.fields)
     moments = (Field(f"{name}{MOVED}", "device", MOMENTS_KEPT, "optimizer") for name in moments_of(settings))
-    return Message("reduced", (*fields, Field(f"gradient{MOVED}", "device", GRADIENT_KEPT), *moments))
+    return Message("reduced", (*fields, Field(_OF_GRADIENT, "device", GRADIENT_KEPT), *moments))
 
 
 @cache

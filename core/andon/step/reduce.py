@@ -9,8 +9,7 @@ traffic is that of an all-reduce, but the collectives only copy bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -114,20 +113,16 @@ class TreeReduction:
         whole = [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
         return [[piece.to(device) for piece in whole] for device in self._backend.devices]
 
-    def slice_into(self, out: Sequence[torch.Tensor], roots: Roots, shards: Shards) -> None:
-        """Write the sum over all leaves of this rank's slice to `out`, one tensor per span. For one local replica.
-
-        Bucket by bucket, so that no rank holds a second copy of a root. roots: [shards.capacity], read only.
-        """
+    def bucket_into(self, out: torch.Tensor | None, roots: Roots, start: int, width: int) -> None:
+        """Sum a bucket over all leaves and write this rank's piece to `out` (None: it has none). For one local rank."""
         rank, world = self._backend.ranks[0], self._backend.world_size
-        counts = [len(nodes) for nodes in self.roots_of_rank]
-        for (start, width), own in zip_longest(shards.buckets, out):
-            rows = [roots[n][start : start + world * width].view(world, 1, width) for n in self.roots_of_rank[rank]]
-            # A single root is sent from where it is.
-            sent = rows[0] if len(rows) == 1 else torch.cat([out[0].new_empty((world, 0, width)), *rows], dim=1)
-            (received,) = self._backend.exchange([sent], counts)
-            if own is not None:
-                own.copy_(self._finish(received)[: own.numel()])
+        rows = [roots[n][start : start + world * width].view(world, 1, width) for n in self.roots_of_rank[rank]]
+        # A single root is sent from where it is.
+        none = torch.empty((world, 0, width), device=self._backend.devices[0])
+        sent = rows[0] if len(rows) == 1 else torch.cat([none, *rows], dim=1)
+        (received,) = self._backend.exchange([sent], [len(nodes) for nodes in self.roots_of_rank])
+        if out is not None:
+            out.copy_(self._finish(received)[: out.numel()])
 
     def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """This replica's slice [width] of the sum, along the same tree."""
@@ -137,3 +132,38 @@ class TreeReduction:
             for row, node in enumerate(nodes)
         }
         return finish((0, self.leaves), table, torch.add)
+
+
+class SliceReduction:
+    """Sums a rank's slice of the gradient bucket by bucket, so that no rank holds a second copy of it.
+
+    Invariant: all ranks reduce the buckets in one order, since each is a collective. So a bucket waits until all before
+    it are ready. On a GPU that happens on a stream of its own, beside the backward pass that makes the next ones ready.
+    """
+
+    def __init__(self, reduction: TreeReduction, shards: Shards, out: torch.Tensor, decayed: int) -> None:
+        """out: [shards.length]. decayed: the elements from there on, small parts of all layers, are ready last."""
+        self._reduction, self._buckets = reduction, shards.buckets
+        self._parts = dict(enumerate(shards.cut(out)))
+        ends = [start + shards.world * width for start, width in shards.buckets]
+        self._order = sorted(range(len(ends)), key=lambda bucket: (ends[bucket] > decayed, -bucket))
+        self._ready: set[int] = set()
+        self._done = 0
+        self._stream = torch.cuda.Stream(out.device) if out.is_cuda else None
+
+    def ready(self, buckets: Iterable[int], roots: Roots) -> None:
+        """Start to reduce the `buckets` of `roots`, after those before them. Their elements must not change again."""
+        self._ready |= {*buckets}
+        while self._done < len(self._order) and self._order[self._done] in self._ready:
+            bucket, self._done = self._order[self._done], self._done + 1
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):  # None: no change
+                self._reduction.bucket_into(self._parts.get(bucket), roots, *self._buckets[bucket])
+
+    def finish(self, roots: Roots) -> None:
+        """Reduce all buckets that are left. Later work on the current stream waits for them."""
+        self.ready(self._order, roots)
+        self._ready, self._done = set(), 0
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence, Set
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -33,7 +35,7 @@ from andon.step.flat import (
 )
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Batch, Leaf, LeafResult, PassResult, Task, keyed_randomness, reports_of_leaves
-from andon.step.reduce import Node, fold
+from andon.step.reduce import Node, SliceReduction, fold
 from andon_contracts.digest import join, kernels, seal, tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, nonfinite, word_sums
 from andon_contracts.policy import enforced
@@ -87,8 +89,8 @@ class Replica:
         self.parameters = FlatParameters(layout, device, self.shards.capacity if self.shards else 0)
         self.settings = optimizer
         undecayed_slots = (slot.start for slot in self.parameters.slots if slot.name in exempt)
-        self._decayed = next(undecayed_slots, size)
-        self.master = Master(self.parameters, master_on, self._decayed, self.shards)
+        self.decayed = next(undecayed_slots, size)
+        self.master = Master(self.parameters, master_on, self.decayed, self.shards)
         self.optimizer = optimizer_of(optimizer, [(each.weights, each.decays) for each in self.master.ranges])
         self._state: dict[str, torch.Tensor] = {}
         self.captured = captured
@@ -103,6 +105,11 @@ class Replica:
         self._divided: torch.Tensor | None = None
         self._updated: torch.Tensor | None = None
         self._readers: dict[int, Any] = {}
+        self.reduction: SliceReduction | None = None
+        # For each bucket the number of its parameters, and of those that the running pass has no gradient of yet.
+        self._users, self._missing = Counter[int](), Counter[int]()
+        self._complete: Callable[[int], None] = lambda bucket: None
+        self._own_norm = torch.zeros(())  # of the slice, before clipping
         # A GPU adds the blocks of all ranks in the order of the buffer. On a CPU the sum is exact, in any order.
         self._block_places: torch.Tensor | None = None
         if self.shards is not None and device.type == "cuda":
@@ -144,14 +151,62 @@ class Replica:
                 kept[node] = value.clone()  # rare, and a spare buffer would never be freed
 
         self._prepare()
-        sums = {}
-        for count, node in enumerate(roots, 1):
-            value = fold(node, compute, self._add, self._save, keep if keeping else None)
-            # A divided optimizer leaves the model's gradient alone until the next pass.
-            sums[node] = value if self.shards is not None and count == len(roots) else self._save(value)
+        sums: dict[Node, torch.Tensor] = {}
+        overlapping = self.reduction is not None and keeping is None and self.captured is None
+        for left, node in zip(reversed(range(len(roots))), roots, strict=True):
+            if overlapping and not left:
+                self._overlapped(node, compute, sums, self.reduction)
+            else:
+                value = fold(node, compute, self._add, self._save, keep if keeping else None)
+                # A divided optimizer leaves the model's gradient alone until the next pass.
+                sums[node] = self._save(value) if self.shards is None or left else value
         if not self.parameters.attached():
             raise RuntimeError(REPLACED)  # also with contracts off
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
+
+    def _overlapped(self, node: Node, compute: Callable[[int], Any], sums: dict[Node, Any], reduction: Any) -> None:
+        """`fold` the last subtree `node` into `sums`. During its last pass, complete and reduce bucket by bucket."""
+        shards, _ = self._division()
+        (low, high), lefts, gradient = node, list[torch.Tensor](), self.parameters.gradient
+        while high - low > 1:
+            middle = (low + high) // 2
+            lefts.append(self._save(fold((low, middle), compute, self._add, self._save)))
+            low = middle
+        sums[node] = lefts[0] if lefts else gradient
+
+        def complete(bucket: int) -> None:
+            value = shards.bucket_of(gradient, bucket)
+            for left in reversed(lefts):
+                value = shards.bucket_of(left, bucket).add_(value)
+            reduction.ready([bucket], sums)
+
+        self._missing, self._complete = self._users.copy(), complete
+        try:
+            compute(low)
+        finally:
+            missing, self._missing = self._missing, Counter()
+        for bucket in +missing:  # of weights that the pass did not use, or of a pass without rows
+            complete(bucket)
+        self._spare += lefts[1:]
+
+    def overlap(self, reduction: SliceReduction) -> None:
+        """From now on start to reduce a bucket as soon as the rank's last pass, if eager, has computed its gradient."""
+        shards, _ = self._division()
+        self.reduction = reduction
+        starts = [start for start, _ in shards.buckets]
+        for slot, parameter in zip(self.parameters.slots, self.parameters.parameters, strict=True):
+            buckets = range(bisect_right(starts, slot.start) - 1, bisect_left(starts, slot.end))
+            self._users.update(buckets)
+            hook: Callable[..., None] = functools.partial(self._accumulated, buckets)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _accumulated(self, buckets: Sequence[int], parameter: nn.Parameter) -> None:
+        for bucket in buckets if self._missing else ():
+            self._missing[bucket] -= 1
+            if self._missing[bucket] < 0:
+                raise RuntimeError("a weight received its gradient in several parts, after it had been sent")
+            if self._missing[bucket] == 0:
+                self._complete(bucket)
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
         """`value`, or a copy of it if the next micro-batch would overwrite it."""
@@ -255,14 +310,8 @@ class Replica:
         return (bits if sums is None else torch.cat([sums, bits])).to(self.device)
 
     def _finalize_slice(self, limit: float | None, *, checked: bool) -> torch.Tensor:
-        before: list[torch.Tensor] = []
-
-        def of_all(sums: torch.Tensor) -> torch.Tensor:
-            before.append(sums.sum().sqrt())
-            return self._of_all_blocks(sums)
-
         gradient = self.master.gradient
-        norm = flat_norm(gradient, of_all).double()
+        norm = flat_norm(gradient, self._of_all_blocks).double()
         if checked:
             moved, (own,) = self.moved(), self._slice_sums([gradient])
             sums = torch.stack([own, nonfinite(gradient).long(), word_sum_tensor(self.weights_of_model())])
@@ -271,25 +320,30 @@ class Replica:
             return norm.view(torch.int64).reshape(1)
         # This slice's deviation from one clipping, as part of the norm of the whole gradient.
         factor = torch.ones_like(norm) if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
-        clipped = factor * norm + (flat_norm(gradient).double() - factor * before[-1])
+        clipped = factor * norm + (flat_norm(gradient).double() - factor * self._own_norm)
         return torch.cat([sums, torch.stack([norm, clipped]).view(torch.int64), moved])
+
+    def _division(self) -> tuple[Shards, Backend]:
+        if self.shards is None or self._backend is None:
+            raise ValueError("the ranks do not divide this optimizer")
+        return self.shards, self._backend
 
     def _of_all_blocks(self, sums: torch.Tensor) -> torch.Tensor:
         """The rows of every rank's blocks, on a GPU in the order of the buffer, so that their sum has fixed bits."""
-        assert self.shards is not None
-        assert self._backend is not None
+        shards, backend = self._division()
+        self._own_norm = sums.sum().sqrt()
         # In fp64 a CPU squares half a block at once.
-        rows = self.shards.longest * (2 if sums.is_cpu else 1)
+        rows = shards.longest * (2 if sums.is_cpu else 1)
         padded = nn.functional.pad(sums, (0, 0, 0, rows - sums.shape[0]))
-        every = torch.cat(self._backend.gather([padded]))
+        every = torch.cat(backend.gather([padded]))
         return every if self._block_places is None else every[self._block_places]
 
     def _slice_sums(self, held: Sequence[torch.Tensor]) -> torch.Tensor:
         """int64 [len(held)]: the word sums of these slices at their positions in the buffer. The sums of all ranks add
         up to that of the whole."""
-        assert self.shards is not None
-        parts = [part for each in held for part in self.shards.cut(each)]
-        starts = [span.start // 2 for span in self.shards.spans]  # in words of two elements
+        shards, _ = self._division()
+        parts = [part for each in held for part in shards.cut(each)]
+        starts = [span.start // 2 for span in shards.spans]  # in words of two elements
         if held and held[0].is_cuda and (triton := kernels()) is not None:
             if len(held) not in self._readers:
                 rows = [(part.nbytes, starts[i % len(starts)], i // len(starts)) for i, part in enumerate(parts)]
@@ -306,39 +360,29 @@ class Replica:
 
     def moved(self) -> torch.Tensor:
         """int64 [1 + moments]: whether the slice of the gradient, and of each moment, differs from what was written."""
-        moments = self._moments()
-        now = self._slice_sums([self.master.gradient, *moments])
-        written = [now[:1] if self._divided is None else self._divided]
-        written.append(now[1:] if self._updated is None else self._updated)
-        missing = now.new_zeros(len(moments_of(self.settings)) - len(moments))
-        return torch.cat([(now != torch.cat(written)).long(), missing])
+        now = self._slice_sums([self.master.gradient, *self._moments()])
+        gradient = now[:1] if self._divided is None else self._divided
+        moved = now != torch.cat([gradient, now[1:] if self._updated is None else self._updated])
+        return nn.functional.pad(moved.long(), (0, 1 + len(moments_of(self.settings)) - len(now)))
 
     def gather_weights(self) -> None:
         """Copy the weights of every rank's slice to all ranks. Collective; only with `shards`."""
-        assert self.shards is not None
-        assert self._backend is not None
-        for start, width in self.shards.buckets:
-            bucket = self.parameters.storage[start : start + width * self.shards.world]
-            self._backend.fill([bucket.view(self.shards.world, width)])
+        shards, backend = self._division()
+        for bucket in range(len(shards.buckets)):
+            backend.fill([shards.bucket_of(self.parameters.storage, bucket).view(shards.world, -1)])
 
     def gather_state(self) -> None:
         """On rank 0 copy the whole optimizer state to `whole`, on the CPU. Collective; only with `shards`."""
-        assert self.shards is not None
-        assert self._backend is not None
-        size, world = self.parameters.size, self.shards.world
+        shards, backend = self._division()
         for name, held in self._state.items():
-            if held.dim() == 0:
-                self.whole[name] = held.cpu()
-                continue
-            whole = torch.empty(size if self.shards.rank == 0 else 0)
-            for (start, width), own in zip_longest(self.shards.buckets, self.shards.cut(held)):
-                sent = held.new_zeros(width)
+            self.whole[name] = torch.empty(self.parameters.size) if held.dim() and shards.rank == 0 else held
+            for (start, width), own in zip_longest(shards.buckets, shards.cut(held)) if held.dim() else ():
+                rows = held.new_zeros((shards.world, width))
                 if own is not None:
-                    sent[: own.numel()] = own
-                bucket = torch.cat(self._backend.gather([sent]))[: size - start]
-                if self.shards.rank == 0:
-                    whole[start : start + world * width] = bucket
-            self.whole[name] = whole
+                    rows[shards.rank, : own.numel()] = own
+                backend.fill([rows])
+                if shards.rank == 0:
+                    self.whole[name][start : start + rows.numel()] = rows.view(-1)[: self.parameters.size - start]
 
     def set_gradient(self, pieces: Sequence[torch.Tensor], divisor: int) -> None:
         """Set the gradient to the concatenated `pieces` divided by `divisor`, the global number of loss terms."""
@@ -415,40 +459,35 @@ class Replica:
     def recomputed_update(self, subject: int) -> torch.Tensor:
         """int64 [1 + moments]: the word sums of the weights and moments that the next update leaves in the slice of
         rank `subject`, computed here from copies. Collective, before `apply`; only with `shards`. For audits."""
-        assert self.shards is not None
-        assert self._backend is not None
+        shards, backend = self._division()
         self._begin()
-        moments, size = self._moments(), self.shards.block
+        moments, size, scalars = self._moments(), shards.block, [(n, s) for n, s in self._state.items() if not s.dim()]
+        names = [name for name in moments_of(self.settings) if name in self._state]
         sums = torch.zeros(1 + len(moments), dtype=torch.int64, device=self.device)
-        every = [self.shards.blocks_of(rank) for rank in range(self.shards.world)]
+        every = [shards.blocks_of(rank) for rank in range(shards.world)]
         parts = [torch.split(each, size) for each in (self.master.gradient, *moments)]
-        for turn in range(self.shards.longest):
+        for turn in range(shards.longest):
             sent = sums.new_zeros((2 + len(moments), size), dtype=torch.float32)
-            if turn < len(every[self.shards.rank]):
-                block = every[self.shards.rank][turn]
+            if turn < len(every[shards.rank]):
+                block = every[shards.rank][turn]
                 own = [self.parameters.weights.detach()[block], *(each[turn] for each in parts)]
                 sent[:, : own[0].numel()] = torch.stack(own)
-            received = self._backend.gather([sent])[subject]
-            for span, decays in parted(every[subject][turn : turn + 1], self._decayed):
+            received = backend.gather([sent])[subject]
+            for span, decays in parted(every[subject][turn : turn + 1], self.decayed):
                 first = span.start - every[subject][turn].start
                 weights, gradient, *own = (row[first : first + span.stop - span.start].clone() for row in received)
                 parameter = nn.Parameter(weights)
                 parameter.grad, optimizer = gradient, optimizer_of(self.settings, [(parameter, decays)])
                 optimizer.param_groups[0]["lr"] = self.rate
-                names = [name for name in moments_of(self.settings) if name in self._state]
-                optimizer.state[parameter] |= dict(zip(names, own, strict=True))
-                if "step" in self._state:
-                    optimizer.state[parameter]["step"] = self._state["step"].clone()
+                optimizer.state[parameter] |= dict(zip(names, own, strict=True)) | {n: s.clone() for n, s in scalars}
                 optimizer.step()
                 sums += torch.stack([word_sum_tensor(each, span.start // 2) for each in (weights, *own)])
         return sums
 
     def updated_slice(self) -> torch.Tensor:
         """int64 [1 + moments]: the word sums of the weights and moments in this rank's slice, as the update left it."""
-        assert self.shards is not None
-        weights = self.parameters.weights.detach()
-        own = torch.stack([word_sum_tensor(weights[span], span.start // 2) for span in self.shards.spans]).sum(0)
-        return torch.cat([own.view(1), self._slice_sums(self._moments())])
+        shards, _ = self._division()
+        return self._slice_sums([shards.slice_of(self.parameters.weights.detach()), *self._moments()])
 
     @property
     def updates(self) -> int:

@@ -38,7 +38,7 @@ from andon.step.flat import moments_of
 from andon.step.message import COMPUTED, EACH_ONCE, PARTS_FINITE, REDUCED, ROWS_AGREE, ROWS_PLANNED, TERMS_PLANNED, Gate
 from andon.step.micro_batch import Leaf, Task, plan_leaves
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import TreeReduction, fold
+from andon.step.reduce import SliceReduction, TreeReduction, fold
 from andon.step.replica import PartialGradient, Replica
 from andon_contracts.agree import HEADER, Observation, bits_of, real_of
 from andon_contracts.digest import signed
@@ -224,8 +224,13 @@ class TrainingStep:
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
-        self._shards = replicas[0].shards
-        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
+        first = replicas[0]
+        self._shards, self._slices = first.shards, None
+        self._reduce = TreeReduction(micro_batches, first.parameters.size, backend)
+        if first.shards is not None:
+            self._slices = SliceReduction(self._reduce, first.shards, first.master.gradient, first.decayed)
+            if self.late:  # a host that reads at once compares the ranks before they send gradients
+                first.overlap(self._slices)
         self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank should compute, so that a surplus is detected.
         self._report_rows = max(map(len, self._owners)) + 1
@@ -267,14 +272,14 @@ class TrainingStep:
         # The devices hold losses, gradients and the rows as the model received them. Every rank sends all others
         # whether it raised, and one report per micro-batch.
         partials, gathered = self._compute(update, stop=stop, save=save).result
-        # Sum all micro-batches along one fixed tree.
-        pieces = self._sum(partials)
+        if self._slices is not None and not self.late:
+            self._slices.finish(partials[0].roots)  # before an audit overwrites the gradient
         # Every K steps another rank recomputes some micro-batches and must get the same bits.
         if update.checked and self.audit.due(batch.step):
             self._audit_gradients(update, partials, gathered)
-        # Divide once, clip once. Every rank now has the whole gradient, or with a divided optimizer its slice, and
-        # reports word sums of it and of the weights before the update.
-        reduced = self._finalize(update, partials, pieces)
+        # Sum all micro-batches along one fixed tree, divide once, clip once. Every rank now has the whole gradient, or
+        # its slice, and reports word sums of it and of the weights before the update.
+        reduced = self._finalize(update, partials)
         self._compare_slices(update, reduced)
         self._reduce_gradient(update, reduced)
         self._compare_moments(update)
@@ -319,6 +324,8 @@ class TrainingStep:
             replica.completed(None if isinstance(each, Exception) else each, roots[rank])
             for replica, each, rank in zip(self._replicas, done, ranks, strict=True)
         ]
+        if self._slices is not None and self.late:  # on all ranks before the next collective, also if a pass failed
+            self._slices.finish(partials[0].roots)
         reports = [message.padded(each.reports, self._report_rows).flatten() for each in partials]
         gathered = self._gather(update, COMPUTED, known, reports)
 
@@ -346,18 +353,10 @@ class TrainingStep:
             self._gate.close_if(audited.differs())
         return Report(audited.gathered.table, audited.record, update.read, audited.refuse_failed)
 
-    def _sum(self, partials: Sequence[PartialGradient]) -> Sequence[Sequence[torch.Tensor]]:
-        """For each local replica the pieces of the summed gradient, or of its slice."""
-        if self._shards is None:
-            return self._reduce([part.roots for part in partials])
-        held = self._replicas[0].master.gradient
-        self._reduce.slice_into(self._shards.cut(held), partials[0].roots, self._shards)
-        return [[held]]
-
-    def _finalize(
-        self, update: Pending, partials: Sequence[PartialGradient], pieces: Sequence[Sequence[torch.Tensor]]
-    ) -> Gathered | None:
+    def _finalize(self, update: Pending, partials: Sequence[PartialGradient]) -> Gathered | None:
         """Make the gradient ready for the update and gather the message `reduced`; None unless `update` is checked."""
+        held = [[self._replicas[0].master.gradient]]
+        pieces = held if self._slices is not None else self._reduce([part.roots for part in partials])
 
         def finalize(index: int) -> torch.Tensor:
             # Without loss terms the sum is 0 already, and 0 / 0 would be NaN.
