@@ -305,3 +305,23 @@ def test_a_checkpoint_is_whole_and_goes_on_with_any_number_of_ranks(before: int,
 def test_a_moment_that_changed_is_not_saved() -> None:
     outcomes = [outcome.get() for outcome in run_ranks(3, _saved, SETTINGS["adamw-clipped"], True)]
     assert outcomes == [f"optimizers-agree ({CULPRIT},)"] * 3
+
+
+def _held() -> tuple[int, int, int]:
+    """Elements that a rank holds after updates and an audit, those of its slice, and those of a whole buffer."""
+    small_blocks()
+    settings = Settings(4, clip_norm=0.2)
+    step, own = made(GroupBackend("gloo", CPU), settings, Contracts(audit_every=1))
+    for batch in settings.batches():
+        ordinary(step, batch)
+    assert own.shards is not None
+    held = [own.parameters.storage, own.parameters.gradient, own.master.gradient, *own._spare]
+    held += own.optimizer_state().values()
+    return sum(each.numel() for each in held), own.shards.length, own.shards.capacity
+
+
+def test_a_rank_with_one_micro_batch_holds_two_buffers_and_three_slices() -> None:
+    for outcome in run_ranks(4, _held):
+        held, length, capacity = outcome.get()
+        assert held == 2 * capacity + 3 * length + 1  # the count of updates
+        assert length <= (capacity + BLOCK_HERE) // 4 + BLOCK_HERE
