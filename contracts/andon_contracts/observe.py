@@ -118,8 +118,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 def word_sums(flats: Sequence[Tensor], *, finite: bool) -> Tensor:
     """int64 [n] on the tensors' device: the word sum of each tensor of `flats`, which have one size.
 
-    finite: after the first sum comes a number that is nonzero if the first tensor has a NaN or Inf. On a GPU, one
-    launch reads up to three fp32 vectors.
+    finite: after the first sum comes a number that is nonzero if the first tensor has a NaN or Inf.
     """
     triton = kernels() if flats[0].is_cuda and all(map(_fits_kernel, flats)) else None
     if triton is not None:
@@ -138,10 +137,9 @@ def _fits_kernel(flat: Tensor) -> bool:
 
 def finite_total(tensor: Tensor) -> Tensor:
     """0-dim fp64 on the device of `tensor` (fp32 or less) that is finite if and only if all elements are."""
-    # NaN and Inf survive any sum, and a sum of finite fp32 numbers fits fp64. On a CPU the fp64 sum is slow, because it
-    # converts each element. There the fp32 sum decides, and the elements only if that is not finite.
+    # NaN and Inf survive any sum. On a CPU the fp32 sum decides, and the elements only if that is not finite.
     if tensor.device.type != "cpu":
-        return tensor.sum(dtype=torch.float64)
+        return torch._foreach_norm([tensor.detach()], 2, dtype=torch.float64)[0]  # a sum in fp64 copies the tensor
     total = tensor.sum().double()
     if not math.isfinite(float(total)) and bool(torch.isfinite(tensor).all()):
         total.zero_()
@@ -327,29 +325,31 @@ def _joined(norms: list[Tensor]) -> list[Tensor]:
     return norms if len(norms) <= 1 else [torch.linalg.vector_norm(torch.stack([n.to(norms[0]) for n in norms]))]
 
 
-def flat_norm(flat: Tensor) -> Tensor:
+def flat_norm(flat: Tensor, share: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
     """The 2-norm of `flat` (fp32, 1-dim), 0-dim fp32 on its device, with a relative error of at most 8.5 * 2^-24.
 
     It is finite if all elements are finite and it fits fp32. On a CPU it needs memory for at most 2^20 elements.
+    share: if `flat` is some blocks of 2^20 elements of a vector, turns its fp64 [rows, n] into that of the vector.
     """
-    if flat.device.type != "cpu":
-        # Torch's GPU kernel sums blocks of 65,536 elements and then the blocks, here in float64, without a copy.
-        (norm,) = torch._foreach_norm([flat.detach()], 2, dtype=torch.float64)
-        return norm.float()
-    return torch.tensor(math.sqrt(sum_of_squares(flat)), dtype=torch.float64, device="cpu").float()
+    if flat.device.type != "cpu":  # torch sums each block in one order, here in float64, without a copy
+        norms = torch._foreach_norm(torch.split(flat.detach(), _PIECE), 2, dtype=torch.float64)
+        return share(torch.stack(norms).square().unsqueeze(1)).sum().sqrt().float()
+    return torch.tensor(math.sqrt(sum_of_squares(flat, share)), dtype=torch.float64, device="cpu").float()
 
 
-def sum_of_squares(tensor: Tensor) -> float:
+def sum_of_squares(tensor: Tensor, share: Callable[[Tensor], Tensor] = lambda sums: sums) -> float:
     """The sum of the squares of a CPU `tensor` (fp32 or less, any shape): relative error 15 * 2^-24, no overflow."""
-    total = _pairwise(tensor, torch.float32)
-    # In float64, squares of fp32 numbers are exact and can neither overflow nor underflow.
-    return total if _LEAST < total < math.inf else _pairwise(tensor, torch.float64)
+    for dtype in (torch.float32, torch.float64):
+        sums = _pairwise(tensor, dtype)
+        total = math.fsum(share(torch.tensor(sums, dtype=torch.float64, device="cpu").view(-1, _SUMS)).ravel().tolist())
+        if _LEAST < total < math.inf:  # in float64, squares of fp32 numbers can neither overflow nor underflow
+            break
+    return total
 
 
-def _pairwise(tensor: Tensor, dtype: torch.dtype) -> float:
-    # On a CPU, torch's fp32 norm adds the squares into 8 running sums, which round away more of each square as they
-    # grow: the norm of 22.7 million normal numbers is off by 1e-3. Here elementwise operations add the squares
-    # pairwise. IEEE arithmetic fixes their bits for AVX2, AVX-512 and any number of threads.
+def _pairwise(tensor: Tensor, dtype: torch.dtype) -> list[float]:
+    # Torch's fp32 norm on a CPU loses more of each square as its 8 sums grow: 1e-3 in 22.7 million numbers. Here
+    # squares are added pairwise, by operations with the same bits for AVX2, AVX-512 and any number of threads.
     flat = tensor.detach().reshape(-1)
     elements = min(_PIECE, flat.numel()) * torch.float32.itemsize // dtype.itemsize
     buffer = torch.empty(max(1, elements), dtype=dtype, device="cpu")
@@ -363,8 +363,8 @@ def _pairwise(tensor: Tensor, dtype: torch.dtype) -> float:
             half = -(-squares.numel() // 2)
             squares[: squares.numel() - half].add_(squares[half:])
             squares = squares[:half]
-        sums += squares.tolist()
-    return math.fsum(sums)
+        sums += squares.tolist() + [0.0] * (_SUMS - squares.numel())
+    return sums
 
 
 def has_list_kernels(device: torch.device) -> bool:

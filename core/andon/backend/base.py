@@ -43,6 +43,10 @@ class Backend(Protocol):
         """
         ...
 
+    def fill(self, local: Sequence[torch.Tensor]) -> None:
+        """All-gather in place: each local tensor is [world, n], and row r of every rank becomes that of rank r."""
+        ...
+
     def close(self) -> None:
         """Free the backend's resources. It cannot be used afterwards."""
         ...
@@ -66,6 +70,11 @@ class InlineBackend:
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
         return [[sent[index].to(device) for sent in local] for index, device in enumerate(self.devices)]
+
+    def fill(self, local: Sequence[torch.Tensor]) -> None:
+        for row, owner in enumerate(local):
+            for tensor in local:
+                tensor[row] = owner[row]
 
     def close(self) -> None: ...
 
@@ -149,6 +158,10 @@ class GroupBackend:
             dist.all_to_all_single(received, sent.view(-1), sizes, own, group=self._group)
             parts = torch.split(received.to(self.devices[0]), sizes)
             return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
+
+    def fill(self, local: Sequence[torch.Tensor]) -> None:
+        with self._waiting():
+            _all_gather(local[0].view(-1), local[0][self.ranks[0]], group=self._group)
 
     def close(self) -> None:
         if self._mesh is not None:

@@ -29,7 +29,7 @@ from andon.model.build import backbone_of, checkpoint_layers, computing, try_pas
 from andon.model.causal import loss_of_hidden
 from andon.model.masks import Masking, Shape, masked, packed_inputs, possible_maskings
 from andon.model.quantize import packed_sizes, unpacked_bytes
-from andon.step.flat import FlatParameters, layout_of
+from andon.step.flat import BLOCK, FlatParameters, Shards, layout_of
 from andon.step.plan import rank_leaves
 from andon.step.reduce import subtree_roots
 
@@ -49,14 +49,14 @@ _CUDA_WORKSPACE = 64 << 20
 class MemoryPlan:
     """Bytes that one replica needs.
 
-    Permanent: base (frozen weights and buffers), weights and gradient (the flat trainable buffers), moments, partials
-    (partial sums of the tree), ramp (the digest's table of positions), workspace (of cuBLAS; CUDA graphs have another).
-    Phases, of which the largest counts: activations (one micro-batch, forward and backward) or recomputed (gathered and
-    recomputed sums of an audit), each beside audit (the sums and gradients that an audited step keeps); finite (the
-    check for NaN and Inf), digest (its chunks), reduction (its send, receive and gather buffers), evaluation (a forward
-    pass). graphs: private pools of idle CUDA graphs, which torch counts as reserved but not as allocated. outside:
-    bytes outside torch's allocator, such as the device's context. loaded: the base in host memory before it is
-    quantized; 0 if it is not.
+    Permanent: base (frozen weights and buffers), weights and gradient (the flat trainable buffers), moments (if ranks
+    divide the optimizer, those of the longest slice and its gradient), partials (partial sums of the tree), ramp (the
+    digest's table of positions), workspace (of cuBLAS; CUDA graphs have another). Phases, of which the largest counts:
+    activations (one micro-batch, forward and backward) or recomputed (blocks that an audit gathers), each beside audit
+    (the sums that an audited step keeps); finite (the check for NaN and Inf), digest (its chunks), reduction (its send,
+    receive and gather buffers), evaluation (a forward pass). graphs: private pools of idle CUDA graphs, which torch
+    counts as reserved but not as allocated. outside: bytes outside torch's allocator, such as the device's context.
+    loaded: the base in host memory before it is quantized; 0 if it is not.
     """
 
     base: int = 0
@@ -108,12 +108,14 @@ def plan_bytes(
     kind: str = "cpu",
     audited: int = 0,
     packed: Iterable[Tensor] = (),
+    divided: bool = False,
 ) -> MemoryPlan:
     """The plan of the rank that needs most memory, with `micro_batches` leaves over `world_size` ranks.
 
     trainable: fp32 parameters. activations: bytes of the largest micro-batch. kind: 'cpu' or 'cuda'. audited: the
     micro-batches of each rank that an audit recomputes; 0: no step is audited. packed: the frozen weights that are
-    quantized. Raises `ValueError` unless `optimizer` is 'adamw' or 'sgd'.
+    quantized. divided: ranks divide the optimizer if it is large enough.
+    Raises `ValueError` unless `optimizer` is 'adamw' or 'sgd'.
     """
     if optimizer not in _MOMENTS:
         raise ValueError(f"unknown optimizer {optimizer!r}; choose {' or '.join(_MOMENTS)}")
@@ -126,29 +128,35 @@ def plan_bytes(
     for weight in packed:
         saved += -(-weight.nbytes // unit) * unit - sum(-(-nbytes // unit) * unit for nbytes in packed_sizes(weight))
         transient = max(transient, unpacked_bytes(weight))
-    size = layout_of(trainable)[1] * _FP32
+    elements = layout_of(trainable)[1]
+    shards = Shards(elements, 0, world_size) if divided and Shards.divides(elements, world_size) else None
+    size = (elements if shards is None else shards.capacity) * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
     runs = rank_leaves(micro_batches, world_size)
     roots = [len(subtree_roots((0, micro_batches), run.start, run.stop)) for run in runs]
     width = -(-size // world_size)
     # Roots to send, slices to receive, the sum of this rank's slice, and the gathered gradient.
     reduction = max(roots) * size + sum(roots) * width + 2 * width + size
+    if shards is not None:  # of one bucket
+        width = max(each for _, each in shards.buckets) * _FP32
+        reduction = max(roots) * world_size * width + sum(roots) * width + 2 * width
+    partials = [kept_partials(micro_batches, run, divided=shards is not None) for run in runs]
     audited = min(audited, len(runs[0]))
     levels = (len(runs[0]) - 1).bit_length()
     # The sums that an auditor cannot compute: at most one a level for each of the micro-batches that it recomputes.
     copied = min(audited * levels, len(runs[0]) - audited)
-    # Gradients to recompute and, while their tree is summed, a sum a level; before, the gathered sums of all ranks.
-    recomputed = max(2 + min(audited, levels), world_size + 1 if world_size > 1 else 0)
+    # While the tree is summed again, a sum a level, some in spare buffers of the first time; before, a block per rank.
+    copied += max(0, min(audited, levels) - partials[0] + roots[0])
     return MemoryPlan(
         base=base - saved,
         weights=size,
         gradient=size,
-        moments=moments * size,
-        partials=size * max(kept_partials(micro_batches, run) for run in runs),
+        moments=moments * size if shards is None else (moments + 1) * shards.length * _FP32,
+        partials=size * max(partials),
         ramp=0 if on_gpu else 8 * _DIGEST_WORDS,
-        audit=size * (copied + audited - 1) if audited else 0,
+        audit=size * copied if audited else 0,
         activations=activations + transient,
-        recomputed=size * recomputed if audited else 0,
+        recomputed=2 * world_size * min(size, _FP32 * BLOCK) if copied and audited else 0,
         finite=0 if on_gpu else size + 3 * (size // _FP32),
         digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
         reduction=reduction if world_size > 1 else 0,
@@ -158,11 +166,14 @@ def plan_bytes(
     )
 
 
-def kept_partials(micro_batches: int, run: range) -> int:
+def kept_partials(micro_batches: int, run: range, *, divided: bool = False) -> int:
     """Without the gradient itself, the peak number of gradient-sized buffers of a rank with the leaves `run`: sums of
-    finished subtrees, and in the current one of n leaves a left summand per level, ceil(log2 n)."""
+    finished subtrees, and in the current one of n leaves a left summand per level, ceil(log2 n). The sum of a single
+    leaf is copied, but if the optimizer is `divided`, the last subtree's is not."""
     roots = subtree_roots((0, micro_batches), run.start, run.stop)
-    return max((done + max(1, (end - start - 1).bit_length()) for done, (start, end) in enumerate(roots)), default=0)
+    levels = [(end - start - 1).bit_length() for start, end in roots]
+    copied = [max(1, each) for each in levels[:-1]] + [max(each, not divided) for each in levels[-1:]]
+    return max((done + each for done, each in enumerate(copied)), default=0)
 
 
 class StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

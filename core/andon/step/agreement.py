@@ -64,6 +64,12 @@ class Gathered:
         """The observations for the laws. want: the laws' expected value. values: converts one message's values."""
         return Seen([replace(each, values=values(each.values)) for each in self.observations(table)], want)
 
+    def joined(self, table: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
+        """`table` with the sum of all ranks in the columns `names`, of which each rank sent the part of its slice."""
+        columns, table = [HEADER + self.names.index(name) for name in names], table.clone()
+        table[:, columns] = table[:, columns].sum(0, keepdim=True)
+        return table
+
     def column(self, name: str) -> torch.Tensor:
         """int64 [world] on the device: the value `name` of each rank."""
         return self.table[:, HEADER + self.names.index(name)]

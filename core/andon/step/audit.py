@@ -21,14 +21,16 @@ import torch
 
 from andon.backend.base import Backend
 from andon.config.schema import Contracts
+from andon.step import flat
 from andon.step.agreement import Agreement, Gathered, RankFailed
 from andon.step.message import REPORT, WIDTH
 from andon.step.micro_batch import Leaf, Task
-from andon.step.reduce import Node, finish
+from andon.step.reduce import Node
 from andon.step.replica import PartialGradient, Replica
 from andon_contracts.agree import Observation
 from andon_contracts.digest import word_sum_tensor
-from andon_contracts.laws.law import Seen
+from andon_contracts.laws.law import Law, Seen
+from andon_contracts.violation import Finding
 
 NO_AUDIT = Contracts(audit_every=0)
 
@@ -182,20 +184,18 @@ class Audit:
         ]
         sums = agreement.gather(step, "partial sums", [{} for _ in local], local).payload
         audited = self._audited_ranks(step)
-        copies = self._copies(subjects, partials, {audited[rank] for rank in ranks})
+        copies = self._copies(subjects, partials, [audited[rank] for rank in ranks])
 
         def work(index: int) -> torch.Tensor | Exception:
             subject, replica = subjects[audited[ranks[index]]], self._replicas[index]
             try:
-                computed = [replica.gradient_of(step, leaves[leaf], self._task) for leaf in subject.chosen]
-                table = {node: tensor.to(replica.device) for node, tensor in copies[subject.rank].items()}
-                table |= {(leaf, leaf + 1): own for leaf, own in zip(subject.chosen, computed, strict=True)}
-                roots = [word_sum_tensor(finish(node, table, torch.add)) for node in subject.roots]
+                own_leaves = [leaves[leaf] for leaf in subject.chosen]
+                now, roots = replica.recomputed(step, own_leaves, subject.roots, copies[index], self._task)
             except Exception as error:  # noqa: BLE001 - the other ranks must be notified before it is raised
                 return error
             own = reported[subject.rank].view(-1, WIDTH)[:, REPORT.names.index("gradient")]
             then = [own[leaf - self._owners[subject.rank].start] for leaf in subject.chosen]
-            now, device = list(map(word_sum_tensor, computed)), devices[index]
+            device = devices[index]
             # The recorded word sums of leaves and roots, then the recomputed ones; equally many on all ranks.
             parts = _filled(then, most_leaves, device), sums[subject.rank].to(device)
             return torch.cat([*parts, _filled(now, most_leaves, device), _filled(roots, most_roots, device)])
@@ -211,21 +211,29 @@ class Audit:
         ]
         return Audited(agreement.gather(step, "audited", observed, facts), subjects, errors)
 
+    def subject_of(self, step: int) -> int:
+        """The rank that the first local rank audits."""
+        return self._audited_ranks(step)[self._backend.ranks[0]]
+
     def _copies(
-        self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: set[int]
-    ) -> dict[int, dict[Node, torch.Tensor]]:
-        """For each rank of `wanted`, the sums that its auditor does not recompute."""
-        # One gather per sum, so that a rank holds at most one sum of every other rank, and sends its own once.
-        copies: dict[int, dict[Node, torch.Tensor]] = {rank: {} for rank in wanted}
+        self, subjects: Sequence[_Subject], partials: Sequence[PartialGradient], wanted: Sequence[int]
+    ) -> list[dict[Node, torch.Tensor]]:
+        """For each local replica, the sums of the rank `wanted` that it does not recompute."""
+        copies: list[dict[Node, torch.Tensor]] = [{} for _ in wanted]
         for index in range(max(len(subject.kept) for subject in subjects)):
-            local = []
+            buffers = []
             for rank, partial, replica in zip(self._backend.ranks, partials, self._replicas, strict=True):
                 nodes = subjects[rank].kept
-                local.append(partial.kept.pop(nodes[index]) if index < len(nodes) else replica.parameters.gradient)
-            for rank, tensor in enumerate(self._backend.gather(local)):
-                if rank in copies and index < len(subjects[rank].kept):
-                    # A view would keep the tensors of all ranks.
-                    copies[rank][subjects[rank].kept[index]] = tensor if tensor._base is None else tensor.clone()
+                known = partial.kept.pop(nodes[index]) if index < len(nodes) else None
+                buffers.append(torch.empty_like(replica.parameters.gradient) if known is None else known)
+            # By chunks, so that a rank writes what it receives over what it has sent.
+            for chunks in zip(*(torch.split(buffer, flat.BLOCK) for buffer in buffers), strict=True):
+                received = torch.stack(self._backend.gather(chunks))
+                for chunk, rank in zip(chunks, wanted, strict=True):
+                    chunk.copy_(received[rank])
+            for own, rank, buffer in zip(copies, wanted, buffers, strict=True):
+                if index < len(subjects[rank].kept):
+                    own[subjects[rank].kept[index]] = buffer
         return copies
 
     def _audited_ranks(self, step: int) -> list[int]:
@@ -248,6 +256,26 @@ class Audit:
             for place, rank in enumerate(same_type):
                 audited[rank] = same_type[(place + shift) % len(same_type)]
         return audited
+
+
+def _audited_updates(seen: Seen[None]) -> Finding | None:
+    by_rank = {each.rank: each.values for each in seen.observations}
+    odd = [
+        (auditor, values["subject"], name.removeprefix("again "))
+        for auditor, values in by_rank.items()
+        for name, again in values.items()
+        if name.startswith("again ") and again != by_rank[values["subject"]][name.replace("again", "own", 1)]
+    ]
+    if not odd:
+        return None
+    (auditor, subject, name), pairs = odd[0], [{auditor, subject} for auditor, subject, _ in odd]
+    culprits = set.intersection(*pairs) or set.union(*pairs)
+    unsure = "; either of the two ranks may be wrong" * (len(culprits) > 1)
+    what = f"rank {auditor} gets other {name} if it recomputes the update of rank {subject}'s slice{unsure}"
+    return Finding(what, seen.step, tuple(sorted(culprits)), name)
+
+
+UPDATE_AUDITED = Law("audit/updated", ("subject",), _audited_updates)
 
 
 def _filled(values: Sequence[torch.Tensor], count: int, device: torch.device) -> torch.Tensor:

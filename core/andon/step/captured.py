@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch
 
 from andon.step.micro_batch import Batch, PassResult
+from andon_contracts.violation import first_line
 
 _MOST_GRAPHS = 256  # each uses a few MiB in addition to the shared pool
 _FAILURES = (RuntimeError, ValueError, TypeError)
@@ -102,7 +103,7 @@ class CapturedPasses:
                 result = compute(batch)
             except _FAILURES as error:
                 if shape in self._tried:
-                    self.eager = f"a pass waits for the device: {_first_line(error)}"
+                    self.eager = f"a pass waits for the device: {first_line(error)}"
                 self._tried[shape] = False
             else:
                 if _host_randomness() != drawn:
@@ -133,7 +134,7 @@ class CapturedPasses:
                     parts = (result.loss, result.correct, result.terms, result.total, result.content)
                     bits = torch.cat([_bits(part).reshape(-1) for part in parts if part is not None])
                 except BaseException as error:  # interrupts too: an open capture blocks all other launches
-                    self.eager = f"a pass could not be captured: {_first_line(error)}"
+                    self.eager = f"a pass could not be captured: {first_line(error)}"
                     self._end(graph)
                     if not isinstance(error, _FAILURES):
                         raise
@@ -154,7 +155,7 @@ class CapturedPasses:
         try:
             graph.capture_end()
         except RuntimeError as error:
-            self.eager = self.eager or f"a pass could not be captured: {_first_line(error)}"
+            self.eager = self.eager or f"a pass could not be captured: {first_line(error)}"
             index = self._device.index or 0
             with suppress(RuntimeError):  # already done if torch got as far as ending the graph itself
                 torch._C._cuda_endAllocateToPool(index, self._pool)
@@ -174,10 +175,6 @@ def _refuse_waits(mode: Any) -> None:
 
 def _host_randomness() -> tuple[object, ...]:
     return torch.random.get_rng_state().numpy().tobytes(), random.getstate()
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,9 @@ divisions, sums and updates differently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,13 @@ from torch import nn
 from andon.config.schema import Optimizer
 
 _ALIGNMENT = 16
+BLOCK = 1 << 20
+"""Elements per block. A norm is a sum over blocks, so ranks divide a buffer between blocks without changing a bit."""
+LEAST = 128
+"""Blocks from which ranks divide the optimizer: a smaller one saves little memory, and the exchange takes time."""
+_BUCKET_BLOCKS = 16
+DIVIDING = ("gloo", "nccl")
+"""The backends whose ranks divide the optimizer among them. Those of `mixed` round differently."""
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 REPLACED = "weights of the model, or their gradients, were replaced by other tensors, which would not be trained"
 
@@ -49,15 +57,71 @@ def undecayed(model: nn.Module, trainable: Mapping[str, nn.Parameter]) -> frozen
     )
 
 
+class Shards:
+    """Divides a flat buffer among ranks: rank r keeps the moments of its slice and updates the weights of its slice.
+
+    The buffer is cut into buckets (start, width). Rank r has the elements [start + r * width, start + (r + 1) * width)
+    of each, up to `size`. Every width is a whole number of blocks. A slice is the concatenation of its rank's `spans`:
+    `length` elements. capacity: size of a buffer that holds every bucket in full. longest: blocks of the longest slice.
+    """
+
+    def __init__(self, size: int, rank: int, world: int) -> None:
+        blocks, start = -(-size // BLOCK), 0
+        self.rank, self.world, self.block, self._size = rank, world, BLOCK, size
+        self.buckets: list[tuple[int, int]] = []
+        while start < size:
+            left = blocks - start // BLOCK
+            width = max(1, min(_BUCKET_BLOCKS, left) // world) * BLOCK
+            self.buckets.append((start, width))
+            start += world * width
+        self.capacity = start
+        self.spans = self.spans_of(rank)
+        self.length = sum(span.stop - span.start for span in self.spans)
+        self.longest = sum(width for _, width in self.buckets) // BLOCK
+
+    @staticmethod
+    def divides(size: int, world: int) -> bool:
+        """Whether several ranks divide a buffer of `size`, and get at least a block each."""
+        return world > 1 and max(world, LEAST) <= -(-size // BLOCK)
+
+    def spans_of(self, rank: int) -> list[slice]:
+        firsts = [(start + rank * width, width) for start, width in self.buckets]
+        return [slice(first, min(first + width, self._size)) for first, width in firsts if first < self._size]
+
+    def blocks_of(self, rank: int) -> list[slice]:
+        """The blocks that `rank` updates, in order."""
+        starts = [at for span in self.spans_of(rank) for at in range(span.start, span.stop, BLOCK)]
+        return [slice(at, min(at + BLOCK, self._size)) for at in starts]
+
+    def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """A copy [length] of this rank's slice of `flat` [size]."""
+        return torch.cat([flat[span] for span in self.spans])
+
+    def bucket_of(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
+        """View of a bucket of `flat` [capacity]."""
+        start, width = self.buckets[bucket]
+        return flat[start : start + self.world * width]
+
+    def cut(self, held: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the slice `held` [length], one per span."""
+        return list(torch.split(held, [span.stop - span.start for span in self.spans]))
+
+    def places_of_blocks(self) -> list[int]:
+        """For each block of the buffer its row in a table [world * longest], which lists slice after slice."""
+        rows = [(at.start, r * self.longest + i) for r in range(self.world) for i, at in enumerate(self.blocks_of(r))]
+        return [row for _, row in sorted(rows)]
+
+
 class FlatParameters:
     """Owns the storage of a model's trainable parameters and gradients.
 
     `weights` [size] fp32 is a leaf parameter for the optimizer; backward adds into `gradient` [size] fp32. After
     construction the model's own parameters are views of these. Raises `ValueError` if there are no parameters, or if
-    one is not on `device` or not fp32 (small updates would be rounded away: faults F44).
+    one is not on `device` or not fp32 (small updates would be rounded away: faults F44). capacity: if above the size,
+    the elements of `gradient` and of `storage`, which begins with the weights; the rest is zero.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device, capacity: int = 0) -> None:
         if not parameters:
             raise ValueError("the model has no trainable parameters")
         for name, parameter in parameters.items():
@@ -65,29 +129,30 @@ class FlatParameters:
                 msg = f"{name} is {parameter.dtype} on {parameter.device}; trainable weights must be fp32 on {device}"
                 raise ValueError(msg)
         self.slots, self.size = layout_of(parameters)
-        self.weights = nn.Parameter(torch.zeros(self.size, device=device))
-        self.gradient = torch.zeros(self.size, device=device)
-        self._parameters = tuple(parameters.values())
+        self.storage = torch.zeros(max(self.size, capacity), device=device)
+        self.weights = nn.Parameter(self.storage[: self.size])
+        self.gradient = torch.zeros_like(self.storage)
+        self.parameters = tuple(parameters.values())
         self._gradients = tuple(self.views(self.gradient).values())
-        for view, parameter in zip(self.weight_views().values(), self._parameters, strict=True):
+        for view, parameter in zip(self.weight_views().values(), self.parameters, strict=True):
             view.copy_(parameter.detach())
             parameter.data = view  # not the parameter itself: modules and hooks refer to it
         self.attach_gradient()
 
     def attach_gradient(self) -> None:
         """Make every parameter's `.grad` a view of `gradient` again (user code may have set it to None)."""
-        for view, parameter in zip(self._gradients, self._parameters, strict=True):
+        for view, parameter in zip(self._gradients, self.parameters, strict=True):
             if parameter.grad is not view:
                 parameter.grad = view
 
     def attached(self) -> bool:
         """Whether every parameter and gradient is still a view of these buffers. `REPLACED` is the message if not."""
-        pairs = zip(self._gradients, self._parameters, strict=True)
+        pairs = zip(self._gradients, self.parameters, strict=True)
         return all(parameter.grad is view for view, parameter in pairs) and self.weights_attached()
 
     def weights_attached(self) -> bool:
         start = self.weights.data_ptr()
-        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self._parameters, strict=True))
+        return all(p.data_ptr() == start + 4 * slot.start for slot, p in zip(self.slots, self.parameters, strict=True))
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         return {slot.name: flat[slot.start : slot.end].view(slot.shape) for slot in self.slots}
@@ -103,44 +168,40 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class Range:
-    """A slice of the flat weights as a leaf parameter. It shares storage with the flat weights and gradient."""
+    """Elements `span` of the flat weights as a leaf parameter, sharing storage; `held` in the optimizer's buffers."""
 
     weights: nn.Parameter
     span: slice
+    held: slice
     decays: bool
 
 
 class Master:
-    """The optimizer's view of the model: `weights`, a leaf parameter [size] fp32 whose `.grad` is `gradient`.
+    """The optimizer's view of the model: ranges of the flat weights, and `gradient`, whose parts are their `.grad`.
 
     device: holds copies of the model's buffers; None: shares these buffers (`separate` is false). decayed: the number
-    of leading elements with weight decay. ranges: the slices with and without weight decay, if not empty.
+    of leading elements with weight decay. shards: the optimizer updates this rank's slice only, and `gradient` is that
+    slice [shards.length] instead of the whole [size]. ranges: those with and without weight decay, if not empty.
     """
 
-    def __init__(self, parameters: FlatParameters, device: torch.device | None, decayed: int) -> None:
+    def __init__(
+        self, parameters: FlatParameters, device: torch.device | None, decayed: int, shards: Shards | None = None
+    ) -> None:
         self.weights, self.gradient, size = parameters.weights, parameters.gradient, parameters.size
         self.separate = device is not None
         if self.separate:
             self.weights = nn.Parameter(self.weights.detach().to(device, copy=True))
             self.gradient = torch.zeros(size, device=device)
-        self.weights.grad = self.gradient
+        elif shards is not None:
+            self.gradient = torch.zeros(shards.length, device=self.gradient.device)
         self.device = self.gradient.device
-        self.ranges = [Range(self.weights, slice(0, size), decays=decayed > 0)]
-        if 0 < decayed < size:
-            spans = slice(0, decayed), slice(decayed, size)
-            self.ranges = [Range(nn.Parameter(self.weights.data[s]), s, decays=not s.start) for s in spans]
-        for each in self.ranges:
-            each.weights.grad = self.gradient[each.span]
-
-    def build_optimizer(self, settings: Optimizer) -> torch.optim.Optimizer:
-        """Build the optimizer for all ranges (seed S12)."""
-        decay = settings.weight_decay
-        groups = [{"params": [each.weights], "weight_decay": decay if each.decays else 0.0} for each in self.ranges]
-        if settings.name == "adamw":
-            return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-        # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
-        fused = True if self.device.type == "cuda" else None
-        return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
+        self.ranges: list[Range] = []
+        first, data = 0, self.weights.data
+        for span, decays in parted([slice(0, size)] if shards is None else shards.spans, decayed):
+            held = slice(first, first + span.stop - span.start)
+            weights = self.weights if span == slice(0, size) else nn.Parameter(data[span])
+            self.ranges.append(Range(weights, span, held, decays))
+            weights.grad, first = self.gradient[held], held.stop
 
     def pull_weights(self, parameters: FlatParameters) -> None:
         """Copy the model's weights here, if this is a separate copy."""
@@ -151,6 +212,29 @@ class Master:
         """Copy these weights to the model, if this is a separate copy."""
         if self.separate:
             parameters.weights.data.copy_(self.weights.data)
+
+
+def parted(spans: Sequence[slice], decayed: int) -> Iterator[tuple[slice, bool]]:
+    """`spans` of a flat buffer, cut at `decayed`, with whether their weights decay."""
+    for whole in spans:
+        border = min(max(whole.start, decayed), whole.stop)
+        for span in slice(whole.start, border), slice(border, whole.stop):
+            if span.start < span.stop:
+                yield span, span.stop <= decayed
+
+
+def optimizer_of(settings: Optimizer, parameters: Sequence[tuple[nn.Parameter, bool]]) -> torch.optim.Optimizer:
+    """The optimizer (seed S12) of these parameters, each with whether it decays."""
+    groups: list[dict[str, Any]] = []
+    for decays in (True, False):
+        members = [parameter for parameter, decaying in parameters if decaying == decays]
+        if members:
+            groups.append({"params": members, "weight_decay": settings.weight_decay if decays else 0.0})
+    if settings.name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
+    # On a GPU it must be fused: only then can the device skip an update (`Replica.gate`).
+    fused = True if parameters[0][0].is_cuda else None
+    return torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum, fused=fused)
 
 
 def moments_of(settings: Optimizer) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -23,8 +23,9 @@ from andon.step.flat import counts_updates, moments_of
 from andon_contracts.agree import Observation, real_of
 from andon_contracts.digest import has_triton, join, mix_integer, seal, signed
 from andon_contracts.laws import update as laws
-from andon_contracts.laws.law import Law, Rule, rules_of
+from andon_contracts.laws.law import Law, Rule, Seen, rules_of
 from andon_contracts.laws.update import FACTOR_STEP, NORM_FLOOR, LeafPlan, LeafReport, Reduced
+from andon_contracts.violation import Finding
 
 FIXED = 1  # in addition to the codes of `Rule`: the value must equal one known integer
 _EXPONENT = 0x7FF0000000000000
@@ -217,11 +218,43 @@ REDUCED = Message(
 )
 """After the reduction and the clipping, before the update."""
 
+MOVED = " moved"
+
+
+def _unmoved(what: str, columns: Callable[[str], bool], seen: Seen[object]) -> Finding | None:
+    moved = {name: seen.ranks(name) for name in filter(columns, seen.observations[0].values) if seen.any(name)}
+    tensor = next(iter(moved), "").removesuffix(MOVED)
+    said = f"{what} ({tensor}) is not what was left there; something outside the step changed it"
+    return Finding(said, seen.step, next(iter(moved.values())), tensor) if moved else None
+
+
+_OF_GRADIENT = f"gradient{MOVED}"
+_GRADIENT = partial(_unmoved, "a rank's slice of the reduced gradient", _OF_GRADIENT.__eq__)
+_MOMENTS = partial(_unmoved, "a rank's slice of the optimizer state", lambda name: name.endswith(MOVED))
+GRADIENT_KEPT = Law("gradients-agree/kept", (_OF_GRADIENT,), _GRADIENT, lambda _: {_OF_GRADIENT: 0})
+MOMENTS_KEPT = Law("optimizers-agree/kept", (), _MOMENTS, lambda _: {"optimizer": 0})
+"""No other rank has the same slice, so it is compared with what the same rank read when it was written."""
+
 
 @cache
-def updated(settings: Optimizer) -> Message:
-    """After the update: word sums of the weights and of each moment, and the bits of the fp32 count of updates."""
-    moments = (Field(name, "device", laws.OPTIMIZERS, judged="optimizer") for name in moments_of(settings))
+def reduced(settings: Optimizer, sharded: bool) -> Message:
+    """`REDUCED`; if `sharded`, the gradient's word sum is that of the rank's slice, and columns NAME moved say whether
+    its slice of the gradient or of a moment has changed since it was written."""
+    if not sharded:
+        return REDUCED
+    fields = tuple(Field("gradient", "device") if each.name == "gradient" else each for each in REDUCED.fields)
+    moments = (Field(f"{name}{MOVED}", "device", MOMENTS_KEPT, "optimizer") for name in moments_of(settings))
+    return Message("reduced", (*fields, Field(_OF_GRADIENT, "device", GRADIENT_KEPT), *moments))
+
+
+@cache
+def updated(settings: Optimizer, sharded: bool = False) -> Message:
+    """After the update: word sums of the weights and of each moment, and the bits of the fp32 count of updates.
+
+    sharded: the sums of moments are those of the rank's slice.
+    """
+    law = None if sharded else laws.OPTIMIZERS
+    moments = (Field(name, "device", law, judged="optimizer") for name in moments_of(settings))
     count = Field(
         "updates", "device", laws.ONE_UPDATE, code=lambda value: struct.unpack("<I", struct.pack("<f", value))[0]
     )

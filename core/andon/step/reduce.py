@@ -9,12 +9,13 @@ traffic is that of an all-reduce, but the collectives only copy bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
 from andon.backend.base import Backend
+from andon.step.flat import Shards
 from andon.step.plan import rank_leaves
 
 Node = tuple[int, int]
@@ -39,20 +40,23 @@ def fold(
     add: Callable[[T, T], T],
     keep: Callable[[T], T],
     seen: Callable[[Node, T], None] | None = None,
+    known: Mapping[Node, T] | None = None,
 ) -> T:
     """Sum the leaves of `node` along the tree, computing them from left to right.
 
     `leaf(i)` may return a buffer that the next leaf overwrites: `keep(x)` saves a left summand before its right sibling
     is computed. `add(left, right)` may overwrite `left`. At most ceil(log2(leaves)) kept values exist at once.
-    `seen(node, sum)` is called with every sum, leaves included.
+    `seen(node, sum)` is called with every sum, leaves included. known: sums that are not computed.
     """
     low, high = node
+    if known is not None and node in known:
+        return known[node]
     if high - low == 1:
         value = leaf(low)
     else:
         middle = (low + high) // 2
-        left = keep(fold((low, middle), leaf, add, keep, seen))
-        value = add(left, fold((middle, high), leaf, add, keep, seen))
+        left = keep(fold((low, middle), leaf, add, keep, seen, known))
+        value = add(left, fold((middle, high), leaf, add, keep, seen, known))
     if seen is not None:
         seen(node, value)
     return value
@@ -109,6 +113,17 @@ class TreeReduction:
         whole = [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
         return [[piece.to(device) for piece in whole] for device in self._backend.devices]
 
+    def bucket_into(self, out: torch.Tensor | None, roots: Roots, start: int, width: int) -> None:
+        """Sum a bucket over all leaves and write this rank's piece to `out` (None: it has none). For one local rank."""
+        rank, world = self._backend.ranks[0], self._backend.world_size
+        rows = [roots[n][start : start + world * width].view(world, 1, width) for n in self.roots_of_rank[rank]]
+        # A single root is sent from where it is.
+        none = torch.empty((world, 0, width), device=self._backend.devices[0])
+        sent = rows[0] if len(rows) == 1 else torch.cat([none, *rows], dim=1)
+        (received,) = self._backend.exchange([sent], [len(nodes) for nodes in self.roots_of_rank])
+        if out is not None:
+            out.copy_(self._finish(received)[: out.numel()])
+
     def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """This replica's slice [width] of the sum, along the same tree."""
         table = {
@@ -117,3 +132,38 @@ class TreeReduction:
             for row, node in enumerate(nodes)
         }
         return finish((0, self.leaves), table, torch.add)
+
+
+class SliceReduction:
+    """Sums a rank's slice of the gradient bucket by bucket, so that no rank holds a second copy of it.
+
+    Invariant: all ranks reduce the buckets in one order, since each is a collective. So a bucket waits until all before
+    it are ready. On a GPU that happens on a stream of its own, beside the backward pass that makes the next ones ready.
+    """
+
+    def __init__(self, reduction: TreeReduction, shards: Shards, out: torch.Tensor, decayed: int) -> None:
+        """out: [shards.length]. decayed: the elements from there on, small parts of all layers, are ready last."""
+        self._reduction, self._buckets = reduction, shards.buckets
+        self._parts = dict(enumerate(shards.cut(out)))
+        ends = [start + shards.world * width for start, width in shards.buckets]
+        self._order = sorted(range(len(ends)), key=lambda bucket: (ends[bucket] > decayed, -bucket))
+        self._ready: set[int] = set()
+        self._done = 0
+        self._stream = torch.cuda.Stream(out.device) if out.is_cuda else None
+
+    def ready(self, buckets: Iterable[int], roots: Roots) -> None:
+        """Start to reduce the `buckets` of `roots`, after those before them. Their elements must not change again."""
+        self._ready |= {*buckets}
+        while self._done < len(self._order) and self._order[self._done] in self._ready:
+            bucket, self._done = self._order[self._done], self._done + 1
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):  # None: no change
+                self._reduction.bucket_into(self._parts.get(bucket), roots, *self._buckets[bucket])
+
+    def finish(self, roots: Roots) -> None:
+        """Reduce all buckets that are left. Later work on the current stream waits for them."""
+        self.ready(self._order, roots)
+        self._ready, self._done = set(), 0
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

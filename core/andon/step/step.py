@@ -7,6 +7,7 @@ reports, after it has run; their conditions stand in `andon_contracts.laws.updat
     _compute            C-DP-002, F-DP-002, F-DP-003    ROWS_AGREE, then LEAVES (each once, as planned, finite)
     _audit_gradients    audit                           AUDITED
     _reduce_gradient    C-DP-001, F-DP-003              RATE, WEIGHTS_UNCHANGED; GRADIENTS_AGREE, FINITE, CLIP
+    _compare_slices     C-DP-001, divided optimizer     GRADIENT_KEPT, MOMENTS_KEPT
     _compare_moments    C-DP-001, one rank alone        OPTIMIZER_UNCHANGED (several: after the update)
     _apply_update       C-DP-001, F-DP-001              ONE_UPDATE, OPTIMIZERS, REPLICAS
     mean_loss           F-DP-005                        its own condition, when the result is read
@@ -32,13 +33,14 @@ from andon.backend.base import Backend
 from andon.config.schema import Contracts
 from andon.step import message
 from andon.step.agreement import Agreement, Gathered, RankFailed, Report, Tensors, ensures, requires
-from andon.step.audit import NO_AUDIT, Audit
+from andon.step.audit import NO_AUDIT, UPDATE_AUDITED, Audit
+from andon.step.flat import moments_of
 from andon.step.message import COMPUTED, EACH_ONCE, PARTS_FINITE, REDUCED, ROWS_AGREE, ROWS_PLANNED, TERMS_PLANNED, Gate
 from andon.step.micro_batch import Leaf, Task, plan_leaves
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import TreeReduction, fold
+from andon.step.reduce import SliceReduction, TreeReduction, fold
 from andon.step.replica import PartialGradient, Replica
-from andon_contracts.agree import Observation, bits_of, real_of
+from andon_contracts.agree import HEADER, Observation, bits_of, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
 from andon_contracts.laws.law import LOCKSTEP, Details, Rule, Seen, in_lockstep
@@ -222,7 +224,13 @@ class TrainingStep:
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._owners = rank_leaves(micro_batches, backend.world_size)
-        self._reduce = TreeReduction(micro_batches, replicas[0].parameters.size, backend)
+        first = replicas[0]
+        self._shards, self._slices = first.shards, None
+        self._reduce = TreeReduction(micro_batches, first.parameters.size, backend)
+        if first.shards is not None:
+            self._slices = SliceReduction(self._reduce, first.shards, first.master.gradient, first.decayed)
+            if self.late:  # a host that reads at once compares the ranks before they send gradients
+                first.overlap(self._slices)
         self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank should compute, so that a surplus is detected.
         self._report_rows = max(map(len, self._owners)) + 1
@@ -264,12 +272,16 @@ class TrainingStep:
         # The devices hold losses, gradients and the rows as the model received them. Every rank sends all others
         # whether it raised, and one report per micro-batch.
         partials, gathered = self._compute(update, stop=stop, save=save).result
+        if self._slices is not None and not self.late:
+            self._slices.finish(partials[0].roots)  # before an audit overwrites the gradient
         # Every K steps another rank recomputes some micro-batches and must get the same bits.
         if update.checked and self.audit.due(batch.step):
             self._audit_gradients(update, partials, gathered)
-        # Sum all micro-batches along one fixed tree, divide once, clip once. Every rank now has the whole gradient and
-        # reports word sums of it and of the weights before the update.
-        self._reduce_gradient(update, partials)
+        # Sum all micro-batches along one fixed tree, divide once, clip once. Every rank now has the whole gradient, or
+        # its slice, and reports word sums of it and of the weights before the update.
+        reduced = self._finalize(update, partials)
+        self._compare_slices(update, reduced)
+        self._reduce_gradient(update, reduced)
         self._compare_moments(update)
         # On CPUs all of that has been checked by now. On GPUs the host has read nothing yet: the gate has checked the
         # same tables, and if it is closed, the optimizer changes nothing.
@@ -312,6 +324,8 @@ class TrainingStep:
             replica.completed(None if isinstance(each, Exception) else each, roots[rank])
             for replica, each, rank in zip(self._replicas, done, ranks, strict=True)
         ]
+        if self._slices is not None and self.late:  # on all ranks before the next collective, also if a pass failed
+            self._slices.finish(partials[0].roots)
         reports = [message.padded(each.reports, self._report_rows).flatten() for each in partials]
         gathered = self._gather(update, COMPUTED, known, reports)
 
@@ -339,12 +353,10 @@ class TrainingStep:
             self._gate.close_if(audited.differs())
         return Report(audited.gathered.table, audited.record, update.read, audited.refuse_failed)
 
-    # C-DP-001 before the update: equal replicas. F-DP-003 of the reduced gradient.
-    @requires(LOCKSTEP, laws.RATE, laws.WEIGHTS_UNCHANGED)
-    @ensures(laws.GRADIENTS_AGREE, laws.FINITE, laws.CLIP)
-    def _reduce_gradient(self, update: Pending, partials: Sequence[PartialGradient]) -> Report | None:
-        """From equal weights, every rank gets the same finite gradient, clipped once, and the planned learning rate."""
-        pieces = self._reduce([part.roots for part in partials])
+    def _finalize(self, update: Pending, partials: Sequence[PartialGradient]) -> Gathered | None:
+        """Make the gradient ready for the update and gather the message `reduced`; None unless `update` is checked."""
+        held = [[self._replicas[0].master.gradient]]
+        pieces = held if self._slices is not None else self._reduce([part.roots for part in partials])
 
         def finalize(index: int) -> torch.Tensor:
             # Without loss terms the sum is 0 already, and 0 / 0 would be NaN.
@@ -365,13 +377,30 @@ class TrainingStep:
             return None
         want = laws.Reduced(Rule.SAME if self._weights_sum is None else Rule.PREVIOUS, self._clip_norm)
         rates = [{"planned": bits_of(update.rate), "rate": bits_of(replica.rate)} for replica in self._replicas]
-        gathered = self._gather(update, REDUCED, rates, facts, want, self._weights_sum)
-        size = self._replicas[0].parameters.size
+        sent = message.reduced(self._replicas[0].settings, self._shards is not None)
+        return self._gather(update, sent, rates, facts, want, self._weights_sum)
+
+    @requires(LOCKSTEP)
+    @requires(message.GRADIENT_KEPT, message.MOMENTS_KEPT)
+    def _compare_slices(self, update: Pending, reduced: Gathered | None) -> Report | None:
+        """No rank's slice of the gradient or of the moments has changed since it was written."""
+        if reduced is None or self._shards is None:
+            return None
+        return Report(reduced.table, reduced.seen, update.read)
+
+    # C-DP-001 before the update: equal replicas. F-DP-003 of the reduced gradient.
+    @requires(LOCKSTEP, laws.RATE, laws.WEIGHTS_UNCHANGED)
+    @ensures(laws.GRADIENTS_AGREE, laws.FINITE, laws.CLIP)
+    def _reduce_gradient(self, update: Pending, reduced: Gathered | None) -> Report | None:
+        """From equal weights, every rank gets the same finite gradient, clipped once, and the planned learning rate."""
+        if reduced is None:
+            return None
+        size, gathered, parts = self._replicas[0].parameters.size, reduced, ("gradient",) if self._shards else ()
 
         def record(table: torch.Tensor) -> Seen[Any]:
             # Evaluated here: on GPUs the previous update is read after this one was launched.
-            weights = Rule.SAME if self._weights is None else self._weights
-            return gathered.seen(table, laws.Reduced(weights, self._clip_norm), partial(message.reduced_values, size))
+            want = laws.Reduced(Rule.SAME if self._weights is None else self._weights, self._clip_norm)
+            return gathered.seen(gathered.joined(table, parts), want, partial(message.reduced_values, size))
 
         def keep(reduced: Seen[laws.Reduced]) -> None:
             update.norm = real_of(reduced.column("norm")[0])
@@ -388,18 +417,43 @@ class TrainingStep:
         seen = Seen([Observation(0, update.batch.step, 0, REDUCED.point, {"optimizer": digest})], self._optimizer)
         return Report(torch.empty(0), lambda _: seen)
 
+    @ensures(LOCKSTEP, UPDATE_AUDITED)
+    def _audit_update(self, update: Pending, recomputed: torch.Tensor | None) -> Report | None:
+        """The auditor of each rank gets the same weights and moments in that rank's slice. None: no audit is due."""
+        if recomputed is None:
+            return None
+        replica, step = self._replicas[0], update.batch.step
+        facts = torch.cat([replica.updated_slice(), recomputed])
+        known = [{"subject": self.audit.subject_of(step)}]
+        values = ("weights", *moments_of(replica.settings))[: len(facts) // 2]
+        names = [f"{when} {each}" for when in ("own", "again") for each in values]
+        gathered = self._agreement.gather(step, "update audited", known, [facts], names)
+        if self.late:
+            left, again = gathered.table[:, HEADER + 1 : gathered.length].chunk(2, dim=1)
+            subjects = gathered.column("subject")
+            self._gate.close_if((left[subjects] != again).any())
+        return Report(gathered.table, gathered.seen, update.read)
+
     # C-DP-001 and F-DP-001 after the update: equal replicas
     @requires(LOCKSTEP)
     @ensures(laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS)
     def _apply_update(self, update: Pending) -> Report | None:
         """One optimizer step, which leaves every rank with equal weights, moments and counts."""
+        audited: torch.Tensor | None = None
         if update.rows:
+            if update.checked and self._shards is not None and self.audit.due(update.batch.step):
+                audited = self._replicas[0].recomputed_update(self.audit.subject_of(update.batch.step))
             self._backend.map(lambda index: self._replicas[index].apply())
+            if self._shards is not None:
+                self._replicas[0].gather_weights()
         if not update.checked:
             return None
+        self._audit_update(update, audited)
         facts = self._backend.map(lambda index: self._replicas[index].after_update())
         settings, size = self._replicas[0].settings, self._replicas[0].parameters.size
-        gathered = self._gather(update, message.updated(settings), [{} for _ in facts], facts, update.updates)
+        parts = moments_of(settings) if self._shards else ()
+        sent = message.updated(settings, self._shards is not None)
+        gathered = self._gather(update, sent, [{} for _ in facts], facts, update.updates)
         self._weights_sum = gathered.column("weights")[0] if self.late else None
 
         def keep(left: Seen[int]) -> None:
@@ -410,7 +464,10 @@ class TrainingStep:
                 for gradient, own, optimizer in zip(update.gradients, weights, moments, strict=True)
             )
 
-        record = partial(gathered.seen, want=update.updates, values=partial(message.state_values, settings, size))
+        def record(table: torch.Tensor) -> Seen[int]:
+            values = partial(message.state_values, settings, size)
+            return gathered.seen(gathered.joined(table, parts), update.updates, values)
+
         return Report(gathered.table, record, update.read, keep, self._look("weights", "optimizer"))
 
     def _gather(
@@ -434,6 +491,18 @@ class TrainingStep:
             clipping = want if isinstance(want, laws.Reduced) else None
             self._gate.look(gathered.sent, gathered.expected, held, clipping)
         return gathered
+
+    @requires(LOCKSTEP, message.MOMENTS_KEPT)
+    def gather_state(self, step: int) -> Report | None:
+        """Make rank 0's `state_tensors` whole. Collective. Raises `Violation` if a moment changed since its update."""
+        if self._shards is None:
+            return None
+        replica = self._replicas[0]
+        moved = dict(zip(moments_of(replica.settings), replica.moved()[1:].tolist(), strict=True))
+        replica.gather_state()
+        known = {f"{name}{message.MOVED}": value for name, value in moved.items()}
+        gathered = self._agreement.gather(step, "saved", [known])
+        return Report(gathered.table, gathered.seen)
 
     def _look(self, *names: str) -> Callable[[Seen[object]], Details]:
         return partial(self._agreement.compare, tensors={name: _COMPARED[name] for name in names})

@@ -23,6 +23,7 @@ from andon.model.masks import Shape, masking_of, padding_of
 from andon.model.quantize import NONE, quantize
 from andon.run.checkpoint import Checkpoint
 from andon.step.captured import CapturedPasses
+from andon.step.flat import DIVIDING
 from andon.step.micro_batch import Task, refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, base_digest, restore_state
@@ -175,7 +176,8 @@ def build_replicas(
             captures = capture and device.type == "cuda" and backend.name in ("inline", "nccl")
             passes = CapturedPasses(device) if captures else None
             trained = trainable_parameters(own)
-            replicas.append(Replica(own, trained, config.optimizer, config.seed, device, master_on, passes))
+            dividing = backend if backend.name in DIVIDING else None
+            replicas.append(Replica(own, trained, config.optimizer, config.seed, device, master_on, passes, dividing))
     except InputError:
         raise
     except ValueError as error:

@@ -27,6 +27,7 @@ from andon.model.masks import EvaluationBatching, padded_length
 from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
 from andon.model.quantize import NONE, quantized_layers
 from andon.step.audit import default_every
+from andon.step.flat import DIVIDING
 from andon.step.plan import efficiency, rank_leaves
 from andon.training.material import Material, idleness, item_length, padding_multiple, prepare
 from andon_contracts.laws.law import Judgement
@@ -109,6 +110,7 @@ class MemoryPlanner:
         weights = trainable_parameters(model)
         layers = {} if config.model.quantize == NONE else quantized_layers(model)
         options |= {"audited": audited, "packed": [layer.weight for layer in layers.values()]}
+        options["divided"] = config.run.backend in DIVIDING
         plan = plan_bytes(model, weights, optimizer.name, micro_batches, 0, **options)
         trained, terms, retained = largest(material, config), sys.maxsize, training.compile == "graphs"
         # Evaluation scores rows without packing.

@@ -353,10 +353,12 @@ class Trainer:
     def _save(self, *, best: bool) -> None:
         error: InputError | Violation | None = None
         self.clock.at(self.progress.step, "checkpoint")
+        self.parts.step.gather_state(self.progress.step)
         try:
             self.journal.checkpoint(self.progress, best=best)
         except (InputError, Violation) as refused:
             error = refused
+        self.parts.primary.whole.clear()
         outcome = _WRITTEN if error is None else _BROKEN if isinstance(error, Violation) else _REFUSED
         # Gather even if this rank will raise, since the others wait here.
         backend = self.parts.backend

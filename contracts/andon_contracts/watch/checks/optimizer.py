@@ -128,7 +128,7 @@ class Optimizer(Check):
             "planned": bits_of(planned),
             "ungrouped": probe.place(next(wrong, -1) + 1),
             "scale": 0 if settings.scaler is None else bits_of(float(settings.scaler.get_scale())),
-            "optimizer state writes": abs(self._state_writes(probe) - self._writes) * probe.saw_previous,
+            "optimizer state writes": abs(self._state_writes(probe) - self._writes) * (not probe.unread),
         }
 
     def _state_writes(self, probe: OptimizerProbe) -> int:
