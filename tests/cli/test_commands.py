@@ -359,7 +359,7 @@ def test_all_columns_go_along_and_none_is_lost_to_a_result(run: Path, tmp_path: 
     output = tmp_path / f"out{ending}"
     predicted(run, rows, "--output", output)
     first, second = read(output)
-    assert list(first) == ["text", "input_input_label", "input_label", "meta", "x", "label", "probability"]
+    assert list(first) == ["text", "input_input_label", "input_label", "meta", "x", "label", "probability", "correct"]
     assert (first["input_input_label"], first["input_label"], first["text"]) == ("mine", "other", "red thing")
     assert (first["meta"] if ending == ".jsonl" else json.loads(first["meta"])) == more["meta"]
     assert (second["text"], str(second["x"]).removesuffix(".0")) == ("b", "2")

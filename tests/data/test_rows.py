@@ -240,7 +240,7 @@ def test_rows_of_several_files_have_ids_and_places_of_their_own(tmp_path: Path) 
 
 def test_faults_in_any_of_the_files_are_at_their_line(tmp_path: Path) -> None:
     one = written(tmp_path / "a.jsonl", '{"text": "p", "label": "x", "id": 1}', '{"text": "", "label": "x"}')
-    two = written(tmp_path / "b.jsonl", '{"text": "q", "label": "y", "id": 1}', '{"text": "r", "label": "y", "id": 1}')
+    two = written(tmp_path / "b.jsonl", '{"text": "q", "label": "y", "id": 1}', '{"text": "r", "id": 1}')
     with pytest.raises(InputError) as caught:
         read(DataSet, one, two)
     assert [each.where for each in caught.value.problems] == [f"{one}:2", f"{two}:2"]

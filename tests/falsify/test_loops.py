@@ -390,7 +390,7 @@ def bench(make: str, patient: RankPools) -> LoopBench:
         ("WithoutModel", "it has no attribute `model` (needed are `model`, a torch module, wrapped"),
         ("WithEmptyModel", "its `model` is None"),
         ("Killed", "rank 1 was killed by SIGKILL"),
-        ("Raising", "rank 1: ArithmeticError: nothing adds up at "),
+        ("Raising", "rank 1: ArithmeticError: nothing adds up (raised at "),
     ],
 )
 def test_what_a_subject_does_wrong_is_named(patient: RankPools, make: str, said: str) -> None:

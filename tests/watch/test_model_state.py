@@ -167,7 +167,7 @@ def test_a_hook_that_repairs_a_gradient_hides_nothing(first: bool) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters())
     optimizer.step()
     watch.close()
-    assert [(found.clause, found.tensor) for found in watch.findings] == [("finite", "0.weight")]
+    assert [(found.clause, found.tensor) for found in watch.findings] == [("finite", "2.bias")]
     for handle in handles:
         handle.remove()
     optimizer.zero_grad()

@@ -101,7 +101,11 @@ def test_trees_are_compared_leaf_by_leaf() -> None:
     by_rank = answers(3, _trees)
     assert by_rank[1] == by_rank[2] == by_rank[0]
     for (_, who, where), said in zip(TREES, by_rank[0], strict=True):
-        assert said == (f"Violation: trees-agree broken: {who}.\n  where    tree{where}" if who else "accepted")
+        assert said == (
+            f"Violation: trees-agree broken: {who}.\n  where    tree{where}\n  more     andon explain trees-agree"
+            if who
+            else "accepted"
+        )
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
