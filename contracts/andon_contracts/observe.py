@@ -207,7 +207,7 @@ class Observer:
         self._order = []
         for members in _grouped(tensors):
             device = tensors[members[0]].device
-            if has_list_kernels(device):
+            if device.type == "cuda" and kernels() is not None:
                 groups = lists.setdefault(device, [])
                 self._order.append((list(lists).index(device), len(groups)))
                 groups.append(members)
@@ -365,11 +365,6 @@ def _pairwise(tensor: Tensor, dtype: torch.dtype) -> list[float]:
             squares = squares[:half]
         sums += squares.tolist() + [0.0] * (_SUMS - squares.numel())
     return sums
-
-
-def has_list_kernels(device: torch.device) -> bool:
-    """True if one launch can read a list of tensors on `device`: a GPU, with Triton installed."""
-    return device.type == "cuda" and kernels() is not None
 
 
 def extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,14 +31,14 @@ class Bench:
     _runs: list[Run] = field(default_factory=list)
 
     @classmethod
-    def prepare(cls, base: Path, seed: int = 1, settings: Sequence[str] = ()) -> Bench:
+    def prepare(cls, base: Path, seed: int = 1) -> Bench:
         """Write the rows and train undisturbed. Raises `RuntimeError` if that fails."""
         bench = cls(base, Undisturbed(base / "undisturbed"), base / "rows.jsonl", base / "held.jsonl", seed)
         for path, count in ((bench.rows, 96), (bench.eval_rows, 12)):
             path.write_bytes(b"".join(row_lines(path.name, count)))
         run = replace(bench.open("undisturbed", str(seed)), folder=bench.reference.folder)
         try:
-            run.start(Launch(settings=("training.checkpoint_every=1", *settings)))
+            run.start(Launch(settings=("training.checkpoint_every=1",)))
             ending = run.end()
         finally:
             run.kill()

@@ -329,22 +329,3 @@ def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial(
     assert len(reported) < 100
     assert {example.equals for each in known for cell in each.cells for example in cell.verdict.counterexamples} == {""}
     assert whole.cells[0].verdict.counterexamples[0].equals.startswith("2.000 = ")
-
-
-def test_a_planted_fault_is_found_shrunk_and_found_again() -> None:
-    tiny = {"optimizer": "sgd", "clip_norm": None, "dropout": 0.0, "hidden": 8, "heads": 1, "inner": 8, "rank": 1}
-    faulty = Case(rows=make_rows(7), batch_size=3, micro_batches=3, world=3, **tiny)
-    case = faulty.but(contracts=False, fault="falsify.power.registry:last shard not trained")
-    with RankPools() as pools:
-        bench = AndonBench(AndonTrainer(pools))
-        one = Campaign(bench, (Trial(LAW, case),), frozenset({"gradient-law"}), replace(QUICK, shrink_s=60.0))
-        list(one.run())
-        (small,) = [each for each in one.said if each.shrunk]
-        assert small.trial.case.world == 2
-        assert len(small.trial.case.rows) < 5
-        assert small.trial.case.max_steps == 1 or len(small.trial.case.rows) <= small.trial.case.batch_size
-        again = AndonBench(AndonTrainer(pools)).attempt(small.trial)
-    assert again["gradient-law"] == small.verdict
-    assert small.verdict.outcome is Outcome.FALSIFIED
-    # The run on one rank that it is compared with has no fault.
-    assert again["same-everywhere"].outcome is Outcome.FALSIFIED

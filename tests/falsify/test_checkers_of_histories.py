@@ -35,11 +35,6 @@ from andon_falsify.verdict import Outcome, Verdict
 from tests.falsify.notation import FALSIFIED, HOLDS, INAPPLICABLE, UNKNOWN, history, ledger_lines, says, told
 
 STEP = {"v": 5, "kind": "step", "seq": 0, "prev": "0" * 16, "step": 1}
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
 
 
 def one(fields: object) -> History:
@@ -122,18 +117,6 @@ def test_numbers_beyond_a_float_are_not_finite() -> None:
         line = json.dumps(STEP)[:-1] + f', "loss": {raw}, "lr": {{"value": {raw}, "hex": "x"}}}}\n'
         (event,) = read_lines([line.encode()], "x").steps
         assert (event.loss.finite, event.lr.finite) == (False, False)
-
-
-@given(
-    st.lists(
-        st.one_of(JSON, st.dictionaries(st.sampled_from([*STEP, "ids", "loss", "ranks", "plan"]), JSON)), max_size=5
-    ),
-    st.lists(st.binary(max_size=20).filter(lambda raw: b"\n" not in raw), max_size=6),
-)
-def test_reading_never_raises(values: list[object], bodies: list[bytes]) -> None:
-    lines = [json.dumps(STEP | value if isinstance(value, dict) else value).encode() for value in values]
-    read = read_lines([line + b"\n" for line in [*lines, *bodies]], "x")
-    assert len(read.events) + len(read.unread) == len(lines) + len(bodies)
 
 
 def test_a_file_is_read_as_its_lines_up_to_a_bound(tmp_path: Path) -> None:
@@ -295,28 +278,6 @@ def test_two_epochs_differ_in_their_order(first: list[int], second: list[int]) -
     told(samples_once, again, FALSIFIED, "epoch 1: the rows have the order of epoch 0")
     few = [row for row in first if row < 6]
     told(samples_once, f"start rows=6 | {epoch(0, few, 1)} | {epoch(1, few, 4)} | end", HOLDS)
-
-
-@given(st.integers(1, 4), st.integers(1, 12), st.data())
-def test_samples_once_accepts_any_split_and_no_change(world: int, rows: int, data: st.DataObject) -> None:
-    owners = data.draw(st.lists(st.integers(0, world - 1), min_size=rows, max_size=rows))
-    shares = [[row for row in range(rows) if owners[row] == rank] for rank in range(world)]
-    batch = ",".join(map(str, range(rows)))
-
-    def verdict() -> Verdict:
-        text = " ".join(f"{rank}[{' '.join(map(str, share))}]" for rank, share in enumerate(shares))
-        return samples_once.check_history(history(f"start rows={rows} | 1: {text} ids={batch} | end"))
-
-    says(verdict(), HOLDS)
-    row = data.draw(st.integers(0, rows - 1))
-    share = shares[owners[row]]
-    change = data.draw(st.sampled_from(["double", "drop", "replace"]))
-    if change == "double":
-        data.draw(st.sampled_from(shares)).append(row)
-    else:
-        share.remove(row)
-        share.extend([rows] if change == "replace" else [])
-    says(verdict(), FALSIFIED)
 
 
 PLAN = {1: ["a", "b"], 2: ["c", "d"]}

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
@@ -22,10 +22,7 @@ import pytest
 from falsify.nemesis import hosts, judging, processes, tracing
 from falsify.nemesis import run as runs
 from falsify.nemesis.__main__ import verdict
-from falsify.nemesis.attacked import WORKERS, bits_of, train, watch
 from falsify.nemesis.bench import NEMESES, Bench
-from falsify.nemesis.crash_points import KILL, Point, points, tried
-from falsify.nemesis.disk_acts import ACTS, CONTROL
 from falsify.nemesis.fuzz.__main__ import fuzz
 from falsify.nemesis.fuzz.mutations import MUTATIONS, Mutation
 from falsify.nemesis.fuzz.samples import ledger_lines
@@ -106,40 +103,6 @@ def test_nemeses_have_names_and_a_guard_or_a_reason() -> None:
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_what_a_plant_replaces_exists(target: str) -> None:
     assert callable(resolve_name(target))
-
-
-# By default tests/launch shows that a killed rank is named, and the claim resume-equal that a run resumes.
-@pytest.mark.deep
-def test_a_rank_that_is_killed_is_one_line_and_nothing_is_lost(tmp_path: Path) -> None:
-    """A real run: SIGKILL, 71 in time, the undisturbed bits after a resume; a checkpoint that is changed is seen."""
-    prepared = Bench.prepare(tmp_path, settings=("run.backend=inline",))
-    chosen = replace(named("rank killed"), guard="")
-    (phase,) = prepared.disturbed(chosen)
-    assert judging.wrong(replace(chosen.promise, within_s=60.0), phase) == ()
-    assert phase.ending.codes == (71,)
-    assert phase.result == ""
-    (folder,) = tmp_path.glob("guarded-*/run")
-    assert prepared.reference.accepted(folder, prepared.reference.result[2]) == ((), ())
-    same = "the result is the same, but "
-    newest = max(folder.glob("checkpoints/step-*"))
-    with (newest / "tensors.safetensors").open("ab") as file:
-        file.write(b"\0")
-    assert prepared.reference.differs(folder) == f"{same}{newest.name} is not there, whole"
-    _in_first_step(folder, {"kind": "other"})
-    assert prepared.reference.differs(folder) == f"{same}the ledger lacks the updates 1"
-    _in_first_step(folder, {"loss": {"hex": "0x1p+0", "value": 1.0}})
-    assert prepared.reference.accepted(folder, 0)[1] == ("ledger line of step 2",)
-    assert prepared.reference.differs(folder) == f"{same}not ledger line of step 2"
-    summary = json.loads((folder / "summary.json").read_bytes())
-    (folder / "summary.json").write_text(json.dumps(summary | {"weights_digest": "0"}), encoding="utf-8")
-    assert prepared.reference.differs(folder).startswith("('0', ")
-
-
-def _in_first_step(folder: Path, fields: dict[str, object]) -> None:
-    lines = (folder / "ledger.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    place = next(place for place, text in enumerate(lines) if '"kind":"step"' in text)
-    changed = json.dumps(json.loads(lines[place]) | fields, separators=(",", ":"))
-    (folder / "ledger.jsonl").write_text("".join([*lines[:place], f"{changed}\n", *lines[place + 1 :]]))
 
 
 def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
@@ -398,53 +361,3 @@ def test_a_machine_without_the_tools_skips(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", "")
     shared = Bench(tmp_path, Undisturbed(tmp_path), tmp_path, tmp_path, 1)
     assert shared.play(named("link cut")).skipped.startswith("no hosts in network namespaces: ")
-
-
-# By default tests/run/test_atomic.py and test_checkpoint.py show that a reader finds the old state or the new one;
-# tests/contracts/test_store.py, tests/launch/test_heartbeat_alone.py and tests/launch/test_joining.py that values
-# which no rank has signed are dropped and counted.
-@pytest.fixture(scope="module")
-def strace() -> None:
-    reason = tracing.missing()
-    if reason is not None:
-        pytest.skip(reason)
-
-
-def chosen(found: Sequence[Point], *wanted: tuple[str, str]) -> list[Point]:
-    return [[point for point in found if (point.call, point.fault) == each][-1] for each in wanted]
-
-
-# By default: tests/run/test_atomic.py.
-@pytest.mark.deep
-@pytest.mark.usefixtures("strace")
-def test_a_writer_without_a_temporary_name_is_caught(tmp_path: Path) -> None:
-    every = points(CONTROL, tmp_path, (KILL,))
-    half = tried(chosen(every, ("write", KILL))[0], tmp_path)
-    assert half.code is None
-    assert any("CORRUPT" in what and "step-00000002" in what for what in half.wrong)
-    never = tried(Point("write a file", "rename", 99, KILL), tmp_path)
-    assert never.wrong == ("the fault did not happen there",)
-    assert CONTROL not in ACTS
-
-
-# By default: tests/contracts/test_store.py and tests/launch/test_joining.py.
-@pytest.mark.deep
-def test_a_run_ends_with_its_bits_whatever_is_said_where_it_listens(tmp_path: Path) -> None:
-    """Four ranks of `andon train`, called from before they meet until they end. Only gloo listens, on the loopback."""
-    alone = train(tmp_path / "alone", None)
-    attacked = train(tmp_path / "attacked", 1, Undisturbed(tmp_path / "alone" / "run"))
-    assert (alone.loss, attacked.loss) == ("", "")
-    assert attacked.sent.total() > 100
-
-
-# By default: tests/contracts/test_store.py.
-@pytest.mark.deep
-def test_a_watch_believes_nobody_who_is_no_rank(tmp_path: Path) -> None:
-    """The loop has its bits, each rank says how much it dropped, and what is wrong afterwards halts all."""
-    alone = watch(tmp_path / "alone", None)
-    attacked = watch(tmp_path / "attacked", 1, bits_of(tmp_path / "alone"))
-    assert (alone.loss, attacked.loss, attacked.halted) == ("", "", "")
-    assert min(attacked.sent[kind] for kind in ("left", "pulled", "beat", "unguarded", "deleted", "replayed")) >= 3
-    for rank in range(WORKERS):
-        assert f"andon: rank {rank} ignored " in (tmp_path / "attacked" / "output-1").read_text()
-        assert "ignored" not in (tmp_path / "alone" / "output-1").read_text()

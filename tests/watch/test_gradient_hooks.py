@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -128,26 +127,6 @@ def test_a_pass_that_failed_is_none_that_runs() -> None:
     assert [each() for each in left] == [None] * len(left)
     raw = loop.update("AB", poison=NAN)
     assert (raw.received, {*raw.nonfinite}) == ({*range(6)}, {*range(6)})
-
-
-def _of_a_wrapper(views: bool) -> list[int]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
-    hooks, signs = _hooks(list(model.parameters())), []
-    for step in range(3):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        wrapped(x).square().mean().backward()
-        signs.append(hooks.read().fingerprint)
-        hooks.reset()
-        model.zero_grad()
-    return signs
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("views", [False, True])
-def test_what_a_wrapper_reduces_is_seen_before(world: int, views: bool) -> None:
-    assert all(len(set(signs)) == world for signs in zip(*answers(world, _of_a_wrapper, views), strict=True))
 
 
 def _counted_outside() -> list[int]:
