@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,27 +74,6 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
 def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict[str, torch.Tensor]) -> float:
     """How far `found` is from `wanted`, relative to how far `wanted` went from `start` (L2)."""
     return float((flat(found) - flat(wanted)).norm() / (flat(wanted) - flat(start)).norm())
-
-
-def plant_nan(coordinator: DataParallelCoordinator, character: str) -> None:
-    """Make every replica's embedding of `character` NaN, as a corrupted base would have it."""
-    for pipeline in coordinator.pipelines:
-        base: Any = pipeline.model.get_base_model()  # type: ignore[operator]
-        with torch.no_grad():
-            base.get_input_embeddings().weight[ord(character)] = math.nan
-
-
-def rows_seen(coordinator: DataParallelCoordinator) -> list[list[tuple[int, ...]]]:
-    """A list that, from now on, grows by the bytes of every row that each replica's model trains on, by rank."""
-    seen: list[list[tuple[int, ...]]] = [[] for _ in coordinator.pipelines]
-    for rows, pipeline in zip(seen, coordinator.pipelines, strict=True):
-
-        def note(_: object, __: object, given: dict[str, Any], rows: list[tuple[int, ...]] = rows) -> None:
-            for ids, mask in zip(given["input_ids"], given["attention_mask"], strict=True):
-                rows.append(tuple(ids[mask.bool()].tolist()))
-
-        pipeline.model.register_forward_pre_hook(note, with_kwargs=True)
-    return seen
 
 
 class Reference:

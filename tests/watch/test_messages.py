@@ -253,8 +253,8 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
     """One rate parts the weights, and then gradients and all: one finding; the rest is counted, and a line each."""
     for rank, (heard, said) in enumerate(answers(2, _one_rate_apart)):
         assert heard == ["hyperparameters-agree"]
-        # After updates 2, 3 and 4, and before 3 and 4; checked at the start too, and 4 times by counted writes.
-        assert said.count("  replicas-agree: broken in 5 of 13 checks, first at step 2\n") == (rank == 0)
+        # After updates 2, 3 and 4, and before 3 and 4; checked at the start too.
+        assert said.count("  replicas-agree: broken in 5 of 9 checks, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
         closing = r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ ms per step, with its waits"
         assert bool(re.search(closing, said)) == (rank == 0)

@@ -82,8 +82,7 @@ def test_rare_reads_find_what_lasts_and_suspect_no_right_loop() -> None:
         assert [*findings.pop("averages")] == [f"replicas-agree {end}"]
         assert of_rank["averages"][2] == 0
         assert not any(findings.values())
-        # Two laws an update: of the values, and of their counted writes.
-        counts = {case: evaluations["gradients-agree"] / 2 for case, (_, evaluations, _) in of_rank.items()}
+        counts = {case: evaluations["gradients-agree"] for case, (_, evaluations, _) in of_rank.items()}
         assert counts["plain"] == FULL + 1
         assert counts["plain: all"] == end
         assert counts["reports rows"] == FULL + steps - LATER

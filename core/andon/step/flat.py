@@ -168,10 +168,9 @@ class FlatParameters:
 
 @dataclass(frozen=True)
 class Range:
-    """Elements `span` of the flat weights as a leaf parameter, sharing storage; `held` in the optimizer's buffers."""
+    """Elements of the flat weights as a leaf parameter, sharing storage; `held` in the optimizer's buffers."""
 
     weights: nn.Parameter
-    span: slice
     held: slice
     decays: bool
 
@@ -200,13 +199,8 @@ class Master:
         for span, decays in parted([slice(0, size)] if shards is None else shards.spans, decayed):
             held = slice(first, first + span.stop - span.start)
             weights = self.weights if span == slice(0, size) else nn.Parameter(data[span])
-            self.ranges.append(Range(weights, span, held, decays))
+            self.ranges.append(Range(weights, held, decays))
             weights.grad, first = self.gradient[held], held.stop
-
-    def pull_weights(self, parameters: FlatParameters) -> None:
-        """Copy the model's weights here, if this is a separate copy."""
-        if self.separate:
-            self.weights.data.copy_(parameters.weights.data)
 
     def push_weights(self, parameters: FlatParameters) -> None:
         """Copy these weights to the model, if this is a separate copy."""

@@ -510,7 +510,8 @@ class Replica:
     def restore(self, weights: torch.Tensor, optimizer_state: Mapping[str, torch.Tensor], updates: int) -> None:
         """Restore the flat weights, the optimizer's whole tensors by name, and the count of updates."""
         self.parameters.weights.data.copy_(weights)
-        self.master.pull_weights(self.parameters)
+        if self.master.separate:
+            self.master.weights.data.copy_(self.parameters.weights.data)
         self._count.fill_(updates)
         if self.shards is not None:
             optimizer_state = {n: self.shards.slice_of(v) if v.dim() else v for n, v in optimizer_state.items()}

@@ -83,8 +83,7 @@ class Weights(Check):
         self._whole = self._whole_observer.look(())
         """The latest look at the members that every rank holds whole beside shards."""
         self._digest = 0
-        self._at_closure: Values = {}
-        """The values at the begin of a step with a closure, before the closure ran; empty in other steps."""
+        self._at_closure: Values = {}  # the values at the begin of a step with a closure, before it ran; else empty
         self._marks: list[int] = []
         self._touched = False  # whether the weights were written between updates since they were last read
         self._elements_reduced, self._writes = 0, writes(probe.even)
