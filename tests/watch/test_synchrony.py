@@ -240,7 +240,7 @@ def test_shards_are_compared_with_their_replicas() -> None:
     assert own == ("replicas-agree", 0)
     assert hybrid[:1] == [("replicas-agree", 3)]
     assert compared == 1 + 3 * 4  # before and after each update, and by counted writes
-    assert flat == ([], 1 + 2 * 4)  # its layers of 6 and 3 rows divide unevenly
+    assert flat == ([], 1 + 2 * 4)  # 5 and 2 rows are no multiples of 4: no counts are compared
     assert by_mesh == by_group == []
     assert "replicas-agree" in untold
 
