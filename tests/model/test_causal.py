@@ -105,7 +105,7 @@ def test_the_gradient_is_that_of_a_float64_loop(
 def test_the_gradient_of_log_probabilities_is_that_of_a_float64_loop(
     adapter: Adapter, new: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each with a coefficient of its own, and with logits in chunks of three tokens."""
+    """Every row has another coefficient; logits are computed in chunks of three tokens."""
     monkeypatch.setattr(andon.model.causal, "_LOGITS", {"cpu": 3 * 33})
     model = moved(attach(causal_base("llama"), adapter, 3, new))
     packs = with_new(PACKED) if new else PACKED

@@ -50,7 +50,7 @@ def test_a_resume_on_another_number_of_workers_ends_with_the_same_bits(made: tup
 
 
 def test_preferences_are_measured_from_the_packed_base(made: tuple[Runs, Path], tmp_path: Path) -> None:
-    """`andon eval` builds the reference anew, and it must be the one that the run trained from."""
+    """`andon eval` computes the reference again, from the model that the run began with."""
     data = tmp_path / "pairs.jsonl"
     data.write_text("".join(f"{json.dumps(preference(number))}\n" for number in range(12)))
     settings = ("task=dpo", "optimizer.lr=0.04", f"model.base={made[1] / 'base'}", f"data.eval={data}")

@@ -284,7 +284,7 @@ def _as_pair(fields: Mapping[str, object], faults: list[str]) -> Mapping[str, ob
     if prompt is None or (isinstance(prompt, str) and lists[0]):
         whole: Any = chosen
         shared: Any = _shared(chosen, rejected)
-        if prompt is None or shared:  # both are whole conversations; a string is one of their messages
+        if prompt is None or shared:  # both are whole conversations, and a prompt string repeats a message
             if not shared:
                 why = "chosen and rejected have no common beginning to be the prompt"
                 faults.append(f"has no column 'prompt', and {why}; there are {there}")

@@ -137,8 +137,8 @@ class TreeReduction:
 class SliceReduction:
     """Sums a rank's slice of the gradient bucket by bucket, so that no rank holds a second copy of it.
 
-    Invariant: all ranks reduce the buckets in one order, since each is a collective. So a bucket waits until all before
-    it are ready. On a GPU that happens on a stream of its own, beside the backward pass that makes the next ones ready.
+    Invariant: all ranks reduce the buckets in the same order, because each reduction is a collective. A bucket waits
+    until all earlier ones are ready. On a GPU, a side stream reduces while the backward pass computes later buckets.
     """
 
     def __init__(self, reduction: TreeReduction, shards: Shards, out: torch.Tensor, decayed: int) -> None:

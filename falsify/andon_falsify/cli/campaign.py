@@ -25,7 +25,7 @@ from andon_falsify.verdict import Outcome, Verdict
 
 _UNKNOWN = 2
 _EVERY_S = 30.0
-"""The shortest interval between log lines. There is none as long as no further trial has ended."""
+"""The shortest time between log lines. A line is logged only after another trial has ended."""
 _SHARE = 20
 """Reports are written when another 1 / _SHARE of the trials so far has ended; each is made of all of these trials."""
 

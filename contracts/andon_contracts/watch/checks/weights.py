@@ -112,7 +112,7 @@ class Weights(Check):
         self._touched |= bool(self.context.subject.frozen) and not self.untouched
 
     def _look_before(self) -> None:
-        if self._probe.unread:  # there is no earlier digest to compare with; the weights are read afterwards
+        if self._probe.unread:  # no earlier digest to compare; weights are read after the update
             self.note_writes()
             self._look = None
             return
