@@ -101,8 +101,8 @@ class TransformerConfig:
 
     vocab_size: ids that a text may use; the model gets one more, for padding. architecture: 'decoder' (Qwen3,
     classifies the last token) or 'encoder' (BERT, classifies the first token). dropout: in the attention, in the
-    adapter, and in an encoder's hidden layers. `build_model` rejects shapes that the embedded models do not support;
-    presets such as `qwen3_4b` then only give sizes. Train their real weights with `andon train --model`.
+    adapter, and in an encoder's hidden layers. `build_model` rejects shapes that the embedded models do not support:
+    real weights are trained with `andon train --model`.
     """
 
     hidden_size: int
@@ -127,45 +127,10 @@ class TransformerConfig:
         """The seed's preset for tests: 2 layers of 64 (2 heads), 1,000 ids."""
         return cls(64, 2, 2, 256, 2, 1000, 512)
 
-    @classmethod
-    def qwen2_0_5b(cls) -> TransformerConfig:
-        """The shape of Qwen2-0.5B."""
-        return cls(
-            896, 14, 2, 4864, 24, 151936, 32768, rope_theta=1e6, use_bias=True, hf_architecture="Qwen2ForCausalLM",
-            hf_model_type="qwen2", tie_word_embeddings=True,
-        )  # fmt: skip
-
-    @classmethod
-    def qwen3_4b(cls) -> TransformerConfig:
-        """The shape of Qwen3-4B; its heads are wider (128) than hidden size over heads (80)."""
-        return cls(
-            2560, 32, 8, 9728, 36, 151936, 40960, rope_theta=1e6, head_dim_override=128,
-            hf_architecture="Qwen3ForCausalLM", hf_model_type="qwen3", tie_word_embeddings=True,
-        )  # fmt: skip
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head."""
-        return self.head_dim_override or self.hidden_size // self.num_attention_heads
-
-    @property
-    def q_dim(self) -> int:
-        """Width of all query heads together."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_dim(self) -> int:
-        """Width of all key (or value) heads together; an encoder has no grouped heads."""
-        return self.num_kv_heads * self.head_dim
-
     @property
     def is_encoder(self) -> bool:
         """Whether every token attends to every other one."""
         return self.architecture == "encoder"
-
-    def lora_parameters(self, rank: int) -> int:
-        """Trainable elements of LoRA on query and value projections: layers * rank * (2 hidden + q + kv)."""
-        return self.num_hidden_layers * rank * (2 * self.hidden_size + self.q_dim + self.kv_dim)
 
     def refuse_what_is_not_embedded(self) -> None:
         """Raise `InputError` for each field that the embedded model does not support."""
