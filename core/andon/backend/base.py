@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,40 +20,11 @@ from andon_contracts.liveness.diagnosis import StepClock
 T = TypeVar("T")
 
 
-class Backend(Protocol):
-    """Ranks and their collectives. ranks: the local ones. devices: the device of each local replica."""
-
-    name: str
-    world_size: int
-    ranks: tuple[int, ...]
-    devices: tuple[torch.device, ...]
-
-    def map(self, work: Callable[[int], T]) -> list[T]:
-        """work(local index) for each local replica, in order."""
-        ...
-
-    def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """All-gather: every rank's tensor, by rank. All have one shape and dtype. local: by local replica."""
-        ...
-
-    def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
-        """All-to-all of bits; nothing is added.
-
-        Rank r passes [world, rows[r], width]. Local replica d gets, by rank s, [rows[s], width].
-        """
-        ...
-
-    def fill(self, local: Sequence[torch.Tensor]) -> None:
-        """All-gather in place: each local tensor is [world, n], and row r of every rank becomes that of rank r."""
-        ...
-
-    def close(self) -> None:
-        """Free the backend's resources. It cannot be used afterwards."""
-        ...
-
-
 class InlineBackend:
-    """All ranks in this process, one after another: the simplest backend, and the best one for debugging."""
+    """All ranks in this process, one after another: the simplest backend, and the best one for debugging.
+
+    ranks: the local ones. devices: the device of each local replica.
+    """
 
     name = "inline"
 
@@ -63,20 +34,28 @@ class InlineBackend:
         self.ranks = tuple(range(self.world_size))
 
     def map(self, work: Callable[[int], T]) -> list[T]:
+        """work(local index) for each local replica, in order."""
         return [work(index) for index in self.ranks]
 
     def gather(self, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """All-gather: every rank's tensor, by rank. All have one shape and dtype. local: by local replica."""
         return [tensor.to(self.devices[0]) for tensor in local]
 
     def exchange(self, local: Sequence[torch.Tensor], rows: Sequence[int]) -> list[list[torch.Tensor]]:
+        """All-to-all of bits; nothing is added.
+
+        Rank r passes [world, rows[r], width]. Local replica d gets, by rank s, [rows[s], width].
+        """
         return [[sent[index].to(device) for sent in local] for index, device in enumerate(self.devices)]
 
     def fill(self, local: Sequence[torch.Tensor]) -> None:
+        """All-gather in place: each local tensor is [world, n], and row r of every rank becomes that of rank r."""
         for row, owner in enumerate(local):
             for tensor in local:
                 tensor[row] = owner[row]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the backend's resources. It cannot be used afterwards."""
 
 
 # torch 2.13 renamed the collective and deprecated the old name; 2.11 has only the old one.
@@ -94,7 +73,9 @@ def groups_of(backend: str) -> str:
 
 
 class GroupBackend:
-    """One rank of an existing process group, which `close` keeps open. clock: records when this rank waits for others.
+    """One rank of an existing process group, with the verbs of `InlineBackend`. `close` keeps the group open.
+
+    clock: records when this rank waits for others.
 
     Collectives of `mixed` run on the CPU, because its ranks on CPUs and GPUs share one gloo group. Creating a backend
     over gloo is collective: ranks of one machine open sockets for short messages, of which a step has several.
@@ -166,3 +147,6 @@ class GroupBackend:
     def close(self) -> None:
         if self._mesh is not None:
             self._mesh.close()
+
+
+Backend = InlineBackend | GroupBackend
