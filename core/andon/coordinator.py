@@ -85,7 +85,7 @@ def _every_sample_counted(samples: Sequence[SafetySample], result: BatchResult) 
 
 
 class DataParallelCoordinator:
-    """Trains one replica of a classifier per device as one model (seed R6; C-DP-001, C-DP-002); a context manager.
+    """Trains one replica of a classifier per device as one model (seed R6; C-DP-001, C-DP-002).
 
     pipelines: all replicas by rank. num_gpus: their number, also on CPUs (seed R13). updates: the number of updates.
     last_step: the last update in detail, with reports per micro-batch and digests; None before the first.
@@ -130,15 +130,6 @@ class DataParallelCoordinator:
         self._step = TrainingStep(InlineBackend(placed), replicas, rows, parts, classify_config.gradient_clip_norm)
         self._step.attest_start({})
         self._base = replicas[0].base_digest() if enforced() else 0
-
-    def __enter__(self) -> DataParallelCoordinator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Does nothing: replicas in one process have no shared resources to free."""
 
     @property
     def primary_pipeline(self) -> ClassifyPipeline:

@@ -34,7 +34,7 @@ class CoordinatorSubject:
         with ExitStack() as stack:
             if not case.contracts:
                 stack.enter_context(suspended())
-            coordinator = stack.enter_context(coordinator_of(case))
+            coordinator = coordinator_of(case)
             if case.fault is not None:
                 named(case.fault.partition(":")[2]).plant(coordinator, stack)
             seen = Observations(tuple(range(case.world)))

@@ -114,8 +114,8 @@ def devices() -> Iterator[Call]:
     yield Call("two replicas on the CPU", partial(resolve_devices, ["cpu", "cpu"]), _is((CPU, CPU)))
 
     def rank_of_primary() -> int:
-        with coordinator_of(PLAIN.but(world=3)) as made:
-            return next(rank for rank, each in enumerate(made.pipelines) if each is made.primary_pipeline)
+        made = coordinator_of(PLAIN.but(world=3))
+        return next(rank for rank, each in enumerate(made.pipelines) if each is made.primary_pipeline)
 
     yield Call("primary of 3 replicas", rank_of_primary, _is(0))
 

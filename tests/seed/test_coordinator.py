@@ -60,21 +60,21 @@ def test_t02_no_devices_are_an_error() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_t18_as_many_replicas_as_devices(count: int) -> None:
     """T1, T18, R8, R10: one replica for each device, and no two share a model or weights."""
-    with DataParallelCoordinator(FIXTURE, FIXTURE_CONFIG, ["cpu"] * count) as coordinator:
-        assert coordinator.num_gpus == count
-        assert len({id(pipeline.model) for pipeline in coordinator.pipelines}) == count
-        assert len({each.replica.parameters.weights.data_ptr() for each in coordinator.pipelines}) == count
+    coordinator = DataParallelCoordinator(FIXTURE, FIXTURE_CONFIG, ["cpu"] * count)
+    assert coordinator.num_gpus == count
+    assert len({id(pipeline.model) for pipeline in coordinator.pipelines}) == count
+    assert len({each.replica.parameters.weights.data_ptr() for each in coordinator.pipelines}) == count
 
 
 def test_v15_each_replica_is_bound_to_its_device() -> None:
     """V15: weights, gradients and moments of replica i live on the device that was named for it."""
     names: list[str | int] = list(range(torch.cuda.device_count())) or ["cpu", "cpu"]
-    with DataParallelCoordinator(SMALL, CONFIG, names, micro_batches=2) as coordinator:
-        coordinator.train_batch_parallel(mixed_samples(4))
-        for pipeline, device in zip(coordinator.pipelines, resolve_devices(names), strict=True):
-            assert pipeline.device == device
-            held = [*pipeline.model.parameters(), *pipeline.replica.optimizer_state().values()]
-            assert {tensor.device for tensor in held if tensor.numel() > 1} == {device}
+    coordinator = DataParallelCoordinator(SMALL, CONFIG, names, micro_batches=2)
+    coordinator.train_batch_parallel(mixed_samples(4))
+    for pipeline, device in zip(coordinator.pipelines, resolve_devices(names), strict=True):
+        assert pipeline.device == device
+        held = [*pipeline.model.parameters(), *pipeline.replica.optimizer_state().values()]
+        assert {tensor.device for tensor in held if tensor.numel() > 1} == {device}
 
 
 def test_v25_without_the_accelerator_the_loss_is_the_same(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,8 +85,7 @@ def test_v25_without_the_accelerator_the_loss_is_the_same(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         fallen = DataParallelCoordinator(SMALL, CONFIG, absent, cpu_fallback=True, optimizer=SGD, micro_batches=4)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    with replicas(2) as planned:
-        assert fallen.train_batch_parallel(mixed_samples(7)) == planned.train_batch_parallel(mixed_samples(7))
+    assert fallen.train_batch_parallel(mixed_samples(7)) == replicas(2).train_batch_parallel(mixed_samples(7))
 
 
 def test_v16_what_cannot_be_built_is_one_kind_of_error() -> None:
@@ -137,24 +136,24 @@ def test_the_bits_do_not_depend_on_the_replicas(
     config = replace(CONFIG, class_weights=weights)
     options = {"seed": seed, "micro_batches": micro_batches, "optimizer": Optimizer(name=kind)}
     options["model_config"] = replace(SMALL, dropout=0.2)
-    with replicas(1, config, **options) as one, replicas(world, config, **options) as several:
-        for samples in batches:
-            assert one.train_batch_parallel(samples) == several.train_batch_parallel(samples)
-        assert set(states(several)) == {state(one.primary_pipeline)}
-        assert one.updates == sum(bool(samples) for samples in batches)
+    one, several = (replicas(count, config, **options) for count in (1, world))
+    for samples in batches:
+        assert one.train_batch_parallel(samples) == several.train_batch_parallel(samples)
+    assert set(states(several)) == {state(one.primary_pipeline)}
+    assert one.updates == sum(bool(samples) for samples in batches)
 
 
 def test_t04_one_replica_trains_as_a_pipeline_does() -> None:
     """T4, T5, R17, R25a: a pipeline, one replica and three replicas give the same bits, with the same contracts."""
     pipeline = ClassifyPipeline(replace(BYTES, dropout=0.1), FIXTURE_CONFIG)
     options = {"model_config": replace(BYTES, dropout=0.1), "micro_batches": 8, "optimizer": None}
-    with replicas(1, FIXTURE_CONFIG, **options) as one, replicas(3, FIXTURE_CONFIG, **options) as three:
-        for count in (5, 1, 9):
-            samples = mixed_samples(count)
-            results = {each.train_batch_parallel(samples) for each in (one, three)}
-            assert results == {pipeline.train_batch(samples)}
-        assert {state(pipeline)} == set(states(one)) == set(states(three))
-        assert set(one.last_step.digests) == {"content", "gradient", "weights", "optimizer"}
+    one, three = (replicas(count, FIXTURE_CONFIG, **options) for count in (1, 3))
+    for count in (5, 1, 9):
+        samples = mixed_samples(count)
+        results = {each.train_batch_parallel(samples) for each in (one, three)}
+        assert results == {pipeline.train_batch(samples)}
+    assert {state(pipeline)} == set(states(one)) == set(states(three))
+    assert set(one.last_step.digests) == {"content", "gradient", "weights", "optimizer"}
 
 
 def first_alone(count: int) -> list[SafetySample]:
@@ -168,72 +167,72 @@ def test_v01_v08_every_sample_moves_the_weights_alike(world: int, samples: list[
     """V1, V3, V8, C-DP-002: whatever the shards, some of them empty, loss, norm and update are the batch's."""
     reference = Reference(SMALL, CONFIG, SGD)
     start = reference.weights()
-    with replicas(world) as coordinator:
-        for _ in range(updates):
-            loss, norm = reference.step(samples)
-            result = coordinator.train_batch_parallel(samples)
-            for pipeline in coordinator.pipelines:
-                assert distance(weights(pipeline), reference.weights(), start) < FP32
-            assert result.avg_loss == pytest.approx(loss, rel=1e-6)
-            assert result.grad_norm == pytest.approx(norm, rel=1e-5)
-            assert result.total == len(samples)
+    coordinator = replicas(world)
+    for _ in range(updates):
+        loss, norm = reference.step(samples)
+        result = coordinator.train_batch_parallel(samples)
+        for pipeline in coordinator.pipelines:
+            assert distance(weights(pipeline), reference.weights(), start) < FP32
+        assert result.avg_loss == pytest.approx(loss, rel=1e-6)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
+        assert result.total == len(samples)
 
 
 def test_v18_what_is_frozen_is_watched_where_it_lives() -> None:
     """V18, FALSIFY-LORA-001: a base weight of one replica that moves stops the next step, naming that replica."""
-    with replicas(3) as coordinator:
-        coordinator.train_batch_parallel(mixed_samples(8))
-        base: Any = coordinator.pipelines[1].model.get_base_model()  # type: ignore[operator]
-        with torch.no_grad():
-            base.get_input_embeddings().weight[0, 0] += 1.0
-        before = states(coordinator)
-        assert broken(coordinator, mixed_samples(8))[:3] == ("base-frozen", 1, 2)
-        assert states(coordinator) == before
+    coordinator = replicas(3)
+    coordinator.train_batch_parallel(mixed_samples(8))
+    base: Any = coordinator.pipelines[1].model.get_base_model()  # type: ignore[operator]
+    with torch.no_grad():
+        base.get_input_embeddings().weight[0, 0] += 1.0
+    before = states(coordinator)
+    assert broken(coordinator, mixed_samples(8))[:3] == ("base-frozen", 1, 2)
+    assert states(coordinator) == before
 
 
 @pytest.mark.parametrize("how", ["in place", "trained alone", "replaced"])
 def test_v19_a_primary_that_was_changed_is_found_out(how: str) -> None:
     """V19, C-DP-001 pre: a change of the primary's weights between steps is found before any replica moves."""
-    with replicas(3) as coordinator:
-        coordinator.train_batch_parallel(sorted_samples(8))
-        primary = coordinator.primary_pipeline
-        parameter = next(p for n, p in sorted(primary.model.named_parameters()) if p.requires_grad)
-        if how == "in place":
-            parameter.data += 1.0
-        elif how == "trained alone":
-            primary.train_batch(sorted_samples(8))
-        else:
-            parameter.data = parameter.data + 1.0
-        before = states(coordinator)
-        assert broken(coordinator, sorted_samples(8))[:3] == ("replicas-agree", 0, 2)
-        assert states(coordinator) == before
+    coordinator = replicas(3)
+    coordinator.train_batch_parallel(sorted_samples(8))
+    primary = coordinator.primary_pipeline
+    parameter = next(p for n, p in sorted(primary.model.named_parameters()) if p.requires_grad)
+    if how == "in place":
+        parameter.data += 1.0
+    elif how == "trained alone":
+        primary.train_batch(sorted_samples(8))
+    else:
+        parameter.data = parameter.data + 1.0
+    before = states(coordinator)
+    assert broken(coordinator, sorted_samples(8))[:3] == ("replicas-agree", 0, 2)
+    assert states(coordinator) == before
 
 
 def test_v19_replicas_are_copies_of_one_model() -> None:
     """V19: what happens to the global generator, before or between, decides nothing about how replicas start."""
     torch.manual_seed(1)
-    with replicas(2) as one:
-        torch.manual_seed(2)
-        with replicas(2) as other:
-            assert set(states(one)) == set(states(other))
-            assert len(set(states(one))) == 1
-        with replicas(2, seed=1) as another:
-            assert set(states(one)).isdisjoint(states(another))
+    one = replicas(2)
+    torch.manual_seed(2)
+    other = replicas(2)
+    assert set(states(one)) == set(states(other))
+    assert len(set(states(one))) == 1
+    assert set(states(one)).isdisjoint(states(replicas(2, seed=1)))
 
 
 @pytest.mark.parametrize("bad", [sample("a", 2), sample("a", -1), sample("a", True), sample("", 0)])
 def test_v20_a_bad_sample_changes_nothing(bad: Any) -> None:
     """V20, V30, F-CLASS-002: the error names place and value of every bad label or text, and changes no replica."""
     samples = mixed_samples(3)
-    with replicas(2, optimizer=Optimizer()) as coordinator:
-        before = states(coordinator)
-        with pytest.raises(InputError) as caught:
-            coordinator.train_batch_parallel([*samples, bad])
-        assert states(coordinator) == before
-        assert coordinator.updates == 0
-        assert [each.where for each in caught.value.problems] == ["sample 3"]
-        assert ("no tokens" if not bad.input else f"label {bad.label}") in str(caught.value)
-    with replicas(2, model_config=FIXTURE) as coordinator, pytest.raises(InputError) as caught:
+    coordinator = replicas(2, optimizer=Optimizer())
+    before = states(coordinator)
+    with pytest.raises(InputError) as caught:
+        coordinator.train_batch_parallel([*samples, bad])
+    assert states(coordinator) == before
+    assert coordinator.updates == 0
+    assert [each.where for each in caught.value.problems] == ["sample 3"]
+    assert ("no tokens" if not bad.input else f"label {bad.label}") in str(caught.value)
+    coordinator = replicas(2, model_config=FIXTURE)
+    with pytest.raises(InputError) as caught:
         coordinator.train_batch_parallel([bad, sample("!!", 0), sample("xy", 0)])
     assert [each.where for each in caught.value.problems] == ["sample 0", "sample 2"]
     assert "121" in str(caught.value), "the byte of y is outside of 100 ids"
@@ -242,26 +241,26 @@ def test_v20_a_bad_sample_changes_nothing(bad: Any) -> None:
 def test_the_rate_may_be_set_for_all_replicas() -> None:
     """S20: a new rate counts from the next step on every replica; a bad one is refused."""
     samples = mixed_samples(4)
-    with replicas(2) as coordinator, replicas(2, replace(CONFIG, learning_rate=2e-2)) as planned:
-        coordinator.learning_rate = 2e-2
-        for each in (coordinator, planned):
-            each.train_batch_parallel(samples)
-        assert states(coordinator) == states(planned)
-        for bad in (0.0, -1.0, math.nan, math.inf):
-            with pytest.raises(InputError, match="learning_rate"):
-                coordinator.learning_rate = bad
-        assert coordinator.learning_rate == 2e-2
+    coordinator, planned = replicas(2), replicas(2, replace(CONFIG, learning_rate=2e-2))
+    coordinator.learning_rate = 2e-2
+    for each in (coordinator, planned):
+        each.train_batch_parallel(samples)
+    assert states(coordinator) == states(planned)
+    for bad in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(InputError, match="learning_rate"):
+            coordinator.learning_rate = bad
+    assert coordinator.learning_rate == 2e-2
 
 
 def test_accumulation_steps_are_read() -> None:
     """V32: k accumulation steps compute each micro-batch in k parts, for one update with the same gradient."""
     samples = mixed_samples(8)
     parted = replace(CONFIG, accumulation_steps=2)
-    with replicas(1) as whole, replicas(1, parted) as parts:
-        start = weights(whole.primary_pipeline)
-        whole.train_batch_parallel(samples)
-        parts.train_batch_parallel(samples)
-        assert [leaf.rows for leaf in whole.last_step.leaves] == [2] * 4
-        assert [leaf.rows for leaf in parts.last_step.leaves] == [1] * 8
-        assert distance(weights(parts.primary_pipeline), weights(whole.primary_pipeline), start) < 1e-5
-        assert parts.updates == parts.primary_pipeline.replica.updates == 1
+    whole, parts = replicas(1), replicas(1, parted)
+    start = weights(whole.primary_pipeline)
+    whole.train_batch_parallel(samples)
+    parts.train_batch_parallel(samples)
+    assert [leaf.rows for leaf in whole.last_step.leaves] == [2] * 4
+    assert [leaf.rows for leaf in parts.last_step.leaves] == [1] * 8
+    assert distance(weights(parts.primary_pipeline), weights(whole.primary_pipeline), start) < 1e-5
+    assert parts.updates == parts.primary_pipeline.replica.updates == 1
