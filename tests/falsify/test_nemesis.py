@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from hashlib import sha256
 from itertools import permutations
 from pathlib import Path
 from pkgutil import resolve_name
 from random import Random
+from shutil import copytree
 
 import psutil
 import pytest
@@ -105,17 +107,72 @@ def test_what_a_plant_replaces_exists(target: str) -> None:
     assert callable(resolve_name(target))
 
 
+def save(run: Path, step: int, tensors: bytes = b"weights", position: int = 0) -> None:
+    files = {"tensors.safetensors": tensors, "state.json": json.dumps({"progress": position}).encode()}
+    facts = {name: {"bytes": len(data), "sha256": sha256(data).hexdigest()} for name, data in files.items()}
+    folder = run / "checkpoints" / f"step-{step:08}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in {**files, "manifest.json": json.dumps({"files": facts}).encode()}.items():
+        (folder / name).write_bytes(data)
+
+
+def log(run: Path, steps: Sequence[int], rate: str = "0x0p+0") -> None:
+    numbers = {name: {"hex": rate} for name in ("loss", "grad_norm", "lr")}
+    lines = [json.dumps({"kind": "step", "step": step, "ids": [], **numbers}) for step in steps]
+    (run / "ledger.jsonl").write_text("".join(f"{line}\n" for line in lines))
+
+
+def end(run: Path, steps: int) -> None:
+    (run / "summary.json").write_text(json.dumps({"weights_digest": "w", "final_loss": {"hex": "1"}, "steps": steps}))
+
+
+def left_in(run: Path) -> Undisturbed:
+    for step in (1, 2, 3):
+        save(run, step)
+    log(run, (1, 2, 3))
+    end(run, 3)
+    return Undisturbed(run)
+
+
+DIFFERENCES: dict[str, Callable[[Path], object]] = {
+    "": lambda run: copytree(run / "checkpoints" / "step-00000001", run / "checkpoints" / "step-1.part"),
+    "it is not finished": lambda run: (run / "summary.json").unlink(),
+    "('w', '1', 2) where ('w', '1', 3) belongs": lambda run: end(run, 2),
+    "the result is the same, but not step-00000002": lambda run: save(run, 2, b"moments"),
+    "the result is the same, but not step-00000001": lambda run: save(run, 1, position=1),
+    "the result is the same, but not step-00000004": lambda run: save(run, 4),
+    "the result is the same, but not ledger line of step 4": lambda run: log(run, (1, 2, 3, 4)),
+    "the result is the same, but not ledger line of step 2": lambda run: log(run, (2,), "0x1p-1"),
+    "the result is the same, but the ledger lacks the updates 2": lambda run: log(run, (1, 3)),
+    "the result is the same, but step-00000003 is not there, whole": lambda run: (
+        run / "checkpoints" / "step-00000003" / "state.json"
+    ).write_bytes(b"{}"),
+}
+
+
+@pytest.mark.parametrize("said", DIFFERENCES)
+def test_what_a_run_left_is_compared_with_the_undisturbed_one(tmp_path: Path, said: str) -> None:
+    whole = left_in(tmp_path / "whole")
+    assert left_in(tmp_path / "run").lacking(3) == ""
+    DIFFERENCES[said](tmp_path / "run")
+    assert whole.differs(tmp_path / "run") == said
+
+
+def test_what_is_accepted_after_the_fault_is_listed(tmp_path: Path) -> None:
+    whole = left_in(tmp_path)
+    assert whole.accepted(tmp_path, 3) == ((), ())
+    (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_bytes(b"{")
+    assert whole.accepted(tmp_path, 1) == (("step-00000003", "ledger line of step 2", "ledger line of step 3"), ())
+
+
 def test_a_run_that_made_nothing_is_no_measure(tmp_path: Path) -> None:
-    zeros = {name: {"hex": "0x0p+0"} for name in ("loss", "grad_norm", "lr")}
-    lines = [f"{json.dumps({'kind': 'step', 'step': n, 'ids': [], **zeros})}\n" for n in (1, 2)]
     for updates, ledger, said in (
         (0, [], "0 of 2 updates are in its ledger, 0 in its summary"),
-        (2, lines[:1], "1 of 2 updates are in its ledger, 2 in its summary"),
-        (2, lines, "not whole: step-00000001, step-00000002"),
+        (2, [1], "1 of 2 updates are in its ledger, 2 in its summary"),
+        (2, [1, 2], "not whole: step-00000001, step-00000002"),
     ):
-        summary = {"weights_digest": "0", "final_loss": {"hex": "0x0p+0"}, "steps": updates}
-        (tmp_path / "summary.json").write_text(json.dumps(summary))
-        (tmp_path / "ledger.jsonl").write_text("".join(ledger))
+        end(tmp_path, updates)
+        log(tmp_path, ledger)
         assert Undisturbed(tmp_path).lacking(2) == said
 
 
