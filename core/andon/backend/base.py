@@ -73,7 +73,7 @@ def groups_of(backend: str) -> str:
 
 
 class GroupBackend:
-    """One rank of an existing process group, with the verbs of `InlineBackend`. `close` keeps the group open.
+    """One rank of the default process group, with the verbs of `InlineBackend`. `close` keeps the group open.
 
     clock: records when this rank waits for others.
 
@@ -81,19 +81,16 @@ class GroupBackend:
     over gloo is collective: ranks of one machine open sockets for short messages, of which a step has several.
     """
 
-    def __init__(
-        self, name: str, device: torch.device, group: dist.ProcessGroup | None = None, *, clock: StepClock | None = None
-    ) -> None:
+    def __init__(self, name: str, device: torch.device, *, clock: StepClock | None = None) -> None:
         if not dist.is_initialized():
             raise ValueError("the process group is not initialised")
         self.name = name
-        self.world_size = dist.get_world_size(group)
-        self.ranks: tuple[int, ...] = (dist.get_rank(group),)
+        self.world_size = dist.get_world_size()
+        self.ranks: tuple[int, ...] = (dist.get_rank(),)
         self.devices: tuple[torch.device, ...] = (device,)
-        self._group = group
         self._clock = StepClock() if clock is None else clock
         self._carrier = device if name == "nccl" else torch.device("cpu")
-        self._mesh = None if name == "nccl" else GroupGather(group or dist.group.WORLD, 0).sockets()
+        self._mesh = None if name == "nccl" else GroupGather(dist.group.WORLD, 0).sockets()
 
     def map(self, work: Callable[[int], T]) -> list[T]:
         return [work(0)]
@@ -110,7 +107,7 @@ class GroupBackend:
             if self._mesh is not None and 0 < sent.numel() * sent.itemsize <= _SHORT_BYTES:
                 return self._through(self._mesh, sent)
             received = sent.new_empty(self.world_size * sent.numel())
-            _all_gather(received, sent.view(-1), group=self._group)
+            _all_gather(received, sent.view(-1))
             return list(received.to(self.devices[0]).view(self.world_size, *sent.shape).unbind(0))
 
     def _through(self, mesh: Mesh, sent: torch.Tensor) -> list[torch.Tensor]:
@@ -136,13 +133,13 @@ class GroupBackend:
             received = sent.new_empty(sum(sizes))
             # Only copies bits: a collective that adds would choose the order of the sum.
             own = [sent.shape[1] * width] * self.world_size
-            dist.all_to_all_single(received, sent.view(-1), sizes, own, group=self._group)
+            dist.all_to_all_single(received, sent.view(-1), sizes, own)
             parts = torch.split(received.to(self.devices[0]), sizes)
             return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 
     def fill(self, local: Sequence[torch.Tensor]) -> None:
         with self._waiting():
-            _all_gather(local[0].view(-1), local[0][self.ranks[0]], group=self._group)
+            _all_gather(local[0].view(-1), local[0][self.ranks[0]])
 
     def close(self) -> None:
         if self._mesh is not None:

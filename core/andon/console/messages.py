@@ -14,6 +14,7 @@ import difflib
 import logging
 import os
 import shlex
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -256,8 +257,6 @@ def module_command(name: str, *arguments: str) -> list[str]:
     -P keeps the current folder, which may be an untrusted run folder, off `sys.path`. -I would also ignore PYTHONPATH,
     which may be how Python finds Andon.
     """
-    import subprocess  # most commands do not need it
-
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, "-P", "-m", name, *arguments]
 

@@ -20,8 +20,11 @@ from andon.inspection.difference import OTHER_MACHINE, Comparison, Differences
 from andon.inspection.recorded import Recorded, open_recorded
 from andon.launch.launcher import launch
 from andon.launch.portable import portable_environment
+from andon.run.atomic import write_json
 from andon.run.folder import RunFolder
 from andon.run.ledger import Difference, apart, differing, shown
+from andon.run.summary import differences as other_machine
+from andon.run.summary import fingerprint
 from andon.training.existing import config_at_hand
 
 if TYPE_CHECKING:
@@ -109,8 +112,6 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
     or model has changed, and `Violation` if a step breaks a contract.
     """
     from andon.run.checkpoint import newest_valid
-    from andon.run.summary import differences as other_machine
-    from andon.run.summary import fingerprint
     from andon.training.run import assembled, identity_changes
 
     recorded, report = open_recorded(path), Differences()
@@ -159,8 +160,6 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
 def replay_rank(payload: Mapping[str, Any]) -> int:
     """Entry point of a rank: `replay`. Rank 0 writes the outcome to the folder `out`."""
     import torch.distributed as dist
-
-    from andon.run.atomic import write_json
 
     config = Config.model_validate(payload["config"])
     report = replay(config, Path(payload["path"]), payload["first"], payload["last"])
