@@ -176,9 +176,6 @@ def mix(path: Path, before: Path) -> None:
     shutil.copyfile(before, path)
 
 
-DAMAGES = (cut_short, flip, zero, mix)
-
-
 _FORGIVEN, _BELIEVED = (Plant.of("forgiven"),), (Plant.of("unverified"),)
 _REFUSED = Guard(
     "an error of the disk ends the run", "exit 0 instead of 2|not said: 'cannot be written", plants=_FORGIVEN

@@ -1,4 +1,4 @@
-"""Preference tuning from a file to a run folder: one digest on any number of workers, and TRL's loss and gradient."""
+"""Preference tuning from a file to a run folder: one digest on any number of workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import OPTConfig, OPTForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import andon.training.reference
 from andon.cli.commands import app
@@ -20,7 +20,6 @@ from andon.console.messages import Exit, InputError
 from andon.data.tokens import byte_tokenizer
 from andon.model.causal import row_log_probs
 from andon.run.folder import RunFolder
-from andon.tasks.dpo import DpoTask
 from andon.training.inference import evaluate_run, load_run, read_labelled
 from andon.training.material import prepare
 from andon.training.preview import describe
@@ -217,51 +216,3 @@ def small_base(folder: Path) -> Path:
     tokenizer.split_special_tokens = False
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def test_trl_has_the_same_loss_and_gradient(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="compares with TRL's DPOTrainer: install trl to run it")
-    from datasets import Dataset
-
-    rows = [preference(number) for number in range(9)]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    base = small_base(tmp_path / "base")
-    start = Qwen3ForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(base)
-    overrides = [f"model.base={base}", f"data.train={data}", f"data.eval={data}", "data.validation_fraction=0"]
-    overrides += ["adapter.kind=none", "training.batch_size=9", "training.micro_batches=4", "training.packing=false"]
-    config = load_config(None, overrides, {"run.backend": "inline", "run.workers": 1, "run.dir": str(tmp_path / "run")})
-    trained = Qwen3ForCausalLM.from_pretrained(base, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.add_(torch.randn(parameter.shape) * 0.02)
-    with assembled(config, RunFolder(tmp_path / "run"), writing=False) as session:
-        model, task = session.run.primary.model, session.material.task
-        assert isinstance(task, DpoTask)
-        model.load_state_dict(trained.state_dict())
-        found = task.loss_sum(model, task.load(range(9), torch.device("cpu")))
-        found.loss_sum.backward()
-        ours = {
-            name: parameter.grad.clone() / 9
-            for name, parameter in model.named_parameters()
-            if parameter.grad is not None
-        }
-        tokens = [task._rows.row(place) for place in range(18)]
-
-    settings = {"use_cpu": True, "bf16": False, "report_to": [], "beta": 0.1, "per_device_train_batch_size": 9}
-    args = trl.DPOConfig(output_dir=str(tmp_path / "trl"), activation_checkpointing=False, **settings)
-    trainer = trl.DPOTrainer(trained, start, args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-    examples = [trainer.train_dataset[place] for place in range(9)]
-    for place, row in enumerate(tokens):
-        side = ("chosen_ids", "rejected_ids")[place % 2]
-        assert [*row.ids] == examples[place // 2]["prompt_ids"] + examples[place // 2][side]
-        assert sum(map(bool, row.weights)) == len(examples[place // 2][side])
-    loss = trainer.compute_loss(trained.train(), trainer.data_collator(examples))
-    loss.backward()
-    off = abs(float(found.loss_sum.detach()) / 9 / float(loss.detach()) - 1)
-    for name, parameter in trained.named_parameters():
-        assert parameter.grad is not None
-        off = max(off, float((ours[name] - parameter.grad).norm() / parameter.grad.norm()))
-    assert off <= 1e-5
-    assert abs(float(loss.detach()) - math.log(2)) > 1e-2  # the margins are not zero
