@@ -29,7 +29,7 @@ def read(text: str) -> Any:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("1e-3", 0.001),
+        *((number, 0.001) for number in ("1e-3", "1E-3", "1.e-3", ".001", "+1e-3")),  # 1e-3 is a string in YAML 1.1
         ("1.5E+2", 150.0),
         ("-.inf", -math.inf),
         ("010", 10),

@@ -58,13 +58,6 @@ def test_flags_win_over_overrides_and_these_over_the_file(tmp_path: Path) -> Non
     assert config.adapter.targets == ("q_proj", "v_proj")
 
 
-@pytest.mark.parametrize("number", ["1e-3", "1E-3", "0.001", "1.e-3", ".001", "+1e-3"])
-def test_every_way_to_write_a_number_is_a_number(tmp_path: Path, number: str) -> None:
-    """YAML 1.1 reads 1e-3, without a point, as a string; a user means a number."""
-    assert load_config(written(tmp_path, f"optimizer:\n  lr: {number}\n")).optimizer.lr == 0.001
-    assert load_config(None, [f"optimizer.lr={number}"]).optimizer.lr == 0.001
-
-
 def test_all_problems_are_said_at_once_each_at_its_place(tmp_path: Path) -> None:
     path = written(tmp_path, 'seed: -1\noptimizer:\n  lr: "1e-3"\n  bets: [1, 2]\n\ntraining: {epochs: 2.0}\nlr: 3\n')
     said = faults(path, ["data.class_weight=inverse", "foo", "run.log_every=0"], {"run.workers": 0})
