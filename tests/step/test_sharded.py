@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.step import flat
+from andon.step.captured import CapturedPasses
 from andon.step.flat import Shards
 from andon.step.micro_batch import Batch, LeafLoss
 from andon.step.replica import Replica, restore_state, state_tensors
-from andon.step.step import RankFailed, TrainingStep
+from andon.step.step import Pending, RankFailed, TrainingStep
 from andon_contracts import observe
 from andon_contracts.violation import Violation
+from tests.step.test_cuda import PinnedTask
 from tests.support.faults import FAULTS, Caught, cannot_read, ordinary, violation_of
 from tests.support.ranks import run_ranks
 from tests.support.toy import CLASSES, CPU, FEATURES, SEED, Settings, ToyTask, rate, record, trainable
@@ -106,35 +110,36 @@ LATE = (SETTINGS["adamw-clipped"], Settings(2), Settings(7, sizes=(30, 5, 20)))
 
 
 def _early(settings: Settings) -> tuple[list[Mapping[str, object]], int]:
-    """The records of a run that is checked late, and the most buckets that were reduced within a backward pass."""
+    """The records of a run that is checked late, and how many last passes were reduced bucket by bucket."""
     small_blocks()
     step, own = made(GroupBackend("gloo", CPU), settings, late=True)
     step.attest_start({})
     assert step._slices is not None
-    within, ready = [0], step._slices.ready
+    lasts, reduce = list[object](), step._slices.reduce
 
-    def counted(buckets: Iterable[int], roots: Any) -> None:
-        within.append(within[-1] + bool(own._missing))
-        ready(buckets, roots)
+    def counted(roots: Any, lefts: Sequence[torch.Tensor] = (), last: torch.Tensor | None = None) -> None:
+        lasts.append(last)
+        reduce(roots, lefts, last)
 
-    step._slices.ready = counted  # type: ignore[method-assign]
-    return [record(step(b, rate(b.step), b.step), [own]) for b in settings.batches()], within[-1]
+    step._slices.reduce = counted  # type: ignore[method-assign]
+    records = [record(step(b, rate(b.step), b.step), [own]) for b in settings.batches()]
+    return records, sum(last is own.parameters.gradient for last in lasts)
 
 
 @pytest.mark.parametrize("number", range(len(LATE)))
 @pytest.mark.parametrize("world", [2, 4])
-def test_buckets_that_are_reduced_within_the_backward_pass_have_the_same_bits(world: int, number: int) -> None:
+def test_a_last_pass_that_is_reduced_bucket_by_bucket_has_the_same_bits(world: int, number: int) -> None:
     torch.set_num_threads(1)
     expected = trained(InlineBackend([CPU]), LATE[number])
     for rank, outcome in enumerate(run_ranks(world, _early, LATE[number])):
-        records, within = outcome.get()
+        records, passes = outcome.get()
         assert records == expected
-        assert (within > 0) == (rank < LATE[number].micro_batches)
+        assert passes == len(records) * (rank < LATE[number].micro_batches)
 
 
 class _Failing(ToyTask):
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Fails in the backward pass, after some buckets have been reduced."""
+        """Fails in the backward pass, after some buckets are complete."""
         hidden = model.first.weight * 1.0  # type: ignore[operator]
         hidden.register_hook(lambda _: cannot_read())
         found = super().loss_sum(model, batch)
@@ -179,8 +184,9 @@ def _flipped(method: str, tensor: Callable[[Replica], torch.Tensor]) -> Callable
         values.view(torch.int32)[values.abs().argmax()] ^= 1
 
     def plant(own: Replica) -> None:
-        inner = getattr(own, method)
-        setattr(own, method, lambda *args: (inner(*args), flip(own)))
+        at: Any = own.exchange if method == "gather" else own
+        inner = getattr(at, method)
+        setattr(at, method, lambda *args: (inner(*args), flip(own)))
 
     return plant if method else flip
 
@@ -202,7 +208,7 @@ PLANTED: Mapping[str, tuple[Callable[[Replica], None], str, str, bool]] = {
     "average": (_flipped("", _moment("exp_avg")), "optimizers-agree", "exp_avg", True),
     "square": (_flipped("", _moment("exp_avg_sq")), "optimizers-agree", "exp_avg_sq", True),
     "gradient": (_flipped("set_gradient", lambda own: own.master.gradient), "gradients-agree", "gradient", True),
-    "gathered": (_flipped("gather_weights", _weights), "replicas-agree", "first.weight", False),
+    "gathered": (_flipped("gather", _weights), "replicas-agree", "first.weight", False),
 }
 """The fault, then the clause and tensor that every rank must name, and whether nothing may have been applied."""
 FAULTY = Settings(8, sizes=(10, 10, 10), clip_norm=0.2)
@@ -327,3 +333,58 @@ def test_a_rank_with_one_micro_batch_holds_two_buffers_and_three_slices() -> Non
         held, length, capacity = outcome.get()
         assert held == 2 * capacity + 3 * length + 1  # the count of updates
         assert length <= (capacity + BLOCK_HERE) // 4 + BLOCK_HERE
+
+
+class LayeredModel(nn.Module):
+    """Layers in a list. early: the weight of the last one is also read before it is entered."""
+
+    def __init__(self, *, early: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, 256), nn.Linear(256, CLASSES)
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.dropout, self.early = nn.Dropout(0.2), early
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.early:
+            hidden = hidden * (1 + self.layers[-1].weight.mean())  # type: ignore[operator]
+        for layer in self.layers:
+            hidden = self.dropout(torch.tanh(layer(hidden)))
+        logits: torch.Tensor = self.second(hidden)
+        return logits
+
+
+def _on_gpus(world: int, *, captured: bool, early: bool) -> tuple[list[Mapping[str, int]], bool]:
+    """The digests of a run, whose next update is launched before the last one is read, and whether it was captured.
+    Each gathered bucket and each backward pass is delayed: a wait that is missing would be seen."""
+    small_blocks()
+    flat._BUCKET_BLOCKS = 4
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    model = LayeredModel(early=early).to(device)
+    passes = CapturedPasses(device) if captured else None
+    backend: Backend = InlineBackend([device])
+    if world > 1:
+        backend = GroupBackend("nccl", device, dist.new_group(backend="nccl"))
+        fill = backend.fill
+        backend.fill = lambda rows: (torch.cuda._sleep(2_000_000), fill(rows))  # type: ignore[method-assign]
+        model.first.register_full_backward_pre_hook(lambda *_: torch.cuda._sleep(5_000_000))
+    own = Replica(model, trainable(model), Optimizer(), SEED, device, captured=passes, backend=backend)
+    step = TrainingStep(backend, [own], PinnedTask(), 4, 0.2, Contracts(audit_every=0))
+    step.attest_start({})
+    ahead, digests = list[Pending](), list[Mapping[str, int]]()
+    for batch in Settings(4, sizes=(3,) * 12).batches():
+        ahead.append(step.launch(batch, rate(batch.step), batch.step))
+        digests += [ahead.pop(0).result().digests] if len(ahead) > 1 else []
+    digests.append(ahead.pop().result().digests)
+    return digests, bool(passes and len(passes))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("captured", [False, True])
+def test_passes_wait_for_the_weights_that_they_read(captured: bool, early: bool) -> None:
+    (alone,) = run_ranks(1, partial(_on_gpus, 1, captured=False, early=early))
+    for outcome in run_ranks(2, partial(_on_gpus, 2, captured=captured, early=early)):
+        assert outcome.get() == (alone.get()[0], captured)

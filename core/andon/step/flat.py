@@ -9,6 +9,7 @@ divisions, sums and updates differently.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ BLOCK = 1 << 20
 """Elements per block. A norm is a sum over blocks, so ranks divide a buffer between blocks without changing a bit."""
 LEAST = 128
 """Blocks from which ranks divide the optimizer: a smaller one saves little memory, and the exchange takes time."""
-_BUCKET_BLOCKS = 16
+_BUCKET_BLOCKS = 64
 DIVIDING = ("gloo", "nccl")
 """The backends whose ranks divide the optimizer among them. Those of `mixed` round differently."""
 _MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -99,8 +100,16 @@ class Shards:
 
     def bucket_of(self, flat: torch.Tensor, bucket: int) -> torch.Tensor:
         """View of a bucket of `flat` [capacity]."""
-        start, width = self.buckets[bucket]
-        return flat[start : start + self.world * width]
+        start = self.buckets[bucket][0]
+        return flat[start : start + self.bucket_size(bucket)]
+
+    def bucket_size(self, bucket: int) -> int:
+        return self.world * self.buckets[bucket][1]
+
+    def buckets_of(self, start: int, end: int) -> range:
+        """The buckets that hold the elements [start, end)."""
+        starts = [first for first, _ in self.buckets]
+        return range(bisect_right(starts, start) - 1, bisect_left(starts, end))
 
     def cut(self, held: torch.Tensor) -> list[torch.Tensor]:
         """Views of the slice `held` [length], one per span."""

@@ -9,13 +9,12 @@ traffic is that of an all-reduce, but the collectives only copy bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
 from andon.backend.base import Backend
-from andon.step.flat import Shards
 from andon.step.plan import rank_leaves
 
 Node = tuple[int, int]
@@ -132,38 +131,3 @@ class TreeReduction:
             for row, node in enumerate(nodes)
         }
         return finish((0, self.leaves), table, torch.add)
-
-
-class SliceReduction:
-    """Sums a rank's slice of the gradient bucket by bucket, so that no rank holds a second copy of it.
-
-    Invariant: all ranks reduce the buckets in the same order, because each reduction is a collective. A bucket waits
-    until all earlier ones are ready. On a GPU, a side stream reduces while the backward pass computes later buckets.
-    """
-
-    def __init__(self, reduction: TreeReduction, shards: Shards, out: torch.Tensor, decayed: int) -> None:
-        """out: [shards.length]. decayed: the elements from there on, small parts of all layers, are ready last."""
-        self._reduction, self._buckets = reduction, shards.buckets
-        self._parts = dict(enumerate(shards.cut(out)))
-        ends = [start + shards.world * width for start, width in shards.buckets]
-        self._order = sorted(range(len(ends)), key=lambda bucket: (ends[bucket] > decayed, -bucket))
-        self._ready: set[int] = set()
-        self._done = 0
-        self._stream = torch.cuda.Stream(out.device) if out.is_cuda else None
-
-    def ready(self, buckets: Iterable[int], roots: Roots) -> None:
-        """Start to reduce the `buckets` of `roots`, after those before them. Their elements must not change again."""
-        self._ready |= {*buckets}
-        while self._done < len(self._order) and self._order[self._done] in self._ready:
-            bucket, self._done = self._order[self._done], self._done + 1
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            with torch.cuda.stream(self._stream):  # None: no change
-                self._reduction.bucket_into(self._parts.get(bucket), roots, *self._buckets[bucket])
-
-    def finish(self, roots: Roots) -> None:
-        """Reduce all buckets that are left. Later work on the current stream waits for them."""
-        self.ready(self._order, roots)
-        self._ready, self._done = set(), 0
-        if self._stream is not None:
-            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -35,7 +34,8 @@ from andon.step.flat import (
 )
 from andon.step.message import WIDTH
 from andon.step.micro_batch import Batch, Leaf, LeafResult, PassResult, Task, keyed_randomness, reports_of_leaves
-from andon.step.reduce import Node, SliceReduction, fold
+from andon.step.reduce import Node, fold
+from andon.step.slices import SliceExchange, layers_of
 from andon_contracts.digest import join, kernels, seal, tensor_digest, tree_digest, word_sum_tensor
 from andon_contracts.observe import finite_total, flat_norm, nonfinite, word_sums
 from andon_contracts.policy import enforced
@@ -105,10 +105,9 @@ class Replica:
         self._divided: torch.Tensor | None = None
         self._updated: torch.Tensor | None = None
         self._readers: dict[int, Any] = {}
-        self.reduction: SliceReduction | None = None
-        # For each bucket the number of its parameters, and of those that the running pass has no gradient of yet.
-        self._users, self._missing = Counter[int](), Counter[int]()
-        self._complete: Callable[[int], None] = lambda bucket: None
+        self.exchange: SliceExchange | None = None
+        self.layers = layers_of(model)
+        """They wait for gathered weights one by one, unless they are compiled; see `SliceExchange`."""
         self._own_norm = torch.zeros(())  # of the slice, before clipping
         # A GPU adds the blocks of all ranks in the order of the buffer. On a CPU the sum is exact, in any order.
         self._block_places: torch.Tensor | None = None
@@ -152,10 +151,9 @@ class Replica:
 
         self._prepare()
         sums: dict[Node, torch.Tensor] = {}
-        overlapping = self.reduction is not None and keeping is None and self.captured is None
         for left, node in zip(reversed(range(len(roots))), roots, strict=True):
-            if overlapping and not left:
-                self._overlapped(node, compute, sums, self.reduction)
+            if self.exchange is not None and self.exchange.overlapping and keeping is None and not left:
+                self._overlapped(node, compute, sums, self.exchange)
             else:
                 value = fold(node, compute, self._add, self._save, keep if keeping else None)
                 # A divided optimizer leaves the model's gradient alone until the next pass.
@@ -164,49 +162,19 @@ class Replica:
             raise RuntimeError(REPLACED)  # also with contracts off
         return PartialGradient(sums, reports_of_leaves(results, task, self.device, checked=checked), kept)
 
-    def _overlapped(self, node: Node, compute: Callable[[int], Any], sums: dict[Node, Any], reduction: Any) -> None:
-        """`fold` the last subtree `node` into `sums`. During its last pass, complete and reduce bucket by bucket."""
-        shards, _ = self._division()
-        (low, high), lefts, gradient = node, list[torch.Tensor](), self.parameters.gradient
+    def _overlapped(
+        self, node: Node, compute: Callable[[int], Any], sums: dict[Node, torch.Tensor], exchange: SliceExchange
+    ) -> None:
+        """`fold` the last subtree `node` into `sums`, and reduce each bucket when its last pass has completed it."""
+        (low, high), lefts = node, list[torch.Tensor]()
         while high - low > 1:
             middle = (low + high) // 2
             lefts.append(self._save(fold((low, middle), compute, self._add, self._save)))
             low = middle
-        sums[node] = lefts[0] if lefts else gradient
-
-        def complete(bucket: int) -> None:
-            value = shards.bucket_of(gradient, bucket)
-            for left in reversed(lefts):
-                value = shards.bucket_of(left, bucket).add_(value)
-            reduction.ready([bucket], sums)
-
-        self._missing, self._complete = self._users.copy(), complete
-        try:
-            compute(low)
-        finally:
-            missing, self._missing = self._missing, Counter()
-        for bucket in +missing:  # of weights that the pass did not use, or of a pass without rows
-            complete(bucket)
+        last = compute(low)
+        sums[node] = lefts[0] if lefts else last
+        exchange.reduce(sums, lefts, last)
         self._spare += lefts[1:]
-
-    def overlap(self, reduction: SliceReduction) -> None:
-        """From now on start to reduce a bucket as soon as the rank's last pass, if eager, has computed its gradient."""
-        shards, _ = self._division()
-        self.reduction = reduction
-        starts = [start for start, _ in shards.buckets]
-        for slot, parameter in zip(self.parameters.slots, self.parameters.parameters, strict=True):
-            buckets = range(bisect_right(starts, slot.start) - 1, bisect_left(starts, slot.end))
-            self._users.update(buckets)
-            hook: Callable[..., None] = functools.partial(self._accumulated, buckets)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _accumulated(self, buckets: Sequence[int], parameter: nn.Parameter) -> None:
-        for bucket in buckets if self._missing else ():
-            self._missing[bucket] -= 1
-            if self._missing[bucket] < 0:
-                raise RuntimeError("a weight received its gradient in several parts, after it had been sent")
-            if self._missing[bucket] == 0:
-                self._complete(bucket)
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
         """`value`, or a copy of it if the next micro-batch would overwrite it."""
@@ -231,6 +199,9 @@ class Replica:
         missing = {node: torch.zeros_like(self.parameters.gradient) for node in roots if node not in partial.roots}
         return PartialGradient({**partial.roots, **missing}, partial.reports, partial.kept) if missing else partial
 
+    def _passing(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.exchange is None else self.exchange.passing()
+
     def _prepare(self) -> None:
         self.parameters.attach_gradient()
         # Setting the mode of a thousand modules takes milliseconds; checking it is cheaper.
@@ -240,7 +211,8 @@ class Replica:
     def _leaf(self, step: int, leaf: Leaf, task: Task, *, checked: bool) -> LeafResult:
         # A micro-batch without rows is still a leaf of the tree; its gradient is exactly zero.
         if not leaf.ids:
-            self.parameters.gradient.zero_()
+            with self._passing():
+                self.parameters.gradient.zero_()
             return LeafResult(leaf)
         batch = task.load(leaf.ids, self.device)
         drawing = functools.partial(keyed_randomness, self.seed, step, leaf.index, self.device)
@@ -252,9 +224,10 @@ class Replica:
         return LeafResult(leaf, batch, self.captured((task, checked), batch, drawing, compute))
 
     def _pass(self, task: Task, batch: Batch, *, checked: bool, content: bool = False) -> PassResult:
-        self.parameters.gradient.zero_()
-        loss = task.loss_sum(self.model, batch)
-        loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+        with self._passing():
+            self.parameters.gradient.zero_()
+            loss = task.loss_sum(self.model, batch)
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
         total = finite_total(self.parameters.gradient) if checked else None
         rows = task.content(batch) if content else None
         return PassResult(loss.loss_sum.detach(), loss.correct, loss.terms, total, rows)
@@ -364,12 +337,6 @@ class Replica:
         gradient = now[:1] if self._divided is None else self._divided
         moved = now != torch.cat([gradient, now[1:] if self._updated is None else self._updated])
         return nn.functional.pad(moved.long(), (0, 1 + len(moments_of(self.settings)) - len(now)))
-
-    def gather_weights(self) -> None:
-        """Copy the weights of every rank's slice to all ranks. Collective; only with `shards`."""
-        shards, backend = self._division()
-        for bucket in range(len(shards.buckets)):
-            backend.fill([shards.bucket_of(self.parameters.storage, bucket).view(shards.world, -1)])
 
     def gather_state(self) -> None:
         """On rank 0 copy the whole optimizer state to `whole`, on the CPU. Collective; only with `shards`."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -38,8 +39,9 @@ from andon.step.flat import moments_of
 from andon.step.message import COMPUTED, EACH_ONCE, PARTS_FINITE, REDUCED, ROWS_AGREE, ROWS_PLANNED, TERMS_PLANNED, Gate
 from andon.step.micro_batch import Leaf, Task, plan_leaves
 from andon.step.plan import GlobalBatch, rank_leaves
-from andon.step.reduce import SliceReduction, TreeReduction, fold
+from andon.step.reduce import TreeReduction, fold
 from andon.step.replica import PartialGradient, Replica
+from andon.step.slices import SliceExchange
 from andon_contracts.agree import HEADER, Observation, bits_of, real_of
 from andon_contracts.digest import signed
 from andon_contracts.laws import update as laws
@@ -228,9 +230,11 @@ class TrainingStep:
         self._shards, self._slices = first.shards, None
         self._reduce = TreeReduction(micro_batches, first.parameters.size, backend)
         if first.shards is not None:
-            self._slices = SliceReduction(self._reduce, first.shards, first.master.gradient, first.decayed)
-            if self.late:  # a host that reads at once compares the ranks before they send gradients
-                first.overlap(self._slices)
+            weights, gradient = first.parameters, first.master.gradient
+            # A host that reads at once compares the ranks before they send gradients.
+            first.exchange = self._slices = SliceExchange(
+                self._reduce, backend, weights, first.shards, gradient, first.layers, overlapping=self.late
+            )
         self.audit = Audit(contracts, backend, replicas, task, self._owners, self._reduce.roots_of_rank)
         # One more than any rank should compute, so that a surplus is detected.
         self._report_rows = max(map(len, self._owners)) + 1
@@ -285,11 +289,12 @@ class TrainingStep:
         self._compare_moments(update)
         # On CPUs all of that has been checked by now. On GPUs the host has read nothing yet: the gate has checked the
         # same tables, and if it is closed, the optimizer changes nothing.
-        self._apply_update(update)
-        if self.late:
-            # Read last, after all tables that can explain a closed gate.
-            update.read(self._gate.closed, _refuse_closed)
-            update.end(self._backend.devices[0])
+        with nullcontext() if self._slices is None else self._slices.aside():
+            self._apply_update(update)
+            if self.late:
+                # Read last, after all tables that can explain a closed gate.
+                update.read(self._gate.closed, _refuse_closed)
+                update.end(self._backend.devices[0])
         return update
 
     # C-DP-002, F-DP-002 and, of the parts of the gradient, F-DP-003
@@ -444,8 +449,8 @@ class TrainingStep:
             if update.checked and self._shards is not None and self.audit.due(update.batch.step):
                 audited = self._replicas[0].recomputed_update(self.audit.subject_of(update.batch.step))
             self._backend.map(lambda index: self._replicas[index].apply())
-            if self._shards is not None:
-                self._replicas[0].gather_weights()
+            if self._slices is not None:
+                self._slices.gather()
         if not update.checked:
             return None
         self._audit_update(update, audited)

@@ -188,6 +188,7 @@ def build_replicas(
     for replica in replicas:
         if compiling != "off" and replica.device.type == "cuda":
             compile_backbone(replica.model, compiling, shapes)
+            replica.layers = []
     return replicas
 
 
