@@ -249,6 +249,7 @@ def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "run.workers is 3, torchrun started 2; 1 are missing (--workers 3 refuses this)" in done.stderr
+    assert re.findall(r"warning: (\S+ \S+)", done.stderr) == ["run.workers is", "--model is", "the texts"]
     assert outcome(tmp_path / "run") == outcome(run)
 
 
