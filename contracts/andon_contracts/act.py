@@ -2,8 +2,8 @@
 
 The bundle is a folder of files about a violation, or another end, for examination after its processes are gone.
 FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
-message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
-`rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
+message, versions, environment. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a
+collective: `rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
 `rank-R.collectives.json` (torch's record of its collectives, if it keeps one). No file is a pickle. Rows and weights
 are in them, so only their owner can read them (0600).
 """
@@ -145,11 +145,11 @@ def write_account(
     place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
 ) -> str:
     """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": an exception would hide the violation."""
-    versions = environment(torch.get_num_threads(), devices)
-    packages = versions.pop("packages")
-    versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
+    machine = environment(torch.get_num_threads(), devices)
+    packages = machine.pop("packages")
+    versions = {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
     record = {"v": SCHEMA_VERSION, **Broken.of(clause, finding).to_json()}
-    body = {"record": record, "explain": explain_command(place), "versions": versions, **facts}
+    body = {"record": record, "explain": explain_command(place), "versions": versions, "environment": machine, **facts}
     return _write_json(place / f"{clause}.json", body)
 
 

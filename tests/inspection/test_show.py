@@ -19,6 +19,7 @@ from andon.training.rows import Rows
 from andon_contracts.act import Evidence, Scene, with_bundle
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.fields import Real
+from andon_contracts.fingerprint import environment
 from andon_contracts.record import Broken, Plan, RankPart, Record
 from andon_contracts.violation import Finding, Violation
 from tests.inspection.ledgers import ROWS, digest, resumed_run, retracted_run, start, step, whole_run, write
@@ -177,7 +178,9 @@ def test_a_bundle_is_explained(tmp_path: Path) -> None:
     assert not any("weights same" in line for line in lines)
     assert any("test_show.py" in line and "_left_by" in line for line in lines), "the stack of the main thread"
     assert any(line.startswith("    collectives not available: ") for line in lines)
-    assert any(line.startswith("  torch: ") for line in lines)
+    assert lines[-2].startswith("  versions andon ")
+    assert f", torch {torch.__version__}" in lines[-2]
+    assert lines[-1] == f"  device   2 ranks on {environment()['cpu']}"
     assert list(explain(Path(place) / "replicas-agree.json")) == lines
 
 
