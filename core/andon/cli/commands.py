@@ -512,7 +512,7 @@ def show(run: Path, step: int | None) -> None:
 
 
 @app.command()
-@click.argument("path", type=Path, help="Bundle of a violation, its run, or the name of a clause.")
+@click.argument("path", type=Path, help="Folder of a watch, a bundle in it, a run, or the name of a clause.")
 def explain(path: Path) -> None:
     """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained

@@ -24,8 +24,9 @@ _MOST_BYTES = 1 << 28
 def explain(path: Path) -> Iterator[str]:
     """Lines on each violation in a bundle (a folder of `CLAUSE.json` files, or one of them) or run at `path`.
 
-    If `path` does not exist but names a clause, the lines explain that clause. Raises `InputError` if no violation is
-    found or the file cannot be read as a bundle.
+    For the folder of a watch, which holds bundles, three lines on each of them. If `path` does not exist but names a
+    clause, the lines explain that clause. Raises `InputError` if no violation is found or the file cannot be read as a
+    bundle.
     """
     if path.suffix == ".json" and path.is_file():
         yield from _bundle(path, named=True)
@@ -34,9 +35,12 @@ def explain(path: Path) -> Iterator[str]:
         if name not in CLAUSES:
             raise InputError.at(name, f"no such run, bundle or clause{did_you_mean(name, CLAUSES)}")
         yield from (name, *CLAUSES[name].explanation())
-    elif is_folder(path) and not (path / "ledger.jsonl").exists() and (files := sorted(path.glob("*.json"))):
+    elif is_folder(path) and not (path / "ledger.jsonl").exists():
+        files = sorted(path.glob("*.json"))
         for file in files:
             yield from _bundle(file)
+        if not files:
+            yield from _bundles_in(path)
     else:
         yield from _run(path)
 
@@ -56,6 +60,21 @@ def _run(path: Path) -> Iterator[str]:
             if step < record.step:
                 yield f"           step {record.step} was not recorded; the last recorded step is {step}"
             yield f"  repeat   {command_line('andon', 'replay', path, '--steps', str(step))}"
+
+
+def _bundles_in(folder: Path) -> Iterator[str]:
+    """For each bundle in the folder of a watch, by step: clause and step, what was seen, and the next command."""
+    files = sorted(folder.glob("[0-9]*/*.json"), key=lambda file: (len(file.parent.name), file))
+    if not files:
+        raise InputError.at(folder, "holds no run and no bundle: it has no ledger.jsonl and no STEP/CLAUSE.json")
+    for file in files:
+        try:
+            headline, *rows = _lines(*_read_account(file))
+        except InputError as error:
+            yield str(error)
+            continue
+        seen = next(row for row in rows if row.startswith("  seen "))
+        yield from (headline, shown(seen, _SHOWN), f"  explain  {command_line('andon', 'explain', file)}")
 
 
 def _read_account(path: Path, *, named: bool = False) -> tuple[Broken, dict[str, Any]]:
