@@ -362,6 +362,15 @@ def error_line(error: BaseException) -> str:
     return _user_line(reversed(list(traceback.walk_tb(error.__traceback__))), " in ")
 
 
+def end_at_user_line(error: BaseException) -> None:
+    """Cut the traceback of `error` after its innermost line of user code, if it passed through any."""
+    trace, last = error.__traceback__, None
+    while trace is not None:
+        last, trace = trace if _is_users(trace.tb_frame) else last, trace.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def user_line() -> str:
     """The innermost line of user code on this thread's stack, as `file:line`, or ""."""
     return _user_line(traceback.walk_stack(sys._getframe(1)), "")
@@ -371,14 +380,23 @@ def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> st
     """The first frame of user code, else of a library. separator: the text before the function's name; "" omits it."""
     library = ""
     for frame, line in innermost_first:
-        file = frame.f_code.co_filename
-        if file in LAUNCHER_FILES or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
-            continue
-        shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
-        if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
-            return shown
-        library = library or shown
+        if not _is_hidden(frame):
+            shown = f"{frame.f_code.co_filename}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
+            if _is_users(frame):
+                return shown
+            library = library or shown
     return library
+
+
+def _is_hidden(frame: Any) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return frame.f_code.co_filename in LAUNCHER_FILES or package in _HIDDEN
+
+
+def _is_users(frame: Any) -> bool:
+    file = frame.f_code.co_filename
+    is_library = file.startswith((*_LIBRARIES, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
+    return not (is_library or _is_hidden(frame))
 
 
 def flight_record() -> tuple[Mapping[str, Any] | None, str]:

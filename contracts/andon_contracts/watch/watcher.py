@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from andon_contracts.act import Evidence, write_cause
+from andon_contracts.act import Evidence, end_at_user_line, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.legible import counted, log
 from andon_contracts.liveness.diagnosis import AT_UPDATE, BEFORE_FORWARD, IN_PASS, EndMessages, Position
@@ -207,6 +207,8 @@ class Watch:
         if error is not None and reason_of(error) != "finished" and self._halt is not None and not self.closed:
             self._halt.failed(error)
             print_cause(self._halt.cause, error)
+        if isinstance(error, Violation):
+            end_at_user_line(error)
         self._close(error)
 
     def _say_opening(self) -> None:
