@@ -382,7 +382,7 @@ def predict(
     path = one_file(file, data)
     check_output(output, path)
     texts = texts_of(folder, path, text_column, bad_rows)
-    say(*skip_notes(texts.skipped, 20))
+    say(*skip_notes(texts.skipped, 20, option="--bad-rows skip"))
     from andon.training.inference import load_run
     from andon.training.inference import predict as predicted
     from andon.training.material import cut_texts_note
