@@ -139,7 +139,7 @@ def taken_over(config: Config, folder: RunFolder) -> str:
     keys = [key for key in automatic_keys(config) if not (is_set(config, key) or key.startswith("run."))]
     was = by_dotted_key(as_begun(config, folder))
     listed = [f"{key}={was[key]}" for key in keys if was[key] != usual[key]]
-    return f"resume: settings of the run, since they are not given: {', '.join(listed)}" if listed else ""
+    return f"resume: settings taken from the run: {', '.join(listed)}" if listed else ""
 
 
 def as_begun(config: Config, folder: RunFolder) -> Config:
