@@ -2,8 +2,8 @@
 
 The bundle is a folder of files about a violation, or another end, for examination after its processes are gone.
 FOLDER/STEP/CLAUSE.json is the account, written by the lowest live rank: the ledger's record of the violation, the
-message, versions. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a collective:
-`rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
+message, versions, environment. FOLDER/STEP/CLAUSE/ has a part for each live rank, written by that rank, without a
+collective: `rank-R.json` (batch ids, stacks of all Python threads, digests by tensor), `rank-R.safetensors` (tensors),
 `rank-R.collectives.json` (torch's record of its collectives, if it keeps one). No file is a pickle. Rows and weights
 are in them, so only their owner can read them (0600).
 """
@@ -145,11 +145,11 @@ def write_account(
     place: Path, clause: str, finding: Finding, facts: Mapping[str, object], devices: Sequence[str] = ()
 ) -> str:
     """Write PLACE/CLAUSE.json. Returns why the disk refused, or "": an exception would hide the violation."""
-    versions = environment(torch.get_num_threads(), devices)
-    packages = versions.pop("packages")
-    versions |= {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
+    machine = environment(torch.get_num_threads(), devices)
+    packages = machine.pop("packages")
+    versions = {**(packages if isinstance(packages, dict) else {}), "torch": torch.__version__}
     record = {"v": SCHEMA_VERSION, **Broken.of(clause, finding).to_json()}
-    body = {"record": record, "explain": explain_command(place), "versions": versions, **facts}
+    body = {"record": record, "explain": explain_command(place), "versions": versions, "environment": machine, **facts}
     return _write_json(place / f"{clause}.json", body)
 
 
@@ -362,6 +362,15 @@ def error_line(error: BaseException) -> str:
     return _user_line(reversed(list(traceback.walk_tb(error.__traceback__))), " in ")
 
 
+def end_at_user_line(error: BaseException) -> None:
+    """Cut the traceback of `error` after its innermost line of user code, if it passed through any."""
+    trace, last = error.__traceback__, None
+    while trace is not None:
+        last, trace = trace if _is_users(trace.tb_frame) else last, trace.tb_next
+    if last is not None:
+        last.tb_next = None
+
+
 def user_line() -> str:
     """The innermost line of user code on this thread's stack, as `file:line`, or ""."""
     return _user_line(traceback.walk_stack(sys._getframe(1)), "")
@@ -371,14 +380,23 @@ def _user_line(innermost_first: Iterable[tuple[Any, int]], separator: str) -> st
     """The first frame of user code, else of a library. separator: the text before the function's name; "" omits it."""
     library = ""
     for frame, line in innermost_first:
-        file = frame.f_code.co_filename
-        if file in LAUNCHER_FILES or str(frame.f_globals.get("__name__", "")).partition(".")[0] in _HIDDEN:
-            continue
-        shown = f"{file}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
-        if not file.startswith((*_LIBRARIES, "<frozen ")) and f"{os.sep}site-packages{os.sep}" not in file:
-            return shown
-        library = library or shown
+        if not _is_hidden(frame):
+            shown = f"{frame.f_code.co_filename}:{line}" + (f"{separator}{frame.f_code.co_name}" if separator else "")
+            if _is_users(frame):
+                return shown
+            library = library or shown
     return library
+
+
+def _is_hidden(frame: Any) -> bool:
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return frame.f_code.co_filename in LAUNCHER_FILES or package in _HIDDEN
+
+
+def _is_users(frame: Any) -> bool:
+    file = frame.f_code.co_filename
+    is_library = file.startswith((*_LIBRARIES, "<frozen ")) or f"{os.sep}site-packages{os.sep}" in file
+    return not (is_library or _is_hidden(frame))
 
 
 def flight_record() -> tuple[Mapping[str, Any] | None, str]:

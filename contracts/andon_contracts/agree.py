@@ -190,7 +190,7 @@ class Mesh:
                 peer.sendall(message)
             return {rank: self._receive(rank, len(message), raise_if_halted) for rank in self._peers}
         except ConnectionError as error:
-            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from error
+            raise dist.DistNetworkError(f"Connection closed by peer: {error}") from None
 
     def _receive(self, rank: int, size: int, raise_if_halted: Callable[[], None] | None) -> bytes:
         peer, received, began = self._peers[rank], b"", time.monotonic()
@@ -201,14 +201,15 @@ class Mesh:
             try:
                 part = peer.recv(size - len(received), socket.MSG_DONTWAIT if spins else 0)
             except BlockingIOError:
-                if time.monotonic() - began > self._timeout_s:
-                    raise dist.DistNetworkError(f"Timed out waiting {self._timeout_s:g} s for rank {rank}") from None
-                if raise_if_halted is not None and not spins:
-                    raise_if_halted()
-                continue
-            if not part:
+                part = None
+            if part:
+                received += part
+            elif part is not None:
                 raise ConnectionError(f"rank {rank} is gone")
-            received += part
+            elif time.monotonic() - began > self._timeout_s:
+                raise dist.DistNetworkError(f"Timed out waiting {self._timeout_s:g} s for rank {rank}")
+            elif raise_if_halted is not None and not spins:
+                raise_if_halted()
         return received
 
     def close(self) -> None:

@@ -209,6 +209,7 @@ def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Pat
     scored = CliRunner().invoke(app, ["eval", str(config.parent), str(data), *flags, "--bad-rows", "skip"])
     matrix, scores = read_confusion(run / "confusion", outcome(run)["eval"]["confusion"]), json.loads(scored.stdout)
     assert (scores["skipped"], scored.stderr.count("label 'mauve' is unknown")) == (2, 1)
+    assert "skipped 2 unusable rows (--bad-rows skip): " in scored.stderr
     assert scores["confusion"] == {"classes": 3, "cells": [list(cell) for cell in matrix.cells]}
     assert scores["labels"] == [one["label"] for one in scores["classes"]] == ["blue", "green", "red"]
     assert [one["support"] for one in scores["classes"]] == [sum(row) for row in matrix.table()]
@@ -236,6 +237,7 @@ def test_predict_names_every_bad_line(run: Path) -> None:
     assert ended.said == ["andon: stdin:2: is not UTF-8: byte 0xff at column 1", "andon: stdin:3: the text is empty"]
     ended = cli("predict", run, "--bad-rows", "skip", stdin=b"good\n\xff\n\ngood\n")
     assert (ended.code, len(ended.out), [f"stdin:{n}" in ended.said[0] for n in (2, 3)]) == (0, 2, [True, True])
+    assert "skipped 2 unusable rows (--bad-rows skip): stdin:2" in ended.said[0]
 
 
 def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
@@ -249,6 +251,7 @@ def test_torchrun_gives_the_same_bits(run: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "run.workers is 3, torchrun started 2; 1 are missing (--workers 3 refuses this)" in done.stderr
+    assert re.findall(r"warning: (\S+ \S+)", done.stderr) == ["run.workers is", "--model is", "the texts"]
     assert outcome(tmp_path / "run") == outcome(run)
 
 

@@ -206,7 +206,8 @@ def test_a_bundle_of_odd_values_is_shown_as_far_as_it_goes(tmp_path: Path, field
     part = place / "replicas-agree" / "rank-1.json"
     part.write_text(json.dumps(json.loads(part.read_text()) | {field: ODD[field]}))
     account = place / "replicas-agree.json"
-    account.write_text(json.dumps(json.loads(account.read_text()) | {"element": 3, "cause": [1], "versions": 4}))
+    odd = {"element": 3, "cause": [1], "versions": 4, "environment": {"devices": 5}}
+    account.write_text(json.dumps(json.loads(account.read_text()) | odd))
     assert "  seen     they differ" in list(explain(place))
 
 

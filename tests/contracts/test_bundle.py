@@ -36,7 +36,7 @@ def test_the_account_of_rank_0_holds_the_ledgers_record_and_names_the_accelerato
     assert body["record"].pop("v") == SCHEMA_VERSION
     record = Broken.from_json(body["record"])
     assert record == Broken("replicas-agree", 4, (1,), "w", "they differ", {"w": "aa bb"})
-    assert (body["message"], body["versions"]["devices"]) == (str(error), [device])
+    assert (body["message"], body["environment"]["devices"]) == (str(error), [device])
     assert error.bundle == str(tmp_path / "4")
 
 

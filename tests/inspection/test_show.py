@@ -16,11 +16,12 @@ from andon.inspection.explain import explain
 from andon.inspection.recorded import open_recorded
 from andon.inspection.show import Texts, one_step, overview, texts_of
 from andon.training.rows import Rows
-from andon_contracts.act import Evidence, Scene, with_bundle
+from andon_contracts.act import Evidence, Scene, with_bundle, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.fields import Real
+from andon_contracts.fingerprint import environment
 from andon_contracts.record import Broken, Plan, RankPart, Record
-from andon_contracts.violation import Finding, Violation
+from andon_contracts.violation import Cause, Finding, Violation
 from tests.inspection.ledgers import ROWS, digest, resumed_run, retracted_run, start, step, whole_run, write
 
 NO_TEXTS = Texts(missing="no texts")
@@ -177,8 +178,31 @@ def test_a_bundle_is_explained(tmp_path: Path) -> None:
     assert not any("weights same" in line for line in lines)
     assert any("test_show.py" in line and "_left_by" in line for line in lines), "the stack of the main thread"
     assert any(line.startswith("    collectives not available: ") for line in lines)
-    assert any(line.startswith("  torch: ") for line in lines)
+    assert lines[-2].startswith("  versions andon ")
+    assert f", torch {torch.__version__}" in lines[-2]
+    assert lines[-1] == f"  device   2 ranks on {environment()['cpu']}"
     assert list(explain(Path(place) / "replicas-agree.json")) == lines
+
+
+def test_the_folder_of_a_watch_lists_its_bundles_by_step(tmp_path: Path) -> None:
+    evidence = Evidence(tmp_path, 0, 2)
+    with_bundle(Violation.of("replicas-agree", FINDING), Scene(world=2), evidence, {})
+    with_bundle(Violation.of("finite", Finding("NaN", 3)), Scene(world=2), evidence, {"suspicion": True})
+    write_cause(Cause("failed", "text", 1, 20, seen="KeyError: 'x'"), evidence, {}, state=False, account=True)
+    (tmp_path / "412" / "finite.json").write_text("{")
+    lines = list(explain(tmp_path))
+    assert lines[6].startswith(f"{tmp_path}/412/finite.json: is not a bundle: ")
+    assert lines[:6] + lines[7:] == [
+        "finite suspected at step 3 (a loop without a fault can look like this)",
+        "  seen     NaN",
+        f"  explain  andon explain {tmp_path}/3/finite.json",
+        "no violation: a rank failed, at step 20",
+        "  seen     KeyError: 'x'",
+        f"  explain  andon explain {tmp_path}/20/halt-together.json",
+        "replicas-agree broken at step 412",
+        f"  seen     {FINDING.seen}",
+        f"  explain  andon explain {tmp_path}/412/replicas-agree.json",
+    ]
 
 
 def test_a_damaged_part_hides_no_other(tmp_path: Path) -> None:
@@ -227,6 +251,9 @@ def test_what_explains_nothing_is_refused(tmp_path: Path) -> None:
         list(explain(other))
     with pytest.raises(InputError, match="no such run"):
         list(explain(tmp_path / "nothing"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="holds no run and no bundle"):
+        list(explain(tmp_path / "empty"))
     assert list(explain(Path("clip-once"))) == ["clip-once", *CLAUSES["clip-once"].explanation()]
     with pytest.raises(InputError, match="did you mean 'clip-once'"):
         list(explain(Path("clip-onec")))

@@ -70,7 +70,7 @@ def test_a_resume_names_the_settings_that_it_takes_from_the_run(tmp_path: Path) 
     folder.config.write_text(to_yaml(begun))
     folder.metrics.write_text("{}\n")
     again = configured(tmp_path, ROWS, "run.resume=auto", "model.max_length=64")
-    assert taken_over(again, folder) == "resume: settings of the run, since they are not given: adapter.dropout=0.3"
+    assert taken_over(again, folder) == "resume: settings taken from the run: adapter.dropout=0.3"
 
 
 @pytest.mark.parametrize(("kind", "option"), [("lora", "--set adapter.init="), ("none", "--model ")])

@@ -275,16 +275,18 @@ def test_a_closed_watch_has_no_part_in_how_a_process_ends(monkeypatch: pytest.Mo
     assert (len(uncaught), alarms) == (1, [])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_violation_ends_short(rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("rank", "kind"), [(0, Violation), (1, Violation), (1, Halted)])
+def test_a_violation_ends_short(
+    rank: int, kind: type[Violation], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without a traceback. The first rank of a machine prints all of it, and each other rank its first line."""
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     store, begun = SignedStore(HashStore(), bytes(32)), PendingCollectives([0, 1])
     signal = HaltSignal(store, rank, 2, begun, hard_stop=False, patience_s=1.0, warns=False)
-    sys.excepthook(Violation, Violation("finite broken\n  where    x"), None)
+    sys.excepthook(kind, kind("finite broken\n  where    x"), None)
     signal.close()
-    text = "andon.Violation: finite broken\n"
+    text = f"andon.{kind.__name__}: finite broken\n"
     assert capsys.readouterr().err == text + "  where    x\n" * (rank == 0)
 
 
@@ -311,6 +313,31 @@ def test_a_rank_that_vanished_is_named_where_the_loops_own_error_ends_the_other(
     # Whether it left or died its code would say, which its parent may have taken from the system already.
     said = (tmp_path / f"said-{1 - gone}").read_text()
     assert re.search(rf"rank {gone} of 2 (left|died) at step 2 \(not a contract violation\)", said)
+
+
+def _alone_at_an_update(rank: int, folder: str, vanishes: bool) -> None:
+    os.dup2(os.open(f"{folder}/said-{rank}", os.O_WRONLY | os.O_CREAT), 2)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    model = net()
+    optimizer = sgd(model)
+    with andon.watch(model, optimizer):
+        loss_of(model).backward()
+        if rank == 1 and vanishes:
+            os._exit(1)
+        if rank == 1:
+            raise ValueError("boom")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_each_rank_shows_one_traceback_that_ends_at_a_line_of_the_loop(tmp_path: Path, vanishes: bool) -> None:
+    """The socket's error on the other rank follows from the first one, and our own frames help nobody."""
+    assert _processes(_alone_at_an_update, str(tmp_path), vanishes) == [1, 1]
+    for rank in range(2 - vanishes):
+        said = (tmp_path / f"said-{rank}").read_text()
+        assert said.count("Traceback (most recent call last)") == 1
+        assert re.findall(r'File "(.+)", line', said)[-1] == __file__
+        assert "rank 1 of 2 " in said
 
 
 # a guard that ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -48,10 +49,11 @@ def read(loss: Loss, logits: Tensor, labels: Tensor) -> Tensor:
     st.integers(0, 999),
     st.sampled_from([2, 3, 97, 1500]),
     st.sampled_from(list(TOLERANCE)),
-    st.floats(0.1, 6.0),
+    st.floats(0.1, 6.0) | st.floats(6.0, 400.0),
     st.booleans(),
 )
 @example(63, 2, torch.float64, 4.2, True)  # certain of a label, whose element was rounded to less than the other one
+@example(0, 3, torch.float32, 30.0, False)  # certain of labels, whose elements were rounded to 0
 def test_each_row_has_the_weight_with_which_the_loss_was_written(
     seed: int, classes: int, dtype: torch.dtype, sharp: float, by_hand: bool
 ) -> None:
@@ -107,6 +109,10 @@ def test_a_negative_weight_is_read_as_such(seed: int, classes: int) -> None:
     found = read(lambda z, y: (F.cross_entropy(z, y, reduction="none") * weights).sum(), logits, labels)
     assert found[:, 0].tolist() == pytest.approx(weights.tolist(), rel=1e-4)
     assert found[:, 2].tolist() == labels.tolist()
+
+
+def test_a_row_with_no_probability_left_beside_its_label_is_not_read() -> None:
+    assert float(row_weights(torch.tensor([[0.0, 200.0]]), torch.tensor([[1e-40, 0.0]]))[0, 4]) == math.inf
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(0, 50))

@@ -486,7 +486,7 @@ class HaltSignal:
     def lost(self, error: BaseException) -> None:
         """A collective raised `error`. Raises `Violation` instead if `error` only reports that another rank is gone."""
         if consequence(error) is not None and not self._raised.is_set():
-            raise self._pull(self._cause_of(error)).violation() from error
+            raise self._pull(self._cause_of(error)).violation() from None  # its text has what `error` told
 
     def failed(self, error: BaseException) -> None:
         """Publish that `error` ends this rank's loop, so that no rank waits for it. Does nothing in a forked child."""
@@ -667,11 +667,15 @@ class HaltSignal:
         guarded = self._open
         self.failed(error)
         shown = error
-        if guarded and type(error) is Violation and self._hook.__module__ in ("sys", dist.distributed_c10d.__name__):
+        if (
+            guarded
+            and isinstance(error, Violation)
+            and self._hook.__module__ in ("sys", dist.distributed_c10d.__name__)
+        ):
             # Every rank raises the same text: the first of a machine shows it, with the line of the loop.
             lines = [*str(error).splitlines(), *row_lines([("line", error_line(error))])]
             first = os.environ.get("LOCAL_RANK", "0") == "0"
-            shown, trace = Violation("\n".join(lines if first else lines[:1])), None
+            shown, trace = type(error)("\n".join(lines if first else lines[:1])), None
         self._hook(kind, shown, trace)
         if guarded:
             print_cause(self.cause, error)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import struct
 import threading
@@ -20,15 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from ipaddress import IPv4Address, IPv6Address, ip_address
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from andon_contracts.fields import Count, Part, no_constant
-from andon_contracts.legible import text_of
 from andon_contracts.liveness.process import Process
 
 Form = TypeVar("Form", bound=Part)
@@ -275,32 +271,3 @@ class Heartbeats(Generic[Form]):
         if envelope.number <= (self._last[rank].number if rank in self._last else 0):
             raise ValueError(f"heartbeat {envelope.number} was received before")  # a client put an older one back
         return Beat(envelope.process, parse_strict(self._form, envelope.status), envelope.number)
-
-
-def open_store(environ: Mapping[str, str] | None = None, net: Path = Path("/proc/net")) -> str:
-    """A warning if the store of torch's launcher listens to other machines although all ranks are on this one.
-
-    Empty without such a risk, on a machine without a network, and if the launcher does not set LOCAL_WORLD_SIZE.
-    """
-    variables = os.environ if environ is None else environ
-    port = variables.get("MASTER_PORT", "")
-    here = "WORLD_SIZE" in variables and variables["WORLD_SIZE"] == variables.get("LOCAL_WORLD_SIZE")
-    interfaces = [line.split()[0] for line in text_of(net / "route").splitlines()[1:]]
-    interfaces += [line.split()[-1] for line in text_of(net / "if_inet6").splitlines()]
-    if not here or not port.isdecimal() or all(interface == "lo" for interface in interfaces):
-        return ""
-    open_at: list[IPv4Address | IPv6Address] = []
-    for line in (*text_of(net / "tcp").splitlines()[1:], *text_of(net / "tcp6").splitlines()[1:]):
-        fields = line.split()
-        host, _, number = fields[1].partition(":")
-        if fields[3] == "0A" and int(number, 16) == int(port):
-            # The kernel prints 32-bit words in the byte order of the machine.
-            words = [int(host[at : at + 8], 16) for at in range(0, len(host), 8)]
-            address = ip_address(struct.pack(f"={len(words)}I", *words))
-            address = getattr(address, "ipv4_mapped", None) or address
-            open_at += [] if address.is_loopback else [address]
-    if not open_at:
-        return ""
-    where = "on all interfaces" if any(address.is_unspecified for address in open_at) else f"at {open_at[0]}"
-    risk = "other machines can end this run and perhaps run code as you; close the port (docs/machines.md)"
-    return f"torchrun listens {where} (port {port}): {risk}"

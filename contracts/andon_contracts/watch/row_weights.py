@@ -61,12 +61,13 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     kind = torch.finfo(gradient.dtype)
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
     z, g = logits.to(exact), gradient.to(exact)
-    log_p, lowest = z.log_softmax(1), g.argmin(1, keepdim=True)
+    log_p = z.log_softmax(1)
     p = log_p.exp()
-    # Of two elements that are almost all there is, the negative one is the label's: most weights are positive. If the
-    # model is certain of the label, rounding may have made it the smaller one.
-    lost = _ROUNDED * g.clamp(min=0).sum(1, keepdim=True) / p.scatter(1, lowest, 0.0).sum(1, keepdim=True)
-    label = torch.maximum(g, lost - g * _TIE).argmax(1, keepdim=True)
+    # Of two elements that are almost all there is, the negative one is the label's: most weights are positive.
+    label = torch.maximum(g, -g * _TIE).argmax(1, keepdim=True)
+    # If no other element is negative, the label is the most probable class, although its own element may be 0.
+    top = log_p.argmax(1, keepdim=True)
+    label = torch.where(g.scatter(1, top, 0.0).amin(1, keepdim=True) >= 0, top, label)
     others = p.scatter(1, label, 0.0)
     rest, own = others.sum(1, keepdim=True), g.gather(1, label)
     g = g.scatter(1, label, 0.0)
@@ -76,6 +77,7 @@ def row_weights(logits: Tensor, gradient: Tensor) -> Tensor:
     own_off = ((own + size.copysign(weight)).abs() - weight.abs() * _ROUNDED).clamp(min=0)
     residual = ((g - weight * others).abs().sum(1, keepdim=True) + own_off) / (2 * size)
     error = z.shape[1] * kind.tiny * kind.eps / size + _ROUNDED / 16 / rest
+    error = torch.where(rest == 0, math.inf, error)
     return torch.cat([weight, residual, label.to(exact), -log_p.gather(1, label), error], 1)
 
 

@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from andon_contracts.act import Evidence, write_cause
+from andon_contracts.act import Evidence, end_at_user_line, write_cause
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.legible import counted, log
 from andon_contracts.liveness.diagnosis import AT_UPDATE, BEFORE_FORWARD, IN_PASS, EndMessages, Position
 from andon_contracts.liveness.halt import HaltSignal, print_cause
-from andon_contracts.liveness.store_link import open_store
 from andon_contracts.record import LedgerFile
 from andon_contracts.violation import Violation
 from andon_contracts.watch.check import Context, Cover, OptimizerProbe, declared
@@ -209,6 +207,8 @@ class Watch:
         if error is not None and reason_of(error) != "finished" and self._halt is not None and not self.closed:
             self._halt.failed(error)
             print_cause(self._halt.cause, error)
+        if isinstance(error, Violation):
+            end_at_user_line(error)
         self._close(error)
 
     def _say_opening(self) -> None:
@@ -394,7 +394,6 @@ class Watch:
         times, idle = counted(sum(evaluated.values()), "time"), counted(len(unchecked), "clause")
         table = f"{idle}, {'--verbose' if self.settings.by_command else 'verbose=True'} lists them"
         table = ", ".join(unchecked) if self.settings.verbose else table
-        reached = open_store() if dist.is_available() and dist.is_initialized() else ""
         self._say(
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} were checked, {times} in all",
@@ -405,7 +404,6 @@ class Watch:
                 unread,
                 context.recorder.closing_line(),
                 context.pace.closing_line(),
-                reached and f"  warning: {reached}",
             ]
         )
 

@@ -382,7 +382,7 @@ def predict(
     path = one_file(file, data)
     check_output(output, path)
     texts = texts_of(folder, path, text_column, bad_rows)
-    say(*skip_notes(texts.skipped, 20))
+    say(*skip_notes(texts.skipped, 20, option="--bad-rows skip"))
     from andon.training.inference import load_run
     from andon.training.inference import predict as predicted
     from andon.training.material import cut_texts_note
@@ -512,7 +512,7 @@ def show(run: Path, step: int | None) -> None:
 
 
 @app.command()
-@click.argument("path", type=Path, help="Bundle of a violation, its run, or the name of a clause.")
+@click.argument("path", type=Path, help="Folder of a watch, a bundle in it, a run, or the name of a clause.")
 def explain(path: Path) -> None:
     """Explain a violation. What was promised, what was seen, where, and how to look further."""
     from andon.inspection.explain import explain as explained

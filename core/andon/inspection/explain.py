@@ -5,7 +5,6 @@ Bundles are untrusted: only JSON and tensor bytes are read, so no code in them r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,21 @@ from typing import Any
 from andon.config.source import is_folder, is_there
 from andon.console.messages import InputError, command_line, did_you_mean, reading
 from andon.inspection.recorded import open_recorded
+from andon.run.ledger import shown
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.record import Broken
 from andon_contracts.untrusted import read_json, read_regular
 
-_SHOWN, _MOST_IDS, _MOST_FRAMES, _MOST_TENSORS, _MOST_RANKS, _MOST_THREADS = 300, 16, 6, 8, 1024, 64
+_SHOWN, _MOST_IDS, _MOST_FRAMES, _MOST_TENSORS = 300, 16, 6, 8
 _MOST_BYTES = 1 << 28
 
 
 def explain(path: Path) -> Iterator[str]:
     """Lines on each violation in a bundle (a folder of `CLAUSE.json` files, or one of them) or run at `path`.
 
-    If `path` does not exist but names a clause, the lines explain that clause. Raises `InputError` if no violation is
-    found or the file cannot be read as a bundle.
+    For the folder of a watch, which holds bundles, three lines on each of them. If `path` does not exist but names a
+    clause, the lines explain that clause. Raises `InputError` if no violation is found or the file cannot be read as a
+    bundle.
     """
     if path.suffix == ".json" and path.is_file():
         yield from _bundle(path, named=True)
@@ -34,9 +35,12 @@ def explain(path: Path) -> Iterator[str]:
         if name not in CLAUSES:
             raise InputError.at(name, f"no such run, bundle or clause{did_you_mean(name, CLAUSES)}")
         yield from (name, *CLAUSES[name].explanation())
-    elif is_folder(path) and not (path / "ledger.jsonl").exists() and (files := sorted(path.glob("*.json"))):
+    elif is_folder(path) and not (path / "ledger.jsonl").exists():
+        files = sorted(path.glob("*.json"))
         for file in files:
             yield from _bundle(file)
+        if not files:
+            yield from _bundles_in(path)
     else:
         yield from _run(path)
 
@@ -58,18 +62,40 @@ def _run(path: Path) -> Iterator[str]:
             yield f"  repeat   {command_line('andon', 'replay', path, '--steps', str(step))}"
 
 
-def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
+def _bundles_in(folder: Path) -> Iterator[str]:
+    """For each bundle in the folder of a watch, by step: clause and step, what was seen, and the next command."""
+    files = sorted(folder.glob("[0-9]*/*.json"), key=lambda file: (len(file.parent.name), file))
+    if not files:
+        raise InputError.at(folder, "holds no run and no bundle: it has no ledger.jsonl and no STEP/CLAUSE.json")
+    for file in files:
+        try:
+            headline, *rows = _lines(*_read_account(file))
+        except InputError as error:
+            yield str(error)
+            continue
+        seen = next(row for row in rows if row.startswith("  seen "))
+        yield from (headline, shown(seen, _SHOWN), f"  explain  {command_line('andon', 'explain', file)}")
+
+
+def _read_account(path: Path, *, named: bool = False) -> tuple[Broken, dict[str, Any]]:
     with reading(path, "is not a bundle"):
         body = _mapping(read_json(path, follow=named))
     try:
         del body["record"]["v"]
-        record = Broken.from_json(body["record"])
+        return Broken.from_json(body["record"]), body
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise InputError.at(path, f"is not a bundle: it has no record of a violation ({error})") from error
+
+
+def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
+    record, body = _read_account(path, named=named)
     yield from _lines(record, body)
     yield from _of_ranks(path.with_suffix(""), record.tensor)
-    for name, value in sorted(_mapping(body.get("versions")).items()):
-        yield f"  {name}: {_short(value)}"
+    versions, machine = _mapping(body.get("versions")), _mapping(body.get("environment"))
+    listed = ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if versions[name])
+    yield f"  versions {shown(listed, _SHOWN)}"
+    devices = ", ".join(map(str, _list(machine.get("devices")))) or machine.get("cpu")
+    yield f"  device   {body.get('world')} ranks on {shown(devices, _SHOWN)}"
 
 
 def _mapping(value: object) -> dict[str, Any]:
@@ -106,7 +132,7 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     if clause and cause == "violation":
         yield f"  try      {clause.remedy}"
     for name, value in record.details.items():
-        yield f"  digests  {name}: {_short(value)}"
+        yield f"  digests  {name}: {shown(value, _SHOWN)}"
     if "applied" in scene:
         before = "not applied yet, and the loop went on" if scene.get("goes_on") else "not applied"
         yield f"  state    step {step} was {'applied' if scene['applied'] else before}"
@@ -114,22 +140,11 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
         yield f"  equal    last at step {scene['last_equal']}"
 
 
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
 def _of_ranks(folder: Path, tensor: str) -> Iterator[str]:
-
-    def number(path: Path) -> tuple[int, str]:
-        digits = path.stem.removeprefix("rank-")
-        return (int(digits) if digits.isascii() and digits.isdecimal() else 0, path.name)
-
-    paths = sorted((path for path in folder.glob("rank-*.json") if path.stem.count(".") == 0), key=number)
-    if len(paths) > _MOST_RANKS:
-        yield f"  {len(paths)} ranks left their part; the first {_MOST_RANKS} are read"
+    found = (path for path in folder.glob("rank-*.json") if path.stem.count(".") == 0)
+    paths = sorted(found, key=lambda path: (len(path.name), path.name))
     digests: dict[Path, dict[str, Any]] = {}
-    for path in paths[:_MOST_RANKS]:
+    for path in paths:
         part = _read(path)
         if isinstance(part, str):
             yield f"  {path.stem:<8} cannot be read: {part}"
@@ -158,25 +173,19 @@ def _read(path: Path) -> dict[str, Any] | str:
 
 
 def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
-    yield (
-        f"  rank {part.get('rank')}   process {part.get('pid')} on {part.get('host')}, step {part.get('step')}, "
-        + ", ".join(str(part[name]) for name in ("point", "doing") if part.get(name))
-    )
+    at = ", ".join(str(part[name]) for name in ("point", "doing") if part.get(name))
+    yield f"  rank {part.get('rank')}   process {part.get('pid')} on {part.get('host')}, step {part.get('step')}, {at}"
     if ids := _list(part.get("ids")):
         more = f" and {len(ids) - _MOST_IDS} more" if len(ids) > _MOST_IDS else ""
         yield f"    batch       rows {' '.join(map(str, ids[:_MOST_IDS]))}{more}"
-    for thread in map(_mapping, _list(part.get("threads"))[:_MOST_THREADS]):
-        frames = _list(thread.get("frames"))
-        if thread.get("main"):
-            yield from (f"    {'stack' if not i else '':<11} {frame}" for i, frame in enumerate(frames[-_MOST_FRAMES:]))
-        else:
-            yield f"    thread      {thread.get('name')}: {frames[-1] if frames else 'no Python'}"
+    main = next((each for each in map(_mapping, _list(part.get("threads"))) if each.get("main")), {})
+    for i, frame in enumerate(_list(main.get("frames"))[-_MOST_FRAMES:]):
+        yield f"    {'' if i else 'stack':<11} {frame}"
     tensors = part.get("tensors")
     if isinstance(tensors, dict):
-        left_out = _list(tensors.get("left out"))
-        limit = f"; {len(left_out)} left out, over {tensors.get('limit bytes')} bytes" if left_out else ""
-        count = len(_mapping(part.get("digests")))
-        yield f"    state       {count} tensors in {tensors.get('file')} (safetensors){limit}"
+        missing = len(_list(tensors.get("left out")))
+        limit = f"; {missing} left out, over {tensors.get('limit bytes')} bytes" if missing else ""
+        yield f"    state       {len(_mapping(part.get('digests')))} tensors in {tensors.get('file')}{limit}"
     else:
         yield f"    state       {tensors or 'none: this rank was elsewhere when it learned of it'}"
     where = str(part.get("collectives", "not available"))
@@ -184,7 +193,7 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(record, dict):
         yield f"    collectives {where if record is None else record}"
         return
-    for entry in [entry for entry in _list(record.get("entries")) if isinstance(entry, dict)][-3:]:
+    for entry in [each for each in _list(record.get("entries")) if isinstance(each, dict)][-3:]:
         yield f"    collectives {entry.get('profiling_name')} {entry.get('input_sizes')} {entry.get('state')}"
 
 

@@ -75,9 +75,6 @@ def join(kinds: str, timeout_s: float, problem: str = "") -> tuple[SignedStore, 
         absent = f"{', '.join(wrong)}: no such interface on {socket.gethostname()}, only {', '.join(interfaces)}"
         problem = f"{_INTERFACE}: {absent}"
     ours = Meeting(store, rank, world, timeout_s, kinds).meet(problem)
-    reached = store_link.open_store() if rank == 0 else ""
-    if reached:
-        say(f"warning: {reached}")
     dist.init_process_group(kinds, store=ours, rank=rank, world_size=world, timeout=timeout)
     if not address:
         ours = ours.clone()  # type: ignore[attr-defined]

@@ -139,7 +139,7 @@ def taken_over(config: Config, folder: RunFolder) -> str:
     keys = [key for key in automatic_keys(config) if not (is_set(config, key) or key.startswith("run."))]
     was = by_dotted_key(as_begun(config, folder))
     listed = [f"{key}={was[key]}" for key in keys if was[key] != usual[key]]
-    return f"resume: settings of the run, since they are not given: {', '.join(listed)}" if listed else ""
+    return f"resume: settings taken from the run: {', '.join(listed)}" if listed else ""
 
 
 def as_begun(config: Config, folder: RunFolder) -> Config:
@@ -163,9 +163,8 @@ def require_same_as_finished(config: Config, folder: RunFolder) -> None:
     changed = [each for each in differences(identity(was), identity(config)) if each[0] != "run.device_kind"]
     columns = [(name, getattr(was.data, name), getattr(config.data, name)) for name in ("text_column", "label_column")]
     changed += [(f"data.{name}", before, now) for name, before, now in columns if before != now]
-    named = [
-        (key, value_of(was, key), value_of(config, key)) for key in ("model.base", "adapter.init", "model.revision")
-    ]
+    sources = ("model.base", "adapter.init", "model.revision")
+    named = [(key, value_of(was, key), value_of(config, key)) for key in sources]
     changed += [each for each in named if not _same_source(*each[1:])][:1]
     problems = [
         Problem(key, f"was {before!r} in the finished run in {folder.path}, is {now!r}; name another folder{more}")

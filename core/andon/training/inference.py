@@ -246,8 +246,7 @@ def read_labelled(
     task = config.task or CLASSIFICATION
     labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
     rows = read_files(task, columns, [data], labels, selection_of(config.data, train=False, bad_rows=bad_rows))
-    for note in skip_notes(rows.origins.skipped if rows.origins is not None else (), 20):
-        say(note)
+    say(*skip_notes(rows.origins.skipped if rows.origins is not None else (), 20, option="--bad-rows skip"))
     return rows
 
 
@@ -265,9 +264,8 @@ def evaluate_run(run: TrainedRun, data: Examples) -> Scores:
     config = with_values(run.config, {"data.bad_rows": "skip" if skips else "refuse"})
     task = task_of(config, data, run.tokenizer, weights or (1.0,) * len(run.labels))
     ids = usable_ids(task, data.ids)
-    for note in (*skip_notes([*skipped_of(task).values()], 20), cut_note(task, ids, run.config)):
-        if note:
-            say(note)
+    notes = skip_notes([*skipped_of(task).values()], 20, option="--bad-rows skip")
+    say(*notes, *filter(None, [cut_note(task, ids, run.config)]))
     backend = InlineBackend([run.device])
     if isinstance(task, DpoTask):
         score_references(backend, [_initial_model(run)], task, ids, EvaluationBatching())

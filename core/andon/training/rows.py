@@ -148,12 +148,14 @@ class Rows:
         return shared_texts(self.trained_on, self.evaluated_on)
 
 
-def skip_notes(skipped: Sequence[Problem], most: int = 3, listed: str = "") -> Iterator[str]:
-    """Yield a line with the number of skipped rows and the first `most` faults, if there are any."""
+def skip_notes(
+    skipped: Sequence[Problem], most: int = 3, listed: str = "", option: str = "data.bad_rows=skip"
+) -> Iterator[str]:
+    """Yield a line with the number of rows that `option` skipped and the first `most` faults, if there are any."""
     if skipped:
         more = f"; and {len(skipped) - most} more{listed}" if len(skipped) > most else ""
         first = "; ".join(map(str, skipped[:most]))
-        yield f"note: skipped {counted(len(skipped), 'unusable row')} (data.bad_rows=skip): {first}{more}"
+        yield f"note: skipped {counted(len(skipped), 'unusable row')} ({option}): {first}{more}"
 
 
 def notes(rows: Rows) -> Iterator[str]:

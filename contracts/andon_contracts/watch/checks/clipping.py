@@ -47,8 +47,10 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
                 f"the gradient's norm was {norm:.6g}; one clip to {limit:g} gives {clipped_norm(norm, limit):.6g}, "
                 f"but the optimizer received a gradient of norm {clipped:.6g}"
             )
-            likely = f"clip={limit:g} was declared, but the loop clips to another limit or not at all, or by a norm of"
-            likely += " other gradients than the applied ones"
+            likely = (
+                f"clip={limit:g} was declared, but the loop does not clip, clips to another limit, or computes the "
+            )
+            likely += "norm of gradients that it does not apply"
             return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient", likely=likely)
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
         if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
@@ -62,7 +64,7 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
 
 UNEVEN = 2.0**-6
 """The relative differences of two scaled elements that the rounding of bfloat16 explains."""
-_LOCAL = "the norm is that of local tensors: use torch's clip on the DTensors, or FSDP1's own `clip_grad_norm_`"
+_LOCAL = "the norm was computed from local tensors: use torch's clip on the DTensors, or FSDP1's own `clip_grad_norm_`"
 _CLIPPED, _SCALED, _UNREDUCED, _UNFINISHED = 1, 2, 4, 8
 """The bits of the value `clipping`: there was a clip call, and the reasons why one came too early."""
 

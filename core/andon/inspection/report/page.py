@@ -21,7 +21,7 @@ from markupsafe import Markup
 from andon.config.load import by_dotted_key
 from andon.config.schema import UNUSED_WITH_BASE, Config
 from andon.console.html import escaping, source
-from andon.console.messages import InputError, command_line
+from andon.console.messages import InputError, command_line, reading
 from andon.inspection.difference import Differences, Side
 from andon.inspection.recorded import Recorded, Steps, Stretch
 from andon.inspection.report.curves import HEIGHT, WIDTH, Picture, Point, Series, draw
@@ -208,13 +208,8 @@ def _flat(value: object) -> str:
 def _object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        with storage(path, "read"):
-            content = read_json(path)
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError.at(path, f"is not JSON: {error}") from error
+    with reading(path, "is not JSON"):
+        content = read_json(path)
     if not isinstance(content, dict):
         raise InputError.at(path, "is JSON, but not an object")
     return content
