@@ -292,4 +292,4 @@ def written_alike(clause: str, tensors: str, since: str) -> Law[Seen[object]]:
         what = f"since {since}, the ranks wrote to the shards of their {tensors} a different number of times"
         return Finding(f"{what} ({by_rank(list(map(str, counts)))})", seen.step, minority(counts), likely=likely)
 
-    return Law(f"{clause}/writes", (name, "layout"), check, suspicion=True)
+    return Law(f"{clause}/writes", (name, "layout"), check, suspicion=True, of_shards=True)

@@ -106,8 +106,8 @@ class Updates:
         for check in context.all_checks:
             check.ranks_met()
         for probe in context.probes:
-            before = (law for check in probe.checks for law in check.before_laws)  # of writes only with shards
-            self._before_laws[probe] = (LOCKSTEP, *(x for x in before if probe.even or not x.id.endswith("/writes")))
+            before = (law for check in probe.checks for law in check.before_laws)
+            self._before_laws[probe] = (LOCKSTEP, *(law for law in before if probe.even or not law.of_shards))
             self._after_laws[probe] = (LOCKSTEP, *(law for check in probe.checks for law in check.after_laws))
         values = context.check(Structure).start(portable=context.portable)
         said = context.replicas.align(context.exchange(0, "start", values, judged=True))
