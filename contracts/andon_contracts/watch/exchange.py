@@ -211,6 +211,15 @@ class Replicas:
         """True if digests of all of a rank's tensors cannot be compared with every other rank's."""
         return len(set(self.parts)) > 1
 
+    @property
+    def any_held_twice(self) -> bool:
+        """True if two ranks hold the same part, or the same whole tensor. Otherwise no bits can be compared."""
+        return len(set(self.parts)) < len(self.parts) or bool(self.whole)
+
+    def compares(self, law: Law[Seen[object]]) -> bool:
+        """False for a law of replicated tensors if no two ranks hold one: it would hold without comparing anything."""
+        return self.any_held_twice or {"weights", "gradient", "optimizer"}.isdisjoint(law.by_tensor)
+
     def align(self, observations: Observations) -> Observations:
         """Replace digests by their `aligned` values, which are equal on all ranks if all replicas agree."""
         if not self.mixed:
@@ -229,7 +238,7 @@ class Replicas:
     def aligned(self, values: Sequence[int]) -> tuple[int, ...]:
         """Each rank's offset from the majority of its part; all ranks of a part without a majority share one number.
 
-        If there are no parts to align, the `values` themselves.
+        If there are no parts to align, the `values` themselves. A rank alone with its part has the offset 0.
         """
         if not self.mixed:
             return tuple(values)
