@@ -184,14 +184,6 @@ def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
     return distinct if len(distinct) < world else ()
 
 
-def by_rank(shown: Sequence[str]) -> str:
-    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
-    odd = minority(shown)
-    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(words + others)
-
-
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:
     """The finding that the ranks differ in `name`, with the tensors if known. real: its value has the bits of a float.
 

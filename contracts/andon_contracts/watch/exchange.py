@@ -17,13 +17,14 @@ from andon_contracts.agree import (
     GroupGather,
     Observation,
     RankSet,
+    by_rank,
     gather_observations,
     gather_short,
     majority,
     minority,
 )
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, by_rank
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding, named_ranks
