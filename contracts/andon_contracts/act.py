@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import Observation, real_of
+from andon_contracts.agree import Observation, by_rank, real_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.digest import hex64, tensor_digest
 from andon_contracts.fingerprint import environment
-from andon_contracts.laws.law import by_rank
 from andon_contracts.record import SCHEMA_VERSION, Broken
 from andon_contracts.violation import Cause, Finding, Violation, explain_command, first_line, named_ranks, row_lines
 

@@ -78,6 +78,14 @@ def minority(values: Sequence[Hashable]) -> tuple[int, ...]:
     return odd if 2 * len(odd) < len(values) else ()
 
 
+def by_rank(shown: Sequence[str]) -> str:
+    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
+    odd = minority(shown)
+    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
+    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
+    return ", ".join(words + others)
+
+
 def gather_observations(local: Sequence[Observation], gather: Gather) -> tuple[Observation, ...]:
     """Every replica's observation, by rank. local: those of this rank's replicas. All ranks must send equal names."""
     names, point = tuple(local[0].values), local[0].point

@@ -189,10 +189,6 @@ def _list_sums(rows, out, count, STEPS: tl.constexpr, BLOCK: tl.constexpr, ROUND
     tl.atomic_add(out + tl.load(row + 3), found.to(tl.int64, bitcast=True))
 
 
-def _on_device(values: Tensor, device: torch.device) -> Tensor:  # without a wait
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
-
-
 class ListSums:
     """The word sums of tensors on `device`, whose sizes never change. Several tensors may add up to one sum.
 
@@ -221,7 +217,9 @@ class ListSums:
         if addresses != self._addresses:
             self._rows[:, 0] = torch.tensor(addresses, device="cpu")
             # A copy, because the rows may change before the device has read them.
-            self._table, self._addresses = _on_device(self._rows.clone(), self._device), addresses
+            rows, self._addresses = self._rows.clone(), addresses
+            is_gpu = self._device.type == "cuda"  # then it waits for no copy
+            self._table = (rows.pin_memory() if is_gpu else rows).to(self._device, non_blocking=is_gpu)
         with torch.cuda.device_of(out):
             # The halvings that find one row of `count`, rounded up to fours, so that few kernels are compiled.
             count = len(self._table)

@@ -13,7 +13,7 @@ from andon_contracts.agree import Observation, bits_of
 from andon_contracts.clauses import CLAUSES
 from andon_contracts.laws import update
 from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Seen
-from andon_contracts.laws.update import REDUCED, UPDATED, Reduced
+from andon_contracts.laws.update import ONE_UPDATE, OPTIMIZERS, REDUCED, REPLICAS, Reduced
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
 from andon_contracts.watch.checks import buffers, frozen, gradients, mode, optimizer, structure, weights
 from andon_contracts.watch.checks.audit import name_ratio
@@ -137,6 +137,7 @@ class _Reading(dict[str, int]):
         return super().__getitem__(name)
 
 
+UPDATED: tuple[Law[Any], ...] = (ONE_UPDATE, OPTIMIZERS, REPLICAS)  # the trainer's
 ROWS = [
     *((law, None) for law in (*START, *BEFORE, *AFTER)),
     *((law, Reduced(12, 0.5)) for law in REDUCED),

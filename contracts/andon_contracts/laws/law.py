@@ -93,7 +93,8 @@ class Law(Generic[S_contra]):
     after `details` were added. device: from `want`, the rules by which a device decides the same for a table that the
     host reads later; None: this law is never judged late. by_tensor: the values that the ranks compare tensor by tensor
     if they differ, before the finding is shown. suspicion: a right loop can break this law too, so it only warns.
-    stops: if this law is broken, the laws after it in the table cannot be judged.
+    stops: if this law is broken, the laws after it in the table cannot be judged. of_shards: it compares
+    how ranks treat their shards of one tensor; without shards of equal size a watch leaves it out.
 
     Raises `KeyError` for a clause that is not registered.
     """
@@ -105,6 +106,7 @@ class Law(Generic[S_contra]):
     by_tensor: tuple[str, ...] = ()
     suspicion: bool = False
     stops: bool = False
+    of_shards: bool = False
     clause: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,14 +182,6 @@ def unless_all(ranks: Iterable[int], world: int) -> tuple[int, ...]:
     """The distinct `ranks` in order; empty if they are all ranks, because then all are equally to blame."""
     distinct = tuple(sorted(set(ranks)))
     return distinct if len(distinct) < world else ()
-
-
-def by_rank(shown: Sequence[str]) -> str:
-    """The value of each rank in words: `2 on rank 1, 3 on the others`, or rank by rank if no majority agrees."""
-    odd = minority(shown)
-    words = [f"{shown[rank]} on rank {rank}" for rank in odd or range(len(shown))]
-    others = [f"{next(text for rank, text in enumerate(shown) if rank not in odd)} on the others"] if odd else []
-    return ", ".join(words + others)
 
 
 def difference(seen: Seen[object], name: str, what: str, *, real: bool = False) -> Finding:

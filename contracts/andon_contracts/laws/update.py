@@ -253,10 +253,6 @@ _OTHER_WEIGHTS = "the trainable weights are not the same on every rank"
 OPTIMIZERS = agreeing("optimizers-agree/updated", ("updates", "optimizer"), _STATES, device=True, by_tensor=True)
 REPLICAS = agreeing("replicas-agree/updated", ("weights",), _OTHER_WEIGHTS, device=True, by_tensor=True)
 
-# An update too many changes moments and weights, and wrong moments change weights: causes stand before effects.
-UPDATED: tuple[Law[Seen[int]], ...] = (LOCKSTEP, ONE_UPDATE, OPTIMIZERS, REPLICAS)
-"""After an update; `want` is the number of updates so far."""
-
 BASE_POINT = "base"  # the point at which the trainer reads frozen weights and buffers (the watch: only weights)
 
 
@@ -277,7 +273,6 @@ def _frozen(seen: Seen[object]) -> Finding | None:
 
 
 FROZEN = Law("base-frozen/base", ("base", "first base"), _frozen)
-BASE: tuple[Law[Seen[object]], ...] = (LOCKSTEP, FROZEN)
 
 
 def _audited(seen: Seen[object]) -> Finding | None:

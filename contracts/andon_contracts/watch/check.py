@@ -16,7 +16,7 @@ from andon_contracts.act import Scene, agreement
 from andon_contracts.agree import Observation
 from andon_contracts.laws.law import Law, Observations, Seen, in_lockstep
 from andon_contracts.liveness.halt import HaltSignal
-from andon_contracts.observe import Observer, norm_of, plain
+from andon_contracts.observe import Observer, norm_of
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import Exchange, Replicas
 from andon_contracts.watch.intercept import Listener
@@ -181,7 +181,8 @@ class Context:
         """The facts around a finding that its message shows. before: the values of all ranks before the update."""
         unread = probe.unread_before if applied else probe.unread
         known = tuple(replace(o, step=o.step - unread) for o in before)
-        said = agreement(known, moments=probe.states_equal) if before and in_lockstep(before) else ""
+        comparable = before and in_lockstep(before) and self.replicas.any_held_twice
+        said = agreement(known, moments=probe.states_equal) if comparable else ""
         rates_differ = bool(said) and "rate" in Seen(before, None).differing
         return Scene(self.world, applied, self.last_equal, said, rates_differ, unread, tensors=len(probe.names))
 
@@ -194,11 +195,12 @@ class Context:
         if self.world > 1 and self.replicas.cut:
             parts = len(set(self.replicas.parts))
             return Cover("live", f"between the {self.replicas.copies} replicas of each of {parts} parts")
-        if self.world > 1 and self.subject.sharded and self.subject.every_rank_has_rows:
-            whole = f", and the {len(self.replicas.whole)} tensors that all hold whole" * bool(self.replicas.whole)
-            return Cover("degraded", f"of shards only how often each rank writes to its own{whole}")
-        if self.world > 1 and self.subject.sharded:
-            return Cover("not applicable", "no other rank holds the same shard")
+        if self.world > 1 and self.subject.sharded and (self.replicas.whole or self.subject.even):
+            what = ["of shards only how often each rank writes to its own"] * bool(self.subject.even)
+            what += [f"the {len(self.replicas.whole)} tensors that all hold whole"] * bool(self.replicas.whole)
+            return Cover("degraded", ", and ".join(what))
+        if self.world > 1 and (self.subject.sharded or not self.replicas.any_held_twice):
+            return Cover("not applicable", "no other rank holds the same part")
         return self.between_ranks()
 
 
@@ -213,6 +215,7 @@ class OptimizerProbe:
         held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names and p.requires_grad]
         self.optimizer = optimizer
         self.context = context
+        self.number = len(context.probes)  # from 0, in the order in which the loop passed the optimizers
         self.checks: Sequence[Check] = ()
         self.members = tuple(held)
         self.parameters: dict[str, torch.nn.Parameter] = {names[id(p)]: p for p in held}
@@ -220,9 +223,7 @@ class OptimizerProbe:
         self.index = {id(p): index for index, p in enumerate(held)}
         self.held = frozenset(self.index)
         self.whole = [p for p in held if id(p) in context.replicas.whole]
-        shards = context.subject.shards if context.subject.every_rank_has_rows else {}
-        self.even = [p for p in held if id(p) in shards and p.numel() == plain(p).numel() * shards[id(p)].parts]
-        """Shards that have one size on all ranks: a loop may skip one that is empty on its rank."""
+        self.even = [p for p in held if id(p) in context.subject.even]
         self.layout = layout_digest(self.parameters)
         self._slot = {name: index for index, name in enumerate(context.subject.names)}
         self.updates = context.settings.start

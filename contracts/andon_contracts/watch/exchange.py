@@ -17,13 +17,14 @@ from andon_contracts.agree import (
     GroupGather,
     Observation,
     RankSet,
+    by_rank,
     gather_observations,
     gather_short,
     majority,
     minority,
 )
 from andon_contracts.digest import digests_by_name, mix64
-from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen, by_rank
+from andon_contracts.laws.law import LOCKSTEP, Judgement, Law, Observations, Seen
 from andon_contracts.liveness.halt import PendingCollectives
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding, named_ranks
@@ -211,6 +212,15 @@ class Replicas:
         """True if digests of all of a rank's tensors cannot be compared with every other rank's."""
         return len(set(self.parts)) > 1
 
+    @property
+    def any_held_twice(self) -> bool:
+        """True if two ranks hold the same part, or the same whole tensor. Otherwise no bits can be compared."""
+        return len(set(self.parts)) < len(self.parts) or bool(self.whole)
+
+    def compares(self, law: Law[Seen[object]]) -> bool:
+        """False for a law of replicated tensors if no two ranks hold one: it would hold without comparing anything."""
+        return self.any_held_twice or {"weights", "gradient", "optimizer"}.isdisjoint(law.by_tensor)
+
     def align(self, observations: Observations) -> Observations:
         """Replace digests by their `aligned` values, which are equal on all ranks if all replicas agree."""
         if not self.mixed:
@@ -229,7 +239,7 @@ class Replicas:
     def aligned(self, values: Sequence[int]) -> tuple[int, ...]:
         """Each rank's offset from the majority of its part; all ranks of a part without a majority share one number.
 
-        If there are no parts to align, the `values` themselves.
+        If there are no parts to align, the `values` themselves. A rank alone with its part has the offset 0.
         """
         if not self.mixed:
             return tuple(values)
@@ -292,4 +302,4 @@ def written_alike(clause: str, tensors: str, since: str) -> Law[Seen[object]]:
         what = f"since {since}, the ranks wrote to the shards of their {tensors} a different number of times"
         return Finding(f"{what} ({by_rank(list(map(str, counts)))})", seen.step, minority(counts), likely=likely)
 
-    return Law(f"{clause}/writes", (name, "layout"), check, suspicion=True)
+    return Law(f"{clause}/writes", (name, "layout"), check, suspicion=True, of_shards=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
+from andon_contracts.observe import plain
 from andon_contracts.watch.values import is_flattened, text_digest
 
 _WRAPPERS = ("module", "_orig_mod", "_forward_module")
@@ -138,6 +139,9 @@ class ModelProbe:
         only_data = fsdp and all(place.is_replicate() for each in places for place in each[:-1])
         self.every_rank_has_rows = only_data or not self.sharded
         """False if ranks share the rows of a batch, as they do under tensor parallelism."""
+        shards_of = [p for p in self.trainable.values() if only_data and id(p) in self.shards]
+        self.even = {id(p) for p in shards_of if p.numel() == plain(p).numel() * self.shards[id(p)].parts}
+        """By `id`, trained shards that have one size on all ranks: a loop may skip one that is empty on its rank."""
         self.extra_tensors = self._extra_tensors()
         """Optimizer tensors outside the model. Their updates are not checked."""
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from andon_contracts.act import Scene, with_message
-from andon_contracts.agree import GroupGather, minority, own_group
+from andon_contracts.agree import GroupGather, by_rank, minority, own_group
 from andon_contracts.digest import hex64, tensor_digest
-from andon_contracts.laws.law import Judgement, Law, Seen, by_rank
+from andon_contracts.laws.law import Judgement, Law, Seen
 from andon_contracts.observe import plain
 from andon_contracts.violation import Finding
 from andon_contracts.watch.exchange import WIDTH, Exchange

@@ -106,16 +106,17 @@ class Updates:
         for check in context.all_checks:
             check.ranks_met()
         for probe in context.probes:
-            before = (law for check in probe.checks for law in check.before_laws)  # of writes only with shards
-            self._before_laws[probe] = (LOCKSTEP, *(x for x in before if probe.even or not x.id.endswith("/writes")))
-            self._after_laws[probe] = (LOCKSTEP, *(law for check in probe.checks for law in check.after_laws))
+            before = (law for check in probe.checks for law in check.before_laws if probe.even or not law.of_shards)
+            self._before_laws[probe] = (LOCKSTEP, *filter(context.replicas.compares, before))
+            after = (law for check in probe.checks for law in check.after_laws)
+            self._after_laws[probe] = (LOCKSTEP, *filter(context.replicas.compares, after))
         values = context.check(Structure).start(portable=context.portable)
         said = context.replicas.align(context.exchange(0, "start", values, judged=True))
         context.recorder.opened(
             context.world, [probe.optimizer for probe in context.probes], context.settings.rows, context.settings.start
         )
         seen: Seen[object] = Seen(said, None, subject.names)
-        judgement = context.verdicts.judgement(START, seen)
+        judgement = context.verdicts.judgement([*filter(context.replicas.compares, START)], seen)
         if judgement.first is None:
             self._note_equal(context.settings.start, seen)
         else:
@@ -141,7 +142,7 @@ class Updates:
             with context.waiting():
                 arrive()
             values = merged([*early, *(check.before(probe) for check in checks)])
-            self._said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
+            self._said = context.exchange(step, f"before {probe.number}", values, judged=True)
             self._adopt(self._said)
             aligned = context.replicas.align(self._said)
             for check in checks:
@@ -167,7 +168,7 @@ class Updates:
         with context.timed():
             probe.check(Weights).note_writes()
             values = self._interval(probe) | reports.meanwhile(probe)
-            said = context.exchange(step, f"before {self._number(probe)}", values, judged=True)
+            said = context.exchange(step, f"before {probe.number}", values, judged=True)
             self._adopt(said)
             seen: Seen[object] = Seen(said, None, context.subject.names)
             context.verdicts.judge((LOCKSTEP, *reports.before_laws), seen, context.scene())
@@ -225,7 +226,7 @@ class Updates:
             return
         context, (probe, values, ids) = self._context, made
         with context.timed():
-            said = context.exchange(probe.updates, f"after {self._number(probe)}", values(), judged=True)
+            said = context.exchange(probe.updates, f"after {probe.number}", values(), judged=True)
             judgement = self._judge_after(probe, said)
             if judgement.first is not None:
                 # If a difference of the weights is only a suspicion, its element is not searched for.
@@ -246,7 +247,7 @@ class Updates:
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
             rows, draws = context.check(LoopReports).of_update, context.check(Mode).draws
-            index = self._number(probe) if len(context.probes) > 1 else None
+            index = probe.number if len(context.probes) > 1 else None
             step = probe.updates if index is None else context.settings.start + context.steps
             context.recorder.step(self._said, said, rows, step=step, index=index, draws=draws)
         seen: Seen[object] = Seen(context.replicas.align(said), None, context.subject.names)
@@ -264,7 +265,7 @@ class Updates:
             return ""
         probe, values, _ = made
         try:
-            point = f"after {self._number(probe)}"
+            point = f"after {probe.number}"
             said = self._context.exchange.gather_at_close(probe.updates, point, values(), _AT_THE_CLOSE_S)
         except (RuntimeError, OSError) as error:
             why = str(error) if isinstance(error, TimeoutError) else first_line(error)
@@ -274,11 +275,8 @@ class Updates:
         return ""
 
     def _note_equal(self, step: int, seen: Seen[object]) -> None:
-        if len(seen.observations) > 1 and "weights" not in seen.differing:
+        if self._context.replicas.any_held_twice and "weights" not in seen.differing:
             self._context.last_equal = step
-
-    def _number(self, probe: OptimizerProbe) -> int:
-        return self._context.probes.index(probe)
 
 
 def _report(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from andon_contracts.agree import bits_of, real_of
-from andon_contracts.laws.law import Law, Observations, Seen, by_rank
+from andon_contracts.agree import bits_of, by_rank, real_of
+from andon_contracts.laws.law import Law, Observations, Seen
 from andon_contracts.laws.update import Reduced, clipped_norm, is_clipped_once
 from andon_contracts.observe import norm_of, plain
 from andon_contracts.violation import Finding

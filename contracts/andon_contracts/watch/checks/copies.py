@@ -127,7 +127,7 @@ class Copies:
         self._candidates: list[Any] = []
         self._states: list[int] = []
         self._tensors: list[list[Tensor]] = []
-        self._samples: dict[int, Tensor] = {}  # by id: a candidate far from the weights, when the loop was searched
+        self._samples: dict[int, Tensor] = {}  # by id: float64 [2, elements] of a copy that is far, and of the weights
         self.portable = False
 
     def values(self, update: int) -> dict[str, int]:
@@ -152,7 +152,9 @@ class Copies:
             pairs = [(plain(one), plain(other)) for one, other in zip(tensors, wanted, strict=True)]
             distance = _distance(pairs)
             if far := _NEAR < distance <= _FAR:
-                self._samples[id(each)] = sample = _sample(pairs)
+                both = zip(*pairs, strict=True)
+                sample = torch.stack([torch.cat([t.flatten()[:_SAMPLED].cpu().double() for t in of]) for of in both])
+                self._samples[id(each)] = sample
                 far = id(each) in samples and _moves_to_weights(samples[id(each)], sample)
             if far or distance <= _NEAR:
                 digest = Observer(portable=self.portable).look(tensors).digest
@@ -246,14 +248,6 @@ class Copies:
         pairs = zip(named.values(), form.values(), strict=True)
         same = all(isinstance(one, Tensor) and one.shape == other.shape and not one.is_meta for one, other in pairs)
         return list(named.values()) if same else []
-
-
-@torch.no_grad()
-def _sample(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """float64 [2, elements]: some elements of a copy, and those of the weights."""
-    return torch.stack(
-        [torch.cat([t.flatten()[:_SAMPLED].cpu().double() for t in of]) for of in zip(*pairs, strict=True)]
-    )
 
 
 def _moves_to_weights(before: Tensor, now: Tensor) -> bool:

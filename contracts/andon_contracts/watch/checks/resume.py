@@ -166,7 +166,7 @@ class ResumedRun(Check):
     def _compare(self, probe: OptimizerProbe, now: Mapping[str, str]) -> dict[str, Any]:
         """On rank 0: the step that `probe` resumes from, the problems, and the unfinished pass. {}: it is no resume."""
         context, problems, told = self.context, list[str](), list[str]()
-        index = context.probes.index(probe) if len(context.probes) > 1 else None
+        index = probe.number if len(context.probes) > 1 else None
         trained, steps = read_steps(context.recorder.earlier, index)
         if not steps:
             return {}
