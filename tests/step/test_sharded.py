@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from andon.backend.base import Backend, GroupBackend, InlineBackend
+from andon.backend.base import Backend, GroupBackend, InlineBackend, groups_of
 from andon.config.schema import Contracts, Optimizer
 from andon.step import flat
 from andon.step.captured import CapturedPasses
@@ -366,7 +366,7 @@ def _on_gpus(world: int, *, captured: bool, early: bool) -> tuple[list[Mapping[s
     passes = CapturedPasses(device) if captured else None
     backend: Backend = InlineBackend([device])
     if world > 1:
-        backend = GroupBackend("nccl", device, dist.new_group(backend="nccl"))
+        backend = GroupBackend("nccl", device)
         fill = backend.fill
         backend.fill = lambda rows: (torch.cuda._sleep(2_000_000), fill(rows))  # type: ignore[method-assign]
         model.first.register_full_backward_pre_hook(lambda *_: torch.cuda._sleep(5_000_000))
@@ -386,5 +386,5 @@ def _on_gpus(world: int, *, captured: bool, early: bool) -> tuple[list[Mapping[s
 @pytest.mark.parametrize("captured", [False, True])
 def test_passes_wait_for_the_weights_that_they_read(captured: bool, early: bool) -> None:
     (alone,) = run_ranks(1, partial(_on_gpus, 1, captured=False, early=early))
-    for outcome in run_ranks(2, partial(_on_gpus, 2, captured=captured, early=early)):
+    for outcome in run_ranks(2, partial(_on_gpus, 2, captured=captured, early=early), backend=groups_of("nccl")):
         assert outcome.get() == (alone.get()[0], captured)

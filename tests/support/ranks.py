@@ -46,15 +46,17 @@ class Outcome:
         return self.value
 
 
-def run_ranks(world: int, work: Work, *args: Any, deadline_s: float = DEADLINE_S) -> list[Outcome]:
-    """work(*args) in each of `world` ranks of a gloo group of their own; the outcomes by rank.
+def run_ranks(
+    world: int, work: Work, *args: Any, deadline_s: float = DEADLINE_S, backend: str = "gloo"
+) -> list[Outcome]:
+    """work(*args) in each of `world` ranks of a group of their own; the outcomes by rank.
 
     `work` is a function of a module that a new process can import. Ranks that have not answered after `deadline_s`
     are killed, by pid, and have a `TimeoutError` as their outcome.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
-        started = [_start(rank, world, store, deadline_s, work, args) for rank in range(world)]
+        started = [_start(rank, world, store, deadline_s, backend, work, args) for rank in range(world)]
         try:
             return _collect({rank: reader for rank, (_, reader) in enumerate(started)}, deadline_s)
         finally:
@@ -64,10 +66,10 @@ def run_ranks(world: int, work: Work, *args: Any, deadline_s: float = DEADLINE_S
 
 
 def _start(
-    rank: int, world: int, store: Path, deadline_s: float, work: Work, args: tuple[Any, ...]
+    rank: int, world: int, store: Path, deadline_s: float, backend: str, work: Work, args: tuple[Any, ...]
 ) -> tuple[BaseProcess, Connection]:
     reader, writer = _CONTEXT.Pipe(duplex=False)
-    given = (rank, world, str(store), deadline_s, writer, work, args)
+    given = (rank, world, str(store), deadline_s, backend, writer, work, args)
     process = _CONTEXT.Process(target=_rank, args=given, daemon=True)
     process.start()
     writer.close()
@@ -106,7 +108,14 @@ def _end(process: BaseProcess) -> None:
 
 
 def _rank(
-    rank: int, world: int, store: str, deadline_s: float, writer: Connection, work: Work, args: tuple[Any, ...]
+    rank: int,
+    world: int,
+    store: str,
+    deadline_s: float,
+    backend: str,
+    writer: Connection,
+    work: Work,
+    args: tuple[Any, ...],
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -119,7 +128,7 @@ def _rank(
     timeout = datetime.timedelta(seconds=deadline_s)
     try:
         dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
+            backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
         )
         outcome = Outcome(work(*args))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
