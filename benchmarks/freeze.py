@@ -56,15 +56,11 @@ def _reason(text: str) -> str:
     return _NUMBER.sub("#", text)
 
 
-def _step(text: str) -> int | None:
-    named = _STEP.search(text)
-    return int(named[1]) if named else None
-
-
 def _found(found: Counterexample | None) -> Row:
     if found is None:
         return {}
-    where = {"step": _step(found.where), "where": found.where}
+    named = _STEP.search(found.where)
+    where = {"step": int(named[1]) if named else None, "where": found.where}
     return {**where, "reason": _reason(found.what), "equals": found.equals}
 
 
@@ -109,15 +105,17 @@ def loops() -> Iterator[Row]:
 
 def watch() -> Iterator[Row]:
     """Faults that a watch sees in a loop: each finding as clause and step, at once and by the one line alone."""
-    from tests.watch.test_planted_faults import DEADLINE_S, SEEN, WORLD, Pairs, alone, run_ranks
+    from tests.watch.test_planted_faults import SEEN, Ranks, said_by
 
-    numbers = [number for number, (_, inside) in enumerate(SEEN) if inside.alone]
-    ranks = [outcome.get() for outcome in run_ranks(WORLD, alone, numbers, deadline_s=DEADLINE_S)]
-    by_one_line = dict(zip(numbers, ranks[0], strict=True))
-    for number, ((fault, inside), pairs) in enumerate(zip(SEEN, Pairs(), strict=True)):
+    ranks = Ranks()
+    for number, (fault, inside) in enumerate(SEEN):
+        pairs, by_one_line = zip(*ranks.tried(number), strict=True)
         steps = [step for clause, step in pairs[0][1].found if clause == inside.clause]
         problems = ["without the fault something is found"] * any(right.found for right, _ in pairs)
-        problems += ["its clause does not find it in time"] * (min(steps, default=inside.by + 1) > inside.by)
+        late = min(steps, default=inside.by + bool(inside.clause)) > inside.by
+        problems += ["its clause does not find it in time"] * late
+        right, wrong = by_one_line[0] or pairs[0]
+        problems += ["without the fault the one line finds it"] * bool(right.found or said_by(inside, right))
         yield {
             "fault": fault.name,
             "lines": list(inside.lines),
@@ -127,7 +125,8 @@ def watch() -> Iterator[Row]:
             "problems": problems,
             "found": [[list(each) for each in wrong.found] for _, wrong in pairs],
             "without the fault": [[list(each) for each in right.found] for right, _ in pairs],
-            "one line": [list(each) for each in by_one_line.get(number, [])],
+            "one line": [list(each) for each in wrong.found] if by_one_line[0] else [],
+            **({"says": said} if (said := said_by(inside, wrong)) else {}),
         }
     for fault in looped.FAULTS:
         if not isinstance(fault.inside, Inside):

@@ -154,10 +154,6 @@ TABLES = (averages, non_finite, shards, devices, fallback)
 # mutants
 
 
-def _sum(grads: Any) -> Any:
-    return [sum(values) for values in zip(*grads, strict=True)]
-
-
 def _nan_to_zero(grads: Any) -> Any:
     return [sum(0.0 if v != v else v for v in values) / len(grads) for values in zip(*grads, strict=True)]
 
@@ -167,21 +163,9 @@ def _inf_skipped(grads: Any) -> Any:
     return [sum(values) / max(1, len(values)) for values in finite]
 
 
-def _first_worker_only(grads: Any) -> Any:
-    return [values[0] / len(grads) for values in zip(*grads, strict=True)]
-
-
 def _sum_in_fp32(grads: Any) -> Any:
     total: Any = sum(torch.tensor(gradient, dtype=torch.float32) for gradient in grads)
     return (total / len(grads)).tolist()
-
-
-def _sees_no_inf(values: Any) -> Any:
-    return any(float(value) != float(value) for value in values)
-
-
-def _sees_only_the_first(values: Any) -> Any:
-    return any(not abs(float(value)) < float("inf") for value in values[:1])
 
 
 def _remainder_dropped(samples: Any, num_workers: int) -> Any:
@@ -204,10 +188,6 @@ def _one_replica(devices: Any, **_: Any) -> Any:
     if not devices:
         raise InputError("no devices")
     return (torch.device("cpu"),)
-
-
-def _primary_is_last(self: DataParallelCoordinator) -> Any:
-    return self.pipelines[-1]
 
 
 def _no_fallback(*_: Any, **__: Any) -> Any:
@@ -246,17 +226,20 @@ class Mutant:
 
 _ONES = r"average \[\[1\.0, 2\.0\], \[3\.0, 6\.0\]\]: "
 MUTANTS = (
-    Mutant("average without division", averages, _ONES + r"\[4\.0, 8\.0\]", average_gradients, _sum),
+    Mutant("average without division", averages, _ONES + r"\[4\.0, 8\.0\]", average_gradients,
+           lambda grads: [sum(values) for values in zip(*grads, strict=True)]),
     Mutant("NaN averaged as 0", averages, r"\[\[nan, 2\.0, 3\.0\], .*: \[0\.666\d+, 2\.0, 3\.0\]", average_gradients,
            _nan_to_zero),
     Mutant("Inf skipped in the average", averages, r"\[\[inf, 2\.0, 3\.0\], .*: \[1\.0, 2\.0, 3\.0\]",
            average_gradients, _inf_skipped),
-    Mutant("only worker 0 averaged", averages, _ONES + r"\[0\.5, 1\.0\]", average_gradients, _first_worker_only),
+    Mutant("only worker 0 averaged", averages, _ONES + r"\[0\.5, 1\.0\]", average_gradients,
+           lambda grads: [values[0] / len(grads) for values in zip(*grads, strict=True)]),
     Mutant("fp32 overflow in the average", averages, r"\[\[3e\+38\], \[3e\+38\]\]: \[inf\]", average_gradients,
            _sum_in_fp32),
-    Mutant("has_non_finite ignores Inf", non_finite, r"search \[inf\]: False", has_non_finite, _sees_no_inf),
+    Mutant("has_non_finite ignores Inf", non_finite, r"search \[inf\]: False", has_non_finite,
+           lambda values: any(float(value) != float(value) for value in values)),
     Mutant("only the first element", non_finite, r"search \[1\.0, nan, 1\.0, 1\.0, 1\.0\]: False", has_non_finite,
-           _sees_only_the_first),
+           lambda values: any(not abs(float(value)) < float("inf") for value in values[:1])),
     Mutant("remainder dropped", shards, r"10 samples for 3: .*\[6, 7, 8\]\]", shard_samples, _remainder_dropped),
     Mutant("shard order reversed", shards, r"10 samples for 3: \[\[6, 7, 8, 9\]", shard_samples, _reversed),
     Mutant("empty list of devices accepted", devices, r"no devices: \(device\(type='cpu'\),\)", resolve_devices,
@@ -264,7 +247,7 @@ MUTANTS = (
     Mutant("one replica for two devices", devices, r"two replicas on the CPU: \(device\(type='cpu'\),\)",
            resolve_devices, _one_replica),
     Mutant("primary is the last replica", devices, "primary of 3 replicas: 2",
-           vars(DataParallelCoordinator)["primary_pipeline"].fget, _primary_is_last),
+           vars(DataParallelCoordinator)["primary_pipeline"].fget, lambda self: self.pipelines[-1]),
     Mutant("no fallback to the CPU", fallback, "nccl without a GPU, CPU allowed: RuntimeError.*no CUDA", placement,
            _no_fallback),
     Mutant("a fallback that nobody allowed", fallback, r"nccl without a GPU: \('gloo'", placement, _always_falls_back),

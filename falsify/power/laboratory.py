@@ -162,11 +162,8 @@ class LoopLaboratory:
     def _observe(self, case: Case, claim: str) -> TrialResult:
         claims = () if self._every_claim else {claim, *(each.name for each in ONE_RUN)}
         trials = [Trial(kind, case) for kind in (LAW, HALT, RESUME)]
-        return replace(observed(_looped, self._subject, trials, claims), clause="")  # a loop has no contracts
-
-
-def _looped(subject: Subject) -> LoopBench:
-    return LoopBench(subject, "looped")
+        found = observed(lambda subject: LoopBench(subject, "looped"), self._subject, trials, claims)
+        return replace(found, clause="")  # a loop has no contracts
 
 
 def observed(

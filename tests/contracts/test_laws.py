@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from andon_contracts.agree import Observation, bits_of, majority, minority
 from andon_contracts.clauses import CLAUSES, Clause, Kind
 from andon_contracts.laws import update as laws
-from andon_contracts.laws.law import Details, Judgement, Law, Seen, enforce
+from andon_contracts.laws.law import LOCKSTEP, Details, Judgement, Law, Seen, enforce
 from andon_contracts.laws.update import RESTORED, Reduced, not_restored
 from andon_contracts.policy import (
     argument,
@@ -50,6 +50,7 @@ REDUCED = {
 }
 UPDATED = {"weights": 13, "optimizer": 14, "updates": 6, "gradient": 11}
 BASE = {"base": 15, "first base": 15}
+UPDATE, FROZEN = (LOCKSTEP, laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS), (LOCKSTEP, laws.FROZEN)
 
 
 def observed(good: Values, *changes: Values, world: int = 3, step: int = STEP) -> list[Observation]:
@@ -68,18 +69,18 @@ def reduced(observations: Sequence[Observation], limit: float | None = 0.5) -> N
 
 
 def update(observations: Sequence[Observation], details: Details = MappingProxyType({})) -> None:
-    enforce(Judgement(laws.UPDATED, Seen(observations, 6, details=details)))
+    enforce(Judgement(UPDATE, Seen(observations, 6, details=details)))
 
 
 def base(observations: Sequence[Observation]) -> None:
-    enforce(Judgement(laws.BASE, Seen(observations, None)))
+    enforce(Judgement(FROZEN, Seen(observations, None)))
 
 
 JUDGES: Mapping[str, tuple[Judge, Values, Sequence[Law[Any]]]] = {
     "start": (start, START, laws.START),
     "reduced": (reduced, REDUCED, laws.REDUCED),
-    "update": (update, UPDATED, laws.UPDATED),
-    "base": (base, BASE, laws.BASE),
+    "update": (update, UPDATED, UPDATE),
+    "base": (base, BASE, FROZEN),
 }
 
 

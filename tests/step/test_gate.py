@@ -41,6 +41,7 @@ from tests.support.toy import CPU
 
 STEP, SEQUENCE, POINT = 6, 3, "here"
 worlds = st.integers(1, 4)
+UPDATED = (LOCKSTEP, laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS)
 Rows = Sequence[Sequence[int]]
 
 
@@ -156,20 +157,20 @@ def test_of_what_the_update_left(
     changed(values, [[6], *([0, 9] for _ in moments), counts], column, data)
     said = gathered(values, updated(spec).names, data)
     observations = [replace(each, values=state_values(spec, 9, each.values)) for each in said.observations(said.table)]
-    judgement = Judgement(laws.UPDATED, Seen(observations, due))
+    judgement = Judgement(UPDATED, Seen(observations, due))
     assert closes(said, [updated(spec).expected(due)] * world) == (judgement.first is not None)
 
 
 def test_every_row_that_may_be_judged_late_has_a_form_for_the_device() -> None:
     assert set(rules_of(laws.REDUCED, Reduced())) == {"rate", "weights", "gradient", "nonfinite", "norm", "clipped"}
-    assert rules_of(laws.UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
+    assert rules_of(UPDATED, 4) == {"updates": 4, "optimizer": Rule.SAME, "weights": Rule.SAME}
     fields = (*COMPUTED.fields, *REPORT.fields, *REDUCED.fields, *updated(Optimizer()).fields)
-    late = (*laws.PLANNED, *laws.LEAVES, *laws.REDUCED, *laws.UPDATED)
+    late = (*laws.PLANNED, *laws.LEAVES, *laws.REDUCED, *UPDATED)
     assert {field.law for field in fields} - {None} == {law for law in late if law is not LOCKSTEP}
     with pytest.raises(ValueError, match="rate must stand beside planned"):
         Message("here", (Field("x", "host"), Field("rate", "host", laws.RATE, beside="planned")))
     with pytest.raises(ValueError, match="base-frozen/base cannot be checked on a device"):
-        rules_of(laws.BASE, 3)
+        rules_of((laws.FROZEN,), 3)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -86,7 +86,6 @@ def process(course: Course, number: int, folder: Path, group: Any) -> Watch:
         torch.manual_seed(1)
         if begin and fault != "seeded again":
             torch.set_rng_state(saved["random"])
-        torch.rand(int(fault == "drawn"))
         if begin and course.told:
             watch.loaded(folder / str(begin))
         while made < stop:

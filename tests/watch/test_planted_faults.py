@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,15 +15,13 @@ import pytest
 from andon_contracts.watch import updates
 from andon_falsify.ranks.pool import RankPool
 from falsify.power.looped import FAULTS
-from falsify.power.looped.fault import Inside
+from falsify.power.looped.fault import Inside, LoopFault
 from falsify.power.planting import patched
-from tests.support.ranks import run_ranks as run_ranks
 from tests.watch.watched import Trace, Watched
 
 WORLD = 2
 DEADLINE_S = 200.0
 Pair = tuple[Trace, Trace]
-Found = list[tuple[str, int]]
 SEEN = tuple((fault, fault.inside) for fault in FAULTS if isinstance(fault.inside, Inside))
 """The faults that a watch sees, with what it is to find."""
 FIRST = {(inside.clause, inside.lines): number for number, (_, inside) in reversed(list(enumerate(SEEN)))}
@@ -33,78 +32,78 @@ LATE = ("F13 moment of one rank astray", "F44 updates of a 16-bit head rounded a
 _right: dict[object, Trace] = {}
 
 
-def both(numbers: Sequence[int]) -> list[Pair]:
-    """The loops of these rows of the catalogue, without and with the fault, on this rank."""
-    pairs = []
-    for fault, inside in (SEEN[number] for number in numbers):
-        # Without the fault nothing is poisoned, and no update is the one at which it acts; faults share such runs.
-        clean = replace(inside, clause="", by=0, case=inside.case.but(poison=None), at=None)
-        key = (fault.right, clean, updates._judged_late)
-        if key not in _right:
-            _right[key] = Watched(fault.right, clean).run()
-        pairs.append((_right[key], Watched(fault.loop, inside).run()))
-    return pairs
+def _pair(fault: LoopFault, inside: Inside) -> Pair:
+    # Without the fault nothing is poisoned, and no update is the one at which it acts; faults share such runs.
+    clean = replace(inside, clause="", by=0, alone="", says="", case=inside.case.but(poison=None), at=None)
+    key = (fault.right, clean, updates._judged_late)
+    if key not in _right:
+        _right[key] = Watched(fault.right, clean).run()
+    return _right[key], Watched(fault.loop, inside).run()
 
 
-def alone(numbers: Sequence[int]) -> list[Found]:
-    """What the one line finds of faults for which a watch can be told more."""
-    return [Watched(SEEN[each][0].loop, replace(SEEN[each][1], lines=())).run().found for each in numbers]
+def pairs_of(number: int) -> tuple[Pair, Pair | None]:
+    """The loops of this row without and with the fault, on this rank; and by the one line alone if it sees the fault
+    and can be told more."""
+    fault, inside = SEEN[number]
+    bare = replace(inside, lines=(), resumed=inside.resumed if inside.continued is None else None)
+    told = replace(inside, continued=None) if inside.lines else inside
+    return _pair(fault, told), _pair(fault, bare) if inside.alone or inside.says else None
 
 
-def tried(asked: tuple[int, bool]) -> tuple[Pair, Found]:
-    """The pair of one row on this rank, and what the one line finds if the row says so; late: judged as on a GPU."""
+def said_by(inside: Inside, trace: Trace) -> str:
+    """What the watch said of the fault in the log; "" if nothing."""
+    match = re.search(inside.says, trace.said) if inside.says else None
+    return match[0] if match else ""
+
+
+def tried(asked: tuple[int, bool]) -> tuple[Pair, Pair | None]:
+    """See `pairs_of`; late: judged as on a GPU."""
     number, late = asked
     with ExitStack() as stack:
         if late:
             patched(stack, updates, "_judged_late", lambda subject: True)
-        (pair,) = both([number])
-        found = alone([number])[0] if SEEN[number][1].alone else []
-    return pair, found
+        return pairs_of(number)
 
 
-def hold(number: int, pairs: Sequence[Pair], one_line: Sequence[Found], *, later: int = 0) -> None:
+def hold(number: int, pairs: Sequence[Pair], one_line: Sequence[Pair | None], *, later: int = 0) -> None:
     """Check one row of the catalogue: the right loop raises nothing, the fault changes state, and every rank finds it
     by its clause, at most `later` updates after the catalogue's step; also with the one line, if the row says so."""
+    bare = [each for each in one_line if each is not None]
     fault, inside = SEEN[number]
-    assert [right.found for right, _ in pairs] == [[]] * WORLD, f"{fault.name}: an alarm without the fault"
+    right_ones = [right.found for right, _ in (*pairs, *bare)]
+    assert right_ones == [[]] * len(right_ones), f"{fault.name}: an alarm without the fault"
     # Of a fault that is found later (on a GPU), the CPU's run shows that it changes the state.
     assert later or any(right.states != wrong.states for right, wrong in pairs), f"{fault.name} changes nothing"
     for found, clause, by in (
         ([wrong.found for _, wrong in pairs], inside.clause, inside.by),
-        (one_line, inside.alone, max(inside.by, inside.alone_by)),
+        ([wrong.found for _, wrong in bare], inside.alone, max(inside.by, inside.alone_by)),
     ):
         if clause:
             assert found[0] == found[1], fault.name
             steps = [step for name, step in found[0] if name == clause]
             assert steps, f"{fault.name}: found only {found[0]}"
             assert min(steps) <= by + later, fault.name
+    if inside.says:  # rank 0 prints the lines
+        assert [bool(said_by(inside, trace)) for trace in bare[0]] == [False, True], f"{fault.name}: {bare[0]}"
 
 
-class Pairs(Sequence[list[Pair]]):
-    """By fault, then by rank: what a run without it left and found, and one with it."""
+class Ranks:
+    """Two ranks that stay for all faults: what costs most is the first model of a process."""
 
     def __init__(self) -> None:
         self.pool = RankPool(WORLD, DEADLINE_S)
-        self.run("builtins:repr", "")  # the ranks are there before a test looks which processes there are
+        self.pool.run("builtins:repr", "")  # the ranks are there before a test looks which processes there are
 
-    def __len__(self) -> int:
-        return len(SEEN)
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(SEEN):
-            raise IndexError(number)
-        return [pair for ((pair,),) in zip(self.run(f"{__name__}:both", [number]), strict=True)]
-
-    def run(self, work: str, argument: object) -> list[Any]:
-        answers = self.pool.run(work, argument)
+    def tried(self, number: int, *, late: bool = False) -> list[tuple[Pair, Pair | None]]:
+        """By rank, what a run without the fault of this row left and found, and one with it. See `tried`."""
+        answers = self.pool.run(f"{__name__}:tried", (number, late))
         assert [answer.error for answer in answers if answer.error] == []
         return [answer.value for answer in answers]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Pairs]:
-    """Two ranks that stay for all faults: what costs most is the first model of a process."""
-    held = Pairs()
+def ranks() -> Iterator[Ranks]:
+    held = Ranks()
     yield held
     held.pool.close()
 
@@ -121,18 +120,18 @@ def _rows(chosen: Sequence[int], default: Sequence[int]) -> list[Any]:
 
 
 @pytest.mark.parametrize("number", _rows(range(len(SEEN)), list(FIRST.values())))
-def test_a_fault_is_found_by_its_clause_and_its_right_loop_is_silent(ranks: Pairs, number: int) -> None:
+def test_a_fault_is_found_by_its_clause_and_its_right_loop_is_silent(ranks: Ranks, number: int) -> None:
     """One pair of runs, told the same lines; see `hold`."""
-    pairs, one_line = zip(*ranks.run(f"{__name__}:tried", (number, False)), strict=True)
+    pairs, one_line = zip(*ranks.tried(number), strict=True)
     hold(number, pairs, one_line)
 
 
 @pytest.mark.parametrize(
     "number", _rows(sorted({*FIRST.values(), *map(NAMES.index, LATE)}), [NAMES.index(name) for name in LATE])
 )
-def test_a_fault_that_is_judged_late_is_found_by_the_same_step(ranks: Pairs, number: int) -> None:
+def test_a_fault_that_is_judged_late_is_found_by_the_same_step(ranks: Ranks, number: int) -> None:
     """As with a GPU, where an update is judged before the next one; and the right loop is silent there too."""
-    pairs, one_line = zip(*ranks.run(f"{__name__}:tried", (number, True)), strict=True)
+    pairs, one_line = zip(*ranks.tried(number, late=True), strict=True)
     hold(number, pairs, one_line)
 
 
@@ -143,3 +142,6 @@ def test_the_frozen_table_has_every_fault_with_its_clause() -> None:
     assert sorted(found) == sorted((fault.name, inside.clause, inside.by) for fault, inside in SEEN)
     unseen = {row["fault"] for row in rows if "not seen" in row}
     assert unseen == {fault.name for fault in FAULTS if not isinstance(fault.inside, Inside)}
+    kinds, alone = {fault.code for fault in FAULTS}, {f.code for f, i in SEEN if not i.lines or i.alone or i.says}
+    figures = (Path(__file__).parents[2] / "docs" / "figures.md").read_text(encoding="utf-8")
+    assert f"{len(alone)} of {len(kinds)} kinds" in figures

@@ -17,7 +17,7 @@ from falsify.power.looped import right, rows
 from falsify.power.planting import patched
 from tests.support.ranks import run_ranks
 from tests.watch import watched
-from tests.watch.test_planted_faults import SEEN, WORLD, Found, Pair, alone, both, hold
+from tests.watch.test_planted_faults import SEEN, WORLD, Pair, hold, pairs_of
 
 pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"), pytest.mark.timeout(600)]
 DEADLINE_S = 400.0
@@ -61,10 +61,8 @@ def _on_gpu(work: Callable[[Any], Any], argument: Any) -> Any:
         return work(argument)
 
 
-def tried_on_gpu(numbers: list[int]) -> list[tuple[Pair, Found]]:
-    """The pair of each row, and what the one line finds if the row says so."""
-    pairs: list[Pair] = _on_gpu(both, numbers)
-    return [(pair, _on_gpu(alone, [n])[0] if SEEN[n][1].alone else []) for n, pair in zip(numbers, pairs, strict=True)]
+def tried_on_gpu(numbers: list[int]) -> list[tuple[Pair, Pair | None]]:
+    return [_on_gpu(pairs_of, number) for number in numbers]
 
 
 @pytest.mark.parametrize("first", range(0, len(SEEN), CHUNK))

@@ -511,21 +511,3 @@ def _leaves_its_group() -> tuple[int, int]:
 def test_a_group_that_is_taken_down_before_the_close_was_joined() -> None:
     """As right scripts end, and a watch that is closed by the end of the process."""
     assert [outcome.get() for outcome in run_ranks(2, _leaves_its_group)] == [(0, 0), (0, 0)]
-
-
-def _said(course: Course, about: str) -> list[str]:
-    text = io.StringIO()
-    with contextlib.redirect_stderr(text):
-        course.run()
-    return [line for line in text.getvalue().splitlines() if line.startswith(f"  {about}:")]
-
-
-def closing() -> list[str]:
-    return [line for batches in (padded, dropped) for line in _said(Course(batches, epochs=1), "rows")]
-
-
-def test_what_a_sampler_adds_or_leaves_out_is_a_closing_line() -> None:
-    assert run_ranks(2, closing)[0].get() == [
-        "  rows: one pass over the data repeated 1 of its 45 rows (DistributedSampler)",
-        "  rows: one pass over the data left out 1 of its 45 rows (DistributedSampler)",
-    ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,17 +43,6 @@ def _wrong(folder: str) -> list[list[tuple[str, int, str]]]:
         assert not last.violations
         said.append([(found.clause, found.step, found.finding.seen) for found in last.findings])
     return said
-
-
-def _redrawn(folder: str) -> str:
-    with contextlib.redirect_stderr(io.StringIO()) as said:
-        run(replace(LATER, fault="drawn"), Path(folder))
-    return said.getvalue()
-
-
-def test_a_random_stream_that_was_shifted_is_noted(tmp_path: Path) -> None:
-    said, _ = answers(2, _redrawn, str(tmp_path))
-    assert "the random stream of torch is not that of step 6, so it draws other numbers" in said
 
 
 def test_a_wrong_resume_is_suspected_with_what_is_wrong(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ class Trace:
 
     states: list[tuple[object, ...]] = field(default_factory=list)
     found: list[tuple[str, int]] = field(default_factory=list)
+    said: str = ""
 
 
 class Watched:
@@ -42,22 +45,41 @@ class Watched:
         gc.collect()
         gc.freeze()
         self._case, self._inside, self._lines = inside.case, inside, frozenset(inside.lines)
-        # As under the falsifier: ranks that are equal only because they happened to draw the same are not equal.
-        random.seed(f"{self._case.seed} {dist.get_rank()}")
-        torch.manual_seed(1000 * self._case.seed + dist.get_rank())
-        self.loop: Any = kind(self._case)
-        if inside.at is not None:
-            self.loop.at = inside.at
-        self.trace = Trace()
+        self._kind, self.trace = kind, Trace()
         self._told: list[object] = []
         self._until: int | None = None
         self._plan = list(PlainLoop(self._case.but(max_steps=None))._batches())
-        around(self.loop, "_batches", lambda inner: islice(inner(), self._until))
+        self._folder = None if inside.continued is None else path_of_all_ranks().parent
+        self._begin()
         if inside.resumed == 0:
             self._resume()
         self._open()
 
+    def _begin(self) -> None:
+        # As under the falsifier: ranks that are equal only because they happened to draw the same are not equal.
+        random.seed(f"{self._case.seed} {dist.get_rank()}")
+        torch.manual_seed(1000 * self._case.seed + dist.get_rank())
+        self.loop: Any = self._kind(self._case)
+        if self._inside.at is not None:
+            self.loop.at = self._inside.at
+        around(self.loop, "_batches", lambda inner: islice(inner(), self._until))
+
     def run(self) -> Trace:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            self._run()
+        self.trace.said = said.getvalue()
+        return self.trace
+
+    def _run(self) -> None:
+        if self._inside.continued is not None:
+            self._until = self._inside.continued + 1
+            self.loop.train(self)
+            self.watch.close()
+            dist.barrier()
+            self._until = None
+            self._begin()
+            self.loop.load(self._folder)
+            self._open()
         if self._inside.resumed:
             self._until = self._inside.resumed
             self.loop.train(self)
@@ -67,11 +89,13 @@ class Watched:
         if "evaluated" in self._lines:
             self._evaluate()
         self.watch.close()
-        return self.trace
 
     def loss(self, value: float | Tensor) -> None:
         self._told.append(float(value))
         self.trace.states.append(self._state())
+        if len(self.trace.states) == self._inside.continued:
+            self.loop.done += 1
+            self.loop.save(self._folder)
 
     def rows(self, ids: Sequence[int]) -> None:
         """See `Told.rows`."""
@@ -85,8 +109,10 @@ class Watched:
             around(self.loop, "_scores", self._scores)
         known = self._known()
         given = {name: known[name]() for name in self._lines & known.keys()}
-        every = {"every": 1} if "reference" in self._lines else {}
-        self.watch = andon.watch(self.loop.model, self.loop.optimizer, action=self._note, **given, **every)
+        given |= {"every": 1} if "reference" in self._lines else {}
+        # As the variable ANDON_LEDGER does for a new process.
+        given |= {} if self._folder is None else {"ledger": self._folder / "ledger"}
+        self.watch = andon.watch(self.loop.model, self.loop.optimizer, action=self._note, **given)
         around(self.loop, "_update", self._update)
         around(self.loop, "_loss_sum", self._loss_sum)
         around(self.loop, "_add_over_ranks", self._add_over_ranks)

@@ -55,13 +55,10 @@ def declared(given: object, argument: str) -> Cover:
 
 @dataclass
 class Batch:
-    """The rows of one call of `Watch.batch`: their number, and whether its forward pass drew random numbers.
-
-    random: the random state before the forward pass; None: unknown.
-    """
+    """The number of rows of one call of `Watch.batch`, and whether their forward pass drew random numbers."""
 
     rows: int
-    random: Tensor | None = None
+    random: Tensor | None = None  # the random state before that pass, if it is known
     drew: bool = False
 
 

@@ -230,7 +230,7 @@ class LoaderPass:
     promises another permutation in each pass. most_repeats: how often a row may occur; 0: unknown or unlimited.
     order: the first rows, in order. batches: the number that were trained on. rows: the number that were yielded.
     finished: the loader reached its end. iterator: returns the iterator, or None once the loop has dropped it.
-    length: about how many rows this rank gets, by the length of the sampler; 0: unknown.
+    length: about how many rows this rank gets, by the length of the sampler; 0: unknown. even: all ranks get as many.
     """
 
     number: int = 1
@@ -245,6 +245,7 @@ class LoaderPass:
     finished: bool = False
     iterator: Callable[[], Any] = lambda: None
     length: int = 0
+    even: bool = False
 
 
 @dataclass(eq=False)
@@ -344,7 +345,7 @@ def _new_pass(iterator: Any) -> LoaderPass:
     most_repeats = 1 if shuffles or type(inner).__name__ == "SequentialSampler" else repeats if repeats > 1 else 0
     number = 1 if before is None else before.number + 1
     source = LoaderPass(number, size, shuffles, most_repeats, type(inner).__name__, before)
-    source.iterator = weakref.ref(iterator)
+    source.iterator, source.even = weakref.ref(iterator), isinstance(inner, DistributedSampler)
     if before is not None:
         before.before = None  # only the pass before is needed: drop older ones
     with suppress(TypeError):

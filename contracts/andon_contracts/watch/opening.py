@@ -218,8 +218,7 @@ def open_watch(model: nn.Module, optimizers: Sequence[Any], settings: Settings) 
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    latest = _open[optimizer]() if optimizer in _open else None
-    return latest is not None and not latest.closed
+    return optimizer in _open and (latest := _open[optimizer]()) is not None and not latest.closed
 
 
 def _unwrapped(optimizer: Any) -> Any:

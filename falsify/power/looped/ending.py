@@ -15,7 +15,7 @@ from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case
 
 from .fault import ADAMW, SGD, WATCHED, Inside, LoopFault, Outside, changed
-from .right import Best, Scheduled, Tracking
+from .right import Best, Loaded, Scheduled, Tracking
 from .rows import DROPOUT
 
 _State = dict[str, Any]
@@ -151,17 +151,18 @@ def _part(by: str, case: Case = SGD) -> Outside:
 
 _END = Outside("replicas-agree", "step 4, rank 1: the weights differs? between ranks")
 _NUMBER = "a different number of updates than planned; expected 4, seen"
-_READ = Inside("checkpoint-whole", 4, ("saved", "loaded"), resumed=3)
+_READ = Inside("checkpoint-whole", 4, ("saved", "loaded"), resumed=3, alone="resume-exact", continued=3)
 _BEHIND = "weights are restored after the last update, and a watch reads weights at an update"
 _TOLD = Inside("evaluation-once", 6, ("evaluated",))
 _ONCE = "the evaluation loss is not that of every row once"
 FAULTS = (
     LoopFault("F70", "adapter frozen after load", changed(Loading, _restore=_adapter_frozen),
-              Inside("parameters-kept", 0, ("trainable",), resumed=0),
+              Inside("parameters-kept", 0, ("trainable",), resumed=0, alone="resume-exact", alone_by=4, continued=3),
               Outside("resume-equal", r"different tensors.*lora_")),
     LoopFault("F73", "head not restored", changed(Loading, _restore=_head_lost), _READ, _part(r"5\.78e-01")),
     LoopFault("F74", "nothing loaded for a prefix", changed(Loading, _restore=_prefixed), _READ, _part(r"6\.07e-01")),
-    LoopFault("F76", "moments permuted", changed(Loading, _restore=_permuted), _READ, _part(r"7\.99e-02", ADAMW)),
+    LoopFault("F76", "moments permuted", changed(Loading, _restore=_permuted),
+              replace(_READ, alone="", says="its optimizer state has other bits"), _part(r"7\.99e-02", ADAMW)),
     LoopFault("F77", "schedule restarts",
               changed(Scheduled, load=_schedule_restarts,
                       _counted=lambda loop, counted: counted() - getattr(loop, "resumed", 0)),
@@ -169,8 +170,10 @@ FAULTS = (
     LoopFault("F79", "batch skipped on resume", changed(Loading, load=_one_skipped),
               Inside("samples-once", 4, ("batch", "plan"), resumed=3),
               Outside("resume-equal", "step 3, .*: the rows differ first")),
+    LoopFault("F79", "window of a data loader skipped on resume", changed(Loaded, load=_one_skipped),
+              Inside("resume-exact", 3, continued=2), "the row above shows it"),
     LoopFault("F80", "random state not restored", Loading, replace(_READ, clause="randomness-declared",
-              case=WATCHED.but(dropout=0.1)), _part(r"7\.73e-02", DROPOUT)),
+              case=WATCHED.but(dropout=0.1), alone="", says="torch is not that of step"), _part(r"7\.73e-02", DROPOUT)),
     LoopFault("F82", "one update too few", changed(_batches=lambda _, batches: list(batches())[:-1]),
               Inside("updates-planned", 6, ("updates",)), Outside("samples-once", f"{_NUMBER} 3")),
     LoopFault("F82", "one update too many", changed(_batches=_one_too_many), Inside("updates-planned", 7, ("updates",)),
@@ -180,7 +183,7 @@ FAULTS = (
     LoopFault("F83", "only one rank reloads",
               changed(Best, _restore_best=lambda _, restore: None if dist.get_rank() else restore()), _BEHIND, _END),
     LoopFault("F83", "only one rank loads", changed(Loading, _restore=_loaded_on_one),
-              replace(_READ, alone="replicas-agree"), _part(r"6\.52e-02")),
+              replace(_READ, alone="replicas-agree", continued=None), _part(r"6\.52e-02")),
     LoopFault("F83", "best checkpoint by a metric of own rows", changed(evaluate=_own_metric), _TOLD,
               Outside("evaluation-law", rf"{_ONCE}; .*ratio 1\.025")),
     LoopFault("F85", "evaluation pads with repeats", changed(evaluate=_padded), _TOLD,

@@ -37,7 +37,9 @@ class Inside:
     beside the one line `andon.watch(model, optimizer)`: names of arguments and of calls. at: the first update with the
     fault, if it is another than outside. resumed: the update after which all is saved, lost, and loaded again.
     alone: the clause by which the one line sees it without these lines, "" if it does not; at the update `alone_by` at
-    the latest, if that is later than `by`.
+    the latest, if that is later than `by`. says: a pattern of its line in the log, at a resume or at the close.
+    continued: another process with the same ledger continues from the save after this update. The first process makes
+    one update more. With other lines this is how the one line sees the fault alone.
     """
 
     clause: str
@@ -48,6 +50,8 @@ class Inside:
     resumed: int | None = None
     alone: str = ""
     alone_by: int = 0
+    says: str = ""
+    continued: int | None = None
 
 
 @dataclass(frozen=True)

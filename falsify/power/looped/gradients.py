@@ -168,9 +168,9 @@ def _scale(code: str, what: str, loop: type[PlainLoop], says: str, by: int = 1) 
     )
 
 
-def _law(by: int) -> Inside:
+def _law(by: int, says: str = "") -> Inside:
     """Seen by the gradient, which the watch computes again from the rows that the loop reports."""
-    return Inside("gradient-law", by, ("batch", "reference"))
+    return Inside("gradient-law", by, ("batch", "reference"), says=says)
 
 
 _WEIGHTS = (0.5, 1.0, 2.0)
@@ -184,7 +184,7 @@ FAULTS = (
     *_scale("F16", "sum instead of mean", multiplied(lambda loop, _: (len(loop.batch), loop.own)),
             r"step 1: .*ratio 2\.000 = .*world 2"),
     LoopFault("F17", "mean of ranks' means",
-              multiplied(lambda loop, _: (len(loop.batch), loop.own * dist.get_world_size())), _law(5),
+              multiplied(lambda loop, _: (len(loop.batch), loop.own * dist.get_world_size())), _law(5, "between ranks"),
               Outside("gradient-law", r"step 2: .*it is the mean of the means of 2 ranks")),
     *_scale("F19", "averaged twice", multiplied(lambda *_: (1, dist.get_world_size())),
             r"step 1: .*ratio 0\.500 = .*1 / world 2"),
@@ -199,15 +199,17 @@ FAULTS = (
               Inside("collectives-agree", 1), _UNREDUCED),
     LoopFault("F26", "stale gradient on one rank", changed(_add_over_ranks=_stale), _law(2),
               Outside("gradient-law", r"step 2: .*rank 1's part is that of the update")),
-    LoopFault("F28", "mean of micro-batches' means", multiplied(_mean_of_micro_means), _law(5),
+    LoopFault("F28", "mean of micro-batches' means", multiplied(_mean_of_micro_means), _law(5, "between micro-batches"),
               Outside("gradient-law", "step 2: .*the means of 3 micro-batches")),
     *_scale("F29", "accumulation divided twice", multiplied(lambda loop, _: (1, loop.case.accumulation)),
             r"ratio 0\.500 = 1 / accumulation 2"),
     LoopFault("F31", "zero_grad missing", changed(_apply=_never_zeroed), Inside("gradient-fresh", 2),
               Outside("gradient-law", "step 2: .*the gradient of the update before")),
     LoopFault("F32", "zero_grad for each micro-batch", changed(_loss_sum=_zeroed_too_often),
-              Inside("samples-once", 1, _ROWS), Outside("gradient-law", "step 1: .*not at all")),
-    LoopFault("F34", "partial window dropped", changed(_update=_window_dropped), Inside("samples-once", 5, _ROWS),
+              Inside("samples-once", 1, _ROWS, alone="gradient-scale", alone_by=2),
+              Outside("gradient-law", "step 1: .*not at all")),
+    LoopFault("F34", "partial window dropped", changed(_update=_window_dropped),
+              Inside("samples-once", 5, _ROWS, says="accumulation: 1 backward pass computed and never applied"),
               Outside("samples-once", r"forward passes after the last update")),
     *_scale("F35", "partial window divided as a full one",
             multiplied(lambda loop, _: (len(loop.batch), loop.case.global_batch)), _SHORT, by=5),

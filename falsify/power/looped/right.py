@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from andon_falsify.loops.protocol import Told
@@ -161,18 +161,6 @@ class LossScaled(PlainLoop):
         self.optimizer.zero_grad()
 
 
-class Streamed(PlainLoop):
-    """The order of rows comes from a random generator that has the same state on all ranks."""
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.stream = torch.Generator().manual_seed(case.seed)
-
-    def _batches(self) -> Iterator[list[int]]:
-        for _ in range(self.case.epochs):
-            yield from cut(torch.randperm(len(self.rows), generator=self.stream).tolist(), self.case.global_batch)
-
-
 class Noisy(PlainLoop):
     """In training it adds noise to the token vectors, different on every rank."""
 
@@ -263,6 +251,24 @@ class Loaded(PlainLoop):
         return cross_entropy(self.model(**given).logits, labels, self.weights, reduction="sum")
 
 
+class EveryNth(Sampler[int]):
+    """This rank's rows of the order that `sampler` draws on each rank. Some ranks have one row more than others."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self.sampler, dist.get_rank(), None, dist.get_world_size())
+
+
+class Dealt(Loaded):
+    """Its order comes from a random generator that has the same state on all ranks, and no row is repeated."""
+
+    def _sampler(self) -> Sampler[int]:
+        self.stream = torch.Generator().manual_seed(self.case.seed)
+        return EveryNth(RandomSampler(self.rows, generator=self.stream))
+
+
 class Averaged(PlainLoop):
     """Every rank keeps a moving average of the weights outside the model."""
 
@@ -281,7 +287,7 @@ class Averaged(PlainLoop):
 
 
 RIGHT_LOOPS = (
-    *(Averaged, Loaded, Wrapped, Tracking, Scheduled, Grouped),
-    *(Tied, Labelled, LossScaled, Streamed, Noisy, Best),
+    *(Averaged, Dealt, Loaded, Wrapped, Tracking, Scheduled, Grouped),
+    *(Tied, Labelled, LossScaled, Noisy, Best),
 )
 """All of them; a fault changes one of these, or `PlainLoop`."""

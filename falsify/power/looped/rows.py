@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from andon_falsify.peers.plain import PlainLoop
 from andon_falsify.subjects.case import Case, make_rows
 
 from .fault import SGD, WATCHED, Inside, LoopFault, Outside, changed, disturbed
-from .right import Labelled, Loaded, Noisy, Streamed
+from .right import Dealt, Labelled, Loaded, Noisy
 
 
 def _drawn_by(seed: int) -> torch.Generator:
@@ -35,6 +35,10 @@ def _own_split(loop: Any) -> None:
     rows = Subset(loop.rows, own[: len(own) // 2].tolist())
     loop.sampler = DistributedSampler(rows, seed=loop.case.seed)
     loop.loader = DataLoader(rows, batch_size=loop.case.local_batch, sampler=loop.sampler, collate_fn=collate)
+
+
+def _dropping(loop: Any) -> None:
+    loop.loader = DataLoader(loop.rows, loop.case.local_batch, sampler=loop.sampler, drop_last=True, collate_fn=collate)
 
 
 def _other_label(loop: PlainLoop, _: object, labels: Tensor) -> Tensor:
@@ -62,17 +66,9 @@ def _never_evaluating(loop: PlainLoop, evaluate: Callable[[], Mapping[str, float
         handle.remove()
 
 
-def _drawn_on_one(loop: Any, batches: Callable[[], Iterator[list[int]]]) -> Iterator[list[int]]:
-    planned = batches()
-    for update in range(1, 1 + loop.case.updates(loop.case.global_batch)):
-        if dist.get_rank() == 0 and update == loop.at:
-            torch.rand(1, generator=loop.stream)
-        yield next(planned)
-
-
 DROPOUT, _MASKED = SGD.but(dropout=0.1), WATCHED.but(dropout=0.1)
 _CONTENT = Inside("content-planned", 1, ("batch", "content", "contents"))
-_DRAWN = Inside("randomness-declared", 1, ("expect",), _MASKED)
+_DRAWN = Inside("randomness-declared", 1, ("expect",), _MASKED, says="all ranks drew the same masks")
 
 
 def _twice(step: int, rows: str, case: Case = SGD) -> Outside:
@@ -85,6 +81,7 @@ _EVEN = WATCHED.but(rows=make_rows(36))
 _OVERLAP = Inside("samples-once", 2, (), _EVEN.but(seed=3))
 _EPOCHS = _EVEN.but(max_steps=8)
 _LOADED = SGD.but(rows=make_rows(16))
+_BY_LOADER = "the row of the same code without a data loader shows it"
 _OTHER_LABEL = r"with label \d instead of \d"
 FAULTS = (
     LoopFault("F46", "sampler pads with repeats",
@@ -94,6 +91,11 @@ FAULTS = (
               changed(_batches=lambda loop, all_: (each for each in all_() if len(each) == loop.case.global_batch)),
               Inside("samples-once", 5, ("batch", "plan")),
               Outside("samples-once", "epoch 0: rows that were never visited; expected rows 1, 6, 7, 9, 10,")),
+    LoopFault("F46", "DistributedSampler pads with repeats",
+              changed(Dealt, _sampler=lambda loop, _: DistributedSampler(loop.rows, seed=loop.case.seed)),
+              Inside("", 0, says=r"rows: one pass over the data repeated 1 of its 37 rows"), _BY_LOADER),
+    LoopFault("F47", "last batch of a data loader dropped", changed(Dealt, made=_dropping),
+              Inside("", 0, says=r"rows: one pass over the data left out 1 of its 37 rows"), _BY_LOADER),
     LoopFault("F49", "rank-local order of the data", changed(made=_own_order),
               Inside("content-planned", 0, ("contents", "rows")), _twice(3, "12 ")),
     LoopFault("F50", "data not sharded", changed(_mine=lambda _, mine, batch: batch[: len(mine(batch))]),
@@ -127,6 +129,8 @@ FAULTS = (
               Inside("training-mode", 3, (), _MASKED),
               Outside("randomness-apart",
                       "step 2, ranks 0, 1: training goes on without dropout.*the model in evaluation mode")),
-    LoopFault("F59", "shared stream drawn on one rank", changed(Streamed, at=1, _batches=_drawn_on_one),
-              Inside("randomness-declared", 4, ("expect",), _MASKED, at=4), _twice(1, "2 .* 5 ")),
+    LoopFault("F59", "shared stream drawn on one rank",
+              disturbed(lambda loop: torch.rand(1, generator=loop.stream), Dealt, at=1, on=0),
+              Inside("randomness-declared", 5, ("expect",), _EPOCHS, 4, alone="samples-once", alone_by=8),
+              _twice(3, "13 ", _LOADED)),
 )  # fmt: skip

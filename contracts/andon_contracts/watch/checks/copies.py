@@ -117,10 +117,7 @@ def search_due(update: int) -> bool:
 
 
 class Copies:
-    """The copies of a model on this rank.
-
-    portable: digests must be equal on all kinds of devices, because the ranks' devices differ.
-    """
+    """The copies of a model on this rank. portable: as for an `Observer`."""
 
     def __init__(self, subject: ModelProbe) -> None:
         self._subject = subject

@@ -88,16 +88,15 @@ class Mode(Check):
         self._training: set[bool] = set()
         self._evaluating = self._since = 0
         self._trained = False
-        self._trained_parts = bytes(len(context.subject.modules))
-        """For each module, 1 if it was in training mode at an update before."""
+        self._trained_parts = bytes(len(context.subject.modules))  # 1 if the module was in training mode before
         self._seen: dict[OptimizerProbe, tuple[bytes, int, int]] = {}
         """Of each optimizer: the modes at its last update, the part left in evaluation mode, its updates so far so."""
         self._updates = 0
         self._joined = context.world > 1
         self._random: torch.Tensor | None = None
-        self._drew = False
-        self.draws = ""
-        """The modules that drew random numbers in the forward passes of the last update. See `Step.draws`."""
+        self._drew = self._drawn = self._alike = 0
+        """Digest of the random state from which this window drew, or 0. Updates that drew, and alike on all ranks."""
+        self.draws = ""  # the modules that drew in the forward passes of the last update; see `Step.draws`
 
     def cover(self) -> Mapping[str, Cover]:
         return {"modes-agree": self.context.between_ranks(), "training-mode": LIVE, "ranks-joined": LIVE}
@@ -111,7 +110,7 @@ class Mode(Check):
     def forwarded(self) -> None:
         before, self._random = self._random, None
         if before is not None and (after := self.random_state()) is not None:
-            self._drew = not torch.equal(before, after)
+            self._drew = 0 if torch.equal(before, after) else text_digest(before.tolist())
 
     def random_state(self) -> torch.Tensor | None:
         """Torch's random state on the device of the model; None while a graph is captured, or if it is not known."""
@@ -121,7 +120,8 @@ class Mode(Check):
         return random_state(gpu or torch.device("cpu"))
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        self.draws, self._drew = self._sources_of_randomness() if self._drew else "", False
+        drew, self._drew = self._drew, 0
+        self.draws = self._sources_of_randomness() if drew else ""
         modules, part = self.context.subject.modules, 0
         modes = bytes([module.training for module in modules])
         if self._training:
@@ -136,11 +136,14 @@ class Mode(Check):
             "modules": self.context.subject.module_names_digest,
             "evaluating": evaluating if self._evaluating > 1 else _TRAINING,
             "part left": part,
+            "drew from": drew,
             "alone": int(self._updates > 0 and self._is_alone()),
         }
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         inner, left = self.context.subject.inner, any(each.values["part left"] for each in said)
+        drawn = [each.values["drew from"] for each in said] if self.context.ranks_have_own_rows else [0]
+        self._drawn, self._alike = self._drawn + all(drawn), self._alike + (all(drawn) and len({*drawn}) == 1)
         names = [name for name, _ in inner.named_modules()] if left else ()
         self.context.verdicts.judge(_LOOP_LAWS, Seen(said, None, names), self.context.scene())
 
@@ -179,6 +182,10 @@ class Mode(Check):
         """A process without a process group is reported as a violation only now: it may still make one before."""
         if self._updates > 1 and self._is_alone():
             self.judge_alone(_JOINED_AT_CLOSE, self.context.updates, {"alone": 1})
+
+    def closing_lines(self) -> list[str]:
+        what = f"in {self._alike} of {self._drawn} updates that were checked, all ranks drew the same masks or noise"
+        return [f"  randomness: {what}, as if seeded alike"] * bool(self._alike)
 
     def _is_alone(self) -> bool:
         """Whether a launcher started several processes and this one made no process group with the others."""

@@ -90,9 +90,7 @@ class Structure(Check):
         self._attributes = [slot.attribute for slot in slots]
         self._at_start = [slot.parameter for slot in slots]
         self._trainable = [slot.trainable for slot in slots]
-        self._groups = self._parameter_groups()
-        self._sizes = self._module_sizes()
-        self._children = self._submodules()
+        self._groups, self._sizes, self._children = self._parameter_groups(), self._module_sizes(), self._submodules()
 
     def cover(self) -> Mapping[str, Cover]:
         why = "without trainable=: compared with the set at the start only"
