@@ -54,6 +54,7 @@ from tests.model.tiny import (
     spec,
     task,
 )
+from tests.support.memory import peak_bytes
 
 ARCHITECTURES = ("decoder", "encoder")
 ROWS = task([[1, 2, 3], [4, 5, 6, 7, 8], [9]], [0, 1, 2])
@@ -106,9 +107,12 @@ def test_every_trainable_weight_gets_a_gradient_and_the_base_none(architecture: 
 
 
 def test_without_an_adapter_every_weight_trains_in_fp32() -> None:
-    model = adapted("encoder", "bfloat16", Adapter(kind="none"))
-    assert len(trainable_parameters(model)) == len(list(model.parameters()))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    base, away = base_of(spec("encoder", "bfloat16")), torch.device("meta")
+    loaded = sum(parameter.nbytes for parameter in base.parameters())  # on another device they need no memory here
+    assert peak_bytes(lambda: attach(base, Adapter(kind="none"), 3, device=away)) <= loaded
+    for model in (base, adapted("encoder", "bfloat16", Adapter(kind="none"))):
+        assert len(trainable_parameters(model)) == len(list(model.parameters()))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +214,11 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None
     assert tree_digest(trainable_parameters(model)) == before
 
 
-def test_an_adapter_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_adapter_that_is_absent_or_not_finite_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"adapter_model\.safetensors"):
+        load_adapter(adapted(), tmp_path)
+    with pytest.raises(InputError, match=r"labels\.json"):
+        read_labels(tmp_path)
     model, file = adapted(), tmp_path / "adapter_model.safetensors"
     export_adapter(model, tmp_path, "unused", LABELS)
     tensors = load_file(file)
@@ -219,13 +227,6 @@ def test_an_adapter_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> Non
     save_file(tensors, file)
     with pytest.raises(InputError, match=rf"adapter_model\.safetensors: the tensor '{name}' is not finite: 1 of its"):
         load_adapter(model, tmp_path)
-
-
-def test_an_absent_adapter_is_the_users_affair(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"adapter_model\.safetensors"):
-        load_adapter(adapted(), tmp_path)
-    with pytest.raises(InputError, match=r"labels\.json"):
-        read_labels(tmp_path)
 
 
 def test_exports_of_one_state_have_the_same_bytes(tmp_path: Path) -> None:

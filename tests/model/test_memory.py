@@ -43,16 +43,12 @@ def zeros(mebibytes: int) -> torch.Tensor:
         (lambda: [zeros(each) for each in (3, 2)], 5),
         (lambda: zeros(2)[:100].view(10, 10), 2),
         (lambda: (whole := zeros(2), whole.clone()), 4),
+        (zeros(4).exp, 8),
     ],
-    ids=["one after the other", "both", "views", "copies"],
+    ids=["one after the other", "both", "views", "copies", "made before and touched"],
 )
 def test_the_count_is_of_what_lives_at_once(work: Callable[[], object], mebibytes: int) -> None:
     assert peak_bytes(work) == mebibytes * MIB
-
-
-def test_what_was_made_before_counts_when_it_is_touched() -> None:
-    before = zeros(4)
-    assert peak_bytes(before.sum) >= 4 * MIB
 
 
 def test_the_count_sees_the_backward_pass_and_a_graph_that_is_kept() -> None:
@@ -100,8 +96,6 @@ def test_the_parts_of_the_plan_by_hand() -> None:
     assert plan("sgd", momentum=0.9).moments == size
     assert found.reduction == 0
     assert plan(world_size=2).reduction > 0
-    with pytest.raises(ValueError, match="unknown optimizer 'adam'"):
-        plan("adam")
 
 
 def test_only_the_largest_phase_counts() -> None:

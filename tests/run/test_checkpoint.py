@@ -56,6 +56,9 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert (found.step, found.state, found.head) == (42, STATE_OF, (9, "ab" * 8))
     assert found.digest == hex64(tree_digest(TREE)) == hex64(tree_digest(found.tensors))
     assert {n: (t.dtype, t.shape) for n, t in found.tensors.items()} == {n: (t.dtype, t.shape) for n, t in TREE.items()}
+    assert str(path / TENSORS) in Path("/proc/self/maps").read_text()  # so ranks of a host share the memory
+    checkpoint.remove(path)
+    assert hex64(tree_digest(found.tensors)) == found.digest
     found.tensors["adapter.a"].zero_()
     assert found.tensors["tied"].any()
 
@@ -235,15 +238,8 @@ def test_other_tensors_under_sound_hashes_are_refused(tmp_path: Path, tensors: b
 @pytest.mark.parametrize(
     "manifest",
     [
-        *(
-            {"version": 2},
-            {"step": "1"},
-            {"step": True},
-            {"files": {}},
-            {"tensors": []},
-            {"ledger": 1},
-            {"digest": None},
-        ),
+        *({"version": 2}, {"step": "1"}, {"step": True}, {"files": {}}),
+        *({"tensors": []}, {"ledger": 1}, {"digest": None}),
         *("NaN", '{"version": NaN}', "[" * 100_000, '{"\\ud800": 1, "version": 1}', "[]"),
     ],
 )

@@ -15,18 +15,20 @@ import torch
 from andon.backend.base import Backend, GroupBackend, InlineBackend
 from andon.config.schema import Contracts, Optimizer
 from andon.model.memory import MemoryPlan, StorageWatch, plan_bytes
+from andon.step import flat
 from andon.step.audit import default_every
 from andon.step.micro_batch import Leaf, Task
 from andon.step.plan import GlobalBatch, rank_leaves
 from andon.step.reduce import subtree_roots
 from andon.step.replica import Replica
 from andon.step.step import RankFailed, StepResult, TrainingStep
+from andon_contracts import observe
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
 from tests.support.ranks import run_ranks
-from tests.support.toy import CPU, Settings, ToyModel, ToyTask, build, rate, replica, run, trainable
+from tests.support.toy import CPU, SEED, Settings, ToyModel, ToyTask, build, rate, replica, run, trainable
 
-LEAVES = 8
+LEAVES, BLOCK = 8, 1 << 12
 SETTINGS = Settings(LEAVES, sizes=(16, 16, 5))
 ALL = Contracts(audit_every=1, audit_coverage="all")
 
@@ -260,26 +262,46 @@ class _Wide(ToyModel):
         return logits
 
 
+def _peak(leaves: int, coverage: Any, optimizer: str = "sgd", backend: Backend | None = None) -> int:
+    settings = Settings(leaves, sizes=(16, 16, 16), optimizer=Optimizer(name=optimizer))
+    torch.manual_seed(0)
+    own = Replica(model := _Wide(), trainable(model), settings.optimizer, SEED, CPU, backend=backend)
+    contracts = Contracts(audit_every=1, audit_coverage=coverage) if coverage else Contracts(audit_every=0)
+    step = TrainingStep(backend or inline(1), [own], ToyTask(), leaves, None, contracts)
+    with StorageWatch() as watch:
+        for batch in settings.batches():
+            do(step, batch)
+    return watch.peak
+
+
+def _planned(activations: int, leaves: int, coverage: Any, optimizer: str = "sgd", world: int = 1) -> MemoryPlan:
+    how: Any = {"world_size": world, "audited": leaves if coverage == "all" else coverage, "divided": True}
+    return plan_bytes(model := _Wide(), trainable(model), optimizer, leaves, activations, **how)
+
+
 @pytest.mark.parametrize("leaves", [1, 2, 8, 11])
 @pytest.mark.parametrize("coverage", [0, 1, 3, "all"])
 def test_an_audited_step_needs_what_is_planned(leaves: int, coverage: Any) -> None:
     """F-HET-002. An audit copies sums and gradients, each as large as the gradient."""
-    settings = Settings(leaves, sizes=(16, 16, 16), optimizer=Optimizer(name="sgd"))
-
-    def peak(contracts: Contracts) -> int:
-        own = replica(_Wide, settings.optimizer)
-        step = TrainingStep(inline(1), [own], ToyTask(), leaves, None, contracts)
-        with StorageWatch() as watch:
-            for batch in settings.batches():
-                do(step, batch)
-        return watch.peak
-
-    def planned(activations: int, audited: int) -> MemoryPlan:
-        model = _Wide()
-        return plan_bytes(model, trainable(model), "sgd", leaves, activations, audited=audited)
-
-    plain = planned(0, 0)
-    activations = peak(Contracts(audit_every=0)) - (plain.base + plain.weights + plain.gradient + plain.partials)
-    contracts = Contracts(audit_every=1, audit_coverage=coverage) if coverage else Contracts(audit_every=0)
-    plan, found = planned(activations, leaves if coverage == "all" else coverage), peak(contracts)
+    plain = _planned(0, leaves, 0)
+    activations = _peak(leaves, 0) - (plain.base + plain.weights + plain.gradient + plain.partials)
+    plan, found = _planned(activations, leaves, coverage), _peak(leaves, coverage)
     assert found <= 1.01 * plan.total <= 1.25 * found
+
+
+def _plans_and_peaks(world: int, activations: int) -> list[tuple[MemoryPlan, int]]:
+    flat.BLOCK, flat.LEAST, observe._PIECE = BLOCK, 1, BLOCK
+    backend, cases = GroupBackend("gloo", CPU), [(LEAVES, coverage, "adamw") for coverage in (0, 1, "all")]
+    return [(_planned(activations, *case, world), _peak(*case, backend)) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_that_divide_the_optimizer_need_what_is_planned(world: int) -> None:
+    plain = _planned(0, LEAVES, 0)
+    activations = _peak(LEAVES, 0) - (plain.base + plain.weights + plain.gradient + plain.partials)
+    outcomes = run_ranks(world, _plans_and_peaks, world, activations)
+    for by_rank in zip(*(outcome.get() for outcome in outcomes), strict=True):
+        plan, found = by_rank[0][0], max(peak for _, peak in by_rank)
+        assert 3 * plan.weights <= world * plan.moments <= 3.3 * plan.weights
+        assert plan.saving == 2 * plan.weights
+        assert found <= 1.01 * plan.total <= 1.25 * found

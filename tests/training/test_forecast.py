@@ -16,6 +16,8 @@ from andon.backend.devices import Accelerator
 from andon.config.load import load_config
 from andon.config.schema import Config
 from andon.console.messages import InputError
+from andon.data.tokens import byte_tokenizer
+from andon.model.adapter import save_base
 from andon.model.memory import MemoryPlan
 from andon.training import forecast
 from andon.training.forecast import (
@@ -30,6 +32,7 @@ from andon.training.forecast import (
 )
 from andon.training.material import prepare
 from andon_contracts.policy import evaluations, reset_evaluations, suspended
+from tests.model.tiny import LABELS, base_of, changed, spec
 from tests.training.runs import SMALL, write_jsonl
 
 MIB = 2**20
@@ -76,6 +79,19 @@ def test_processes_need_a_base_each_and_replicas_in_one_share_it(data: Path) -> 
     assert three.devices[0].needed >= 3 * (one.devices[0].needed - one.devices[0].each_rank.partials)
     (together,) = plans(configured(data, "run.backend=inline"), [3], Machine((), LARGE))
     assert together.devices[0].needed < 0.5 * three.devices[0].needed
+
+
+def test_ranks_share_a_base_that_is_loaded_as_it_was_saved(data: Path, tmp_path: Path) -> None:
+    base = changed(spec(dtype="bfloat16"), vocab_size=byte_tokenizer().vocab_size)
+    save_base(base_of(base), tmp_path, LABELS)
+    byte_tokenizer().save(tmp_path)
+    for dtype, bases in (("bfloat16", 1), ("float32", 3)):
+        loaded = base_of(changed(base, base=str(tmp_path), dtype=dtype))
+        assert (f"{tmp_path}/model.safetensors" in Path("/proc/self/maps").read_text()) == (bases == 1)
+        del loaded
+        config = configured(data, f"model.base={tmp_path}", f"model.dtype={dtype}", "run.backend=nccl")
+        _, need = plans(config, [3], Machine((LARGE,) * 3, LARGE))[0].devices
+        assert need.needed == bases * need.each_rank.base + 3 * (need.each_rank.weights + forecast.PROCESS)
 
 
 def test_compiled_passes_are_bounded_by_eager_ones_and_the_graphs_that_stay(data: Path) -> None:

@@ -53,14 +53,17 @@ LARGEST_FILE = 5 * 10**9
 """Most bytes of tensors in one shard of a saved model."""
 
 
-def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = ()) -> nn.Module:
+def attach(
+    model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[int] = (), device: torch.device | None = None
+) -> nn.Module:
     """Attach the adapter to `model` in place and return the module to train: a peft model, or `model` for kind 'none'.
 
     LoRA A is drawn from `seed`, B is zero, and trainable weights are fp32. The classification head trains in full. So
     do backbone modules that the base's checkpoint lacks: they are saved with the adapter, since another program would
     draw other weights. The head of a causal language model is frozen, except for the rows of new tokens. new_tokens:
-    consecutive ids after the tokenizer's own. Raises `InputError` for a target that matches no Linear (with the nearest
-    names), for a model without a head, if peft refuses the adapter, and for an `adapter.init` that does not fit.
+    consecutive ids after the tokenizer's own. device: where weights of kind 'none' go, one by one as they become fp32,
+    so that a GPU's host never holds all of them. Raises `InputError` for a target that matches no Linear (with the
+    nearest names), a model without a head, an adapter that peft refuses, and an `adapter.init` that does not fit.
     """
     silence_bitsandbytes()
     from peft import LoraConfig, TaskType, get_peft_model
@@ -68,7 +71,7 @@ def attach(model: nn.Module, adapter: Adapter, seed: int, new_tokens: Sequence[i
     if new_tokens:
         _add_rows(model, new_tokens, adapter.kind)
     if adapter.kind == "none":
-        return model.float().requires_grad_(True)
+        return model.to(device, torch.float32).requires_grad_(True)
     heads = head_names(model)
     if not heads:
         raise InputError.at("model.base", f"{type(model).__name__} has no head beside its backbone")

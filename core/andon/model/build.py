@@ -10,7 +10,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -182,13 +182,7 @@ def _pretrained(settings: Model, interface: ModelInterface, seed: int) -> Any:
         shown = ", ".join(backbone[:5]) + (f" and {len(backbone) - 5} more" if len(backbone) > 5 else "")
         kind = "that a causal language model needs" if causal else "of its own backbone"
         raise InputError.at("model.base", f"{base!r} lacks weights {kind}: {shown}")
-    cached = source
-    if not local:
-        from huggingface_hub import try_to_load_from_cache
-
-        file = try_to_load_from_cache(source, "config.json", revision=settings.revision)
-        cached = str(Path(file).parent) if isinstance(file, str) else ""
-    _require_finite_model(model, Path(cached) if cached else None, base)
+    _require_finite_model(model, base)
     note = "" if causal else _keep_or_draw_head(model, stored, missing, mismatched, interface, seed)
     named, own_code = getattr(stored, "auto_map", None) or {}, ""
     codes = {str(code) for key, code in named.items() if str(key).startswith(("AutoModel", "AutoConfig"))}
@@ -215,45 +209,32 @@ def require_finite(tensors: Mapping[str, Tensor], file: Path) -> None:
     """Raise `InputError` if any of `tensors`, read from `file`, is not finite; it names the file and the tensors."""
     odd = {name: tensor for name, tensor in sorted(tensors.items()) if not is_finite(tensor)}
     if odd:
-        raise InputError(_not_finite(file, odd))
+        raise InputError(_not_finite(str(file), odd))
 
 
-def _require_finite_model(model: nn.Module, folder: Path | None, name: str) -> None:
+def _require_finite_model(model: nn.Module, base: str) -> None:
     """Raise `InputError` unless all parameters of the loaded `model` are finite and its saved buffers hold no NaN.
-
-    Buffers such as attention masks may hold infinities. folder: the checkpoint's; None: not on this disk. The error
-    names the file in `folder` and the tensor's name in it, or `name` and the parameter.
-    """
+    Buffers such as attention masks may hold infinities."""
     odd = {
         key: value
         for key, value in model.state_dict(keep_vars=True).items()
         if not is_finite(value) and (isinstance(value, nn.Parameter) or bool(value.isnan().any()))
     }
-    if not odd:
-        return
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    faults: list[Problem] = []
-    for file in files:
-        with suppress(OSError, SafetensorError):  # an unreadable file that is not the model's
-            faults += _not_finite(file, {key: value for key, value in load_file(file).items() if not is_finite(value)})
-    pickled = [] if folder is None or files else sorted(folder.glob("*.bin"))  # never loaded: unpickling runs code
-    raise InputError(faults or _not_finite(pickled[0] if len(pickled) == 1 else Path(name), odd))
+    if odd:
+        raise InputError(_not_finite(base, odd))
 
 
-def _not_finite(file: Path, odd: Mapping[str, Tensor]) -> list[Problem]:
+def _not_finite(where: str, odd: Mapping[str, Tensor]) -> list[Problem]:
     problems = []
     for name, tensor in [*odd.items()][:_MOST_TENSORS]:
         plain = tensor.detach().float()
         bad = ~plain.isfinite()
         first = tuple(torch.nonzero(bad)[0].tolist())
         what = f"the tensor {name!r} is not finite: {int(bad.sum())} of its {tensor.numel()} values are NaN or infinite"
-        where = f"(the first, {plain[first].item()}, is at {list(first)}); get an undamaged copy"
-        problems.append(Problem(str(file), f"{what} {where}"))
+        place = f"(the first, {plain[first].item()}, is at {list(first)}); get an undamaged copy"
+        problems.append(Problem(where, f"{what} {place}"))
     if len(odd) > _MOST_TENSORS:
-        problems.append(Problem(str(file), f"and {len(odd) - _MOST_TENSORS} more tensors that are not finite"))
+        problems.append(Problem(where, f"and {len(odd) - _MOST_TENSORS} more tensors that are not finite"))
     return problems
 
 
@@ -408,9 +389,24 @@ def facts_of_shape(settings: Model, interface: ModelInterface) -> tuple[int | No
     """From a base's configuration: its number of positions (None: no limit), its number of weights, and 'bfloat16' if
     it was saved in that, else 'float32'. Raises `InputError` for a base that cannot be loaded."""
     model: Any = build_base(settings.model_copy(update={"max_length": 1}), interface, 0, weights=False)
-    saved = str(getattr(_config(str(settings.base), settings.revision), "dtype", None)).removeprefix("torch.")
     weights = sum(parameter.numel() for parameter in model.parameters())
-    return positions_of(model), weights, "bfloat16" if saved == "bfloat16" else "float32"
+    return positions_of(model), weights, "bfloat16" if _saved_dtype(settings) == "bfloat16" else "float32"
+
+
+def _saved_dtype(settings: Model) -> str:
+    saved = getattr(_config(str(settings.base), settings.revision), "dtype", None)
+    return str(saved or "float32").removeprefix("torch.")
+
+
+def maps_files(settings: Model, model: nn.Module) -> bool:
+    """Whether loading maps the base's files, so that the ranks of a host share its memory. Weights that loading draws,
+    converts to another dtype or merges (experts) are in each rank's own memory. model: built from `settings`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    built: Any = without_adapter(model)
+    merges = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(built))
+    return settings.base is not None and settings.dtype == _saved_dtype(settings) and not merges
 
 
 def positions_of(model: Any) -> int | None:

@@ -29,7 +29,8 @@ from andon.model.build import backbone_of, checkpoint_layers, computing, try_pas
 from andon.model.causal import loss_of_hidden
 from andon.model.masks import Masking, Shape, masked, packed_inputs, possible_maskings
 from andon.model.quantize import packed_sizes, unpacked_bytes
-from andon.step.flat import BLOCK, FlatParameters, Shards, layout_of
+from andon.step import flat
+from andon.step.flat import FlatParameters, Shards, layout_of
 from andon.step.plan import rank_leaves
 from andon.step.reduce import subtree_roots
 
@@ -53,10 +54,10 @@ class MemoryPlan:
     divide the optimizer, those of the longest slice and its gradient), partials (partial sums of the tree), ramp (the
     digest's table of positions), workspace (of cuBLAS; CUDA graphs have another). Phases, of which the largest counts:
     activations (one micro-batch, forward and backward) or recomputed (blocks that an audit gathers), each beside audit
-    (the sums that an audited step keeps); finite (the check for NaN and Inf), digest (its chunks), reduction (its send,
-    receive and gather buffers), evaluation (a forward pass). graphs: private pools of idle CUDA graphs, which torch
-    counts as reserved but not as allocated. outside: bytes outside torch's allocator, such as the device's context.
-    loaded: the base in host memory before it is quantized; 0 if it is not.
+    (the sums that an audited step keeps); digest (chunks of a digest or a norm), reduction (its send, receive and
+    gather buffers), evaluation (a forward pass). graphs: private pools of idle CUDA graphs, which torch counts as
+    reserved but not as allocated. outside: bytes outside torch's allocator, such as the device's context. In host
+    memory: loaded (the base before it is quantized), saving (a divided optimizer's moments, gathered by rank 0).
     """
 
     base: int = 0
@@ -68,7 +69,6 @@ class MemoryPlan:
     audit: int = 0
     activations: int = 0
     recomputed: int = 0
-    finite: int = 0
     digest: int = 0
     reduction: int = 0
     evaluation: int = 0
@@ -76,6 +76,7 @@ class MemoryPlan:
     graphs: int = 0
     outside: int = 0
     loaded: int = 0
+    saving: int = 0
 
     @property
     def total(self) -> int:
@@ -83,7 +84,7 @@ class MemoryPlan:
         permanent = self.base + self.weights + self.gradient + self.moments + self.partials + self.ramp
         permanent += self.workspace * (2 if self.graphs else 1)
         step = self.audit + max(self.activations, self.recomputed)
-        return permanent + max(step, self.finite, self.digest, self.reduction, self.evaluation)
+        return permanent + max(step, self.digest, self.reduction, self.evaluation)
 
     @property
     def needed(self) -> int:
@@ -115,10 +116,7 @@ def plan_bytes(
     trainable: fp32 parameters. activations: bytes of the largest micro-batch. kind: 'cpu' or 'cuda'. audited: the
     micro-batches of each rank that an audit recomputes; 0: no step is audited. packed: the frozen weights that are
     quantized. divided: ranks divide the optimizer if it is large enough.
-    Raises `ValueError` unless `optimizer` is 'adamw' or 'sgd'.
     """
-    if optimizer not in _MOMENTS:
-        raise ValueError(f"unknown optimizer {optimizer!r}; choose {' or '.join(_MOMENTS)}")
     on_gpu = kind == "cuda"
     unit = _CUDA_UNIT if on_gpu else 1
     untrained = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
@@ -147,6 +145,8 @@ def plan_bytes(
     copied = min(audited * levels, len(runs[0]) - audited)
     # While the tree is summed again, a sum a level, some in spare buffers of the first time; before, a block per rank.
     copied += max(0, min(audited, levels) - partials[0] + roots[0])
+    # An audit gathers a sum block by block, and of a divided update weights, gradient and moments, which it copies.
+    block, blocks = _FP32 * flat.BLOCK, 2 * world_size if shards is None else (world_size + 3) * (2 + moments)
     return MemoryPlan(
         base=base - saved,
         weights=size,
@@ -156,13 +156,13 @@ def plan_bytes(
         ramp=0 if on_gpu else 8 * _DIGEST_WORDS,
         audit=size * copied if audited else 0,
         activations=activations + transient,
-        recomputed=2 * world_size * min(size, _FP32 * BLOCK) if copied and audited else 0,
-        finite=0 if on_gpu else size + 3 * (size // _FP32),
-        digest=0 if on_gpu else 16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8),
+        recomputed=blocks * min(size, block) if audited and (copied or shards is not None) else 0,
+        digest=0 if on_gpu else max(16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8), min(size, block)),
         reduction=reduction if world_size > 1 else 0,
         evaluation=transient,
         workspace=_CUDA_WORKSPACE if on_gpu else 0,
         loaded=base if saved else 0,
+        saving=moments * size if shards is not None else 0,
     )
 
 

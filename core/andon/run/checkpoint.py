@@ -55,6 +55,7 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """The state after `step` updates, as read from disk. `digest` is the `tree_digest` of `tensors` as 16 hex digits.
 
+    `tensors` are private maps of the file, of which the ranks of a host share the memory; they outlive its removal.
     `head` is the head of the ledger when it was saved: the number of lines and the digest of the last.
     """
 
@@ -198,7 +199,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
     Raises `CheckpointError` naming the file and the fault: missing, truncated, changed, swapped, not listed, a link.
     """
-    manifest, state, tensors = _read(path, torch.clone)  # copied: the mapped file may change later
+    manifest, state, tensors = _read(path, lambda tensor: tensor)
     if _NAME.fullmatch(path.name) and manifest.step != _step_of(path):
         what = f"it is of step {manifest.step}, the folder's name says {_step_of(path)}"
         raise CheckpointError(f"{path / MANIFEST}: {what}")
@@ -210,8 +211,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _read(folder: Path, use: Callable[[Tensor], Read]) -> tuple[Manifest, dict[str, Any], dict[str, Read]]:
-    """The manifest, the state, and the result of `use` for each tensor by name, mapped only during `use`. Raises
-    `CheckpointError` naming the file and the fault."""
+    """The manifest, the state, and the result of `use` for each mapped tensor by name. Raises `CheckpointError` naming
+    the file and the fault."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -302,9 +303,7 @@ def _kind(tensor: Tensor) -> dict[str, object]:
 
 def saved_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in `folder`, in order. Raises `InputError` if it cannot be read."""
-    with storage(folder, "read"):
-        named = _named(folder) if folder.is_dir() else {}
-    files = MANIFEST, STATE, TENSORS
+    files, named = (MANIFEST, STATE, TENSORS), _named(folder)
     return sorted(step for step, paths in named.items() if all((paths[0] / name).is_file() for name in files))
 
 
@@ -313,9 +312,7 @@ def newest_valid(folder: Path, before: float = math.inf) -> tuple[Checkpoint | N
 
     Raises `InputError` if the folder cannot be read: a run must not start over because its disk fails.
     """
-    rejected: list[str] = []
-    with storage(folder, "read"):
-        named = _named(folder, links=True) if folder.is_dir() else {}
+    rejected, named = list[str](), _named(folder, links=True)
     for step in sorted((step for step in named if step < before), reverse=True):
         for path in named[step]:
             try:
@@ -331,8 +328,7 @@ def prune(folder: Path, keep: int, best: int | None = None, newest: int | None =
     newest: the step that was saved last. Later ones were rejected on resume: they do not count, and stay for inspection
     until they are overwritten. Raises `InputError` if the disk fails.
     """
-    with storage(folder, "read"):
-        named = _named(folder)
+    named = _named(folder)
     steps = [step for step in sorted(named) if newest is None or step <= newest]
     going = [path for step in steps[:-keep] if step != best for path in named[step]]
     for path in going:
@@ -359,8 +355,9 @@ def _step_of(path: Path) -> int:
 def _named(folder: Path, *, links: bool = False) -> dict[int, list[Path]]:
     """The folders named like checkpoints, by step, replaced ones last. links: include links, which are never valid."""
     by_step: dict[int, list[Path]] = {}
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        wanted = entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())
-        if wanted and (match := _NAME.fullmatch(entry.name)):
-            by_step.setdefault(int(match[1]), []).append(folder / entry.name)
+    with storage(folder, "read"):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
+            wanted = entry.is_dir(follow_symlinks=False) or (links and entry.is_symlink())
+            if wanted and (match := _NAME.fullmatch(entry.name)):
+                by_step.setdefault(int(match[1]), []).append(folder / entry.name)
     return by_step

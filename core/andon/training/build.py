@@ -102,7 +102,7 @@ def build_run(
     The number of micro-batches is the plan's. shapes, capture: see `build_replicas`. late: see `TrainingStep`. model: a
     result of `build_model`, which becomes the first replica's. Raises `InputError` for a model that cannot be trained.
     """
-    built = build_model(config, interface) if model is None else model
+    built = build_model(config, interface, backend.devices[0]) if model is None else model
     loaded = None if config.model.quantize == NONE else base_digest(built, backend.devices[0])
     replicas = build_replicas(built, config, backend, task, plan.ids[0], shapes=shapes, capture=capture)
     clip_norm, frozen = config.optimizer.clip_norm, replicas[0].base_digest()
@@ -120,10 +120,10 @@ def build_run(
     )
 
 
-def build_model(config: Config, interface: ModelInterface) -> nn.Module:
+def build_model(config: Config, interface: ModelInterface, device: torch.device | None = None) -> nn.Module:
     """Build the model with its adapter on the CPU, not quantized, with the same bits on every call.
 
-    For dpo a base's own dropout becomes `model.dropout`, by default 0. Raises `InputError`.
+    For dpo a base's own dropout becomes `model.dropout`, by default 0. device: see `attach`. Raises `InputError`.
     """
     model = build_base(config.model, interface, config.seed)
     for module in model.modules() if config.task == DPO and config.model.base is not None else ():

@@ -22,7 +22,7 @@ from andon.config.load import device_kind
 from andon.config.schema import CAUSAL, Config
 from andon.console.messages import InputError, say
 from andon.model.adapter import attach, trainable_parameters
-from andon.model.build import build_base
+from andon.model.build import build_base, maps_files
 from andon.model.masks import EvaluationBatching, padded_length
 from andon.model.memory import MemoryPlan, plan_bytes, traced_bytes
 from andon.model.quantize import NONE, quantized_layers
@@ -350,7 +350,8 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         backend, devices, note = placement(config.run.model_copy(update=other), len(machine.gpus))
     except InputError as error:
         return replace(world, problem=str(error))
-    needs: list[Need] = []
+    needs, whole = list[Need](), config.adapter.kind == "none"
+    mapped = maps_files(config.model, planner.shape(config))
 
     def add(kind: str, ranks: int, needed: int, budget: int | None, each_rank: MemoryPlan) -> None:
         needs.append(Need(kind, ranks, needed, budget, None if budget is None else needed <= budget, each_rank))
@@ -363,20 +364,22 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         plan = drop_graphs_if_too_big(plan, config, free)
         add("cuda", len(gpus), plan.needed, free, plan)
         # A rank's host memory: the model before it moves to the GPU, or the optimizer's buffers if they are larger.
-        phases = [{"base": plan.loaded or plan.base, "weights": plan.weights}]
+        host = MemoryPlan(base=plan.loaded or plan.base, weights=plan.weights, outside=PROCESS)
+        shared = (host.base + whole * host.weights) if mapped else 0
         if config.run.backend == "mixed":
-            on_cpu = planner.plan(config, "cpu", workers)
-            phases.append({"weights": on_cpu.weights, "gradient": on_cpu.gradient, "moments": on_cpu.moments})
-        most = max(phases, key=lambda phase: sum(phase.values()))
-        host = MemoryPlan(**most, outside=PROCESS)
+            cpu = planner.plan(config, "cpu", workers)
+            cpu = MemoryPlan(weights=cpu.weights, gradient=cpu.gradient, moments=cpu.moments, outside=PROCESS)
+            host, shared = (host, shared) if host.needed > cpu.needed else (cpu, 0)
         on_host = len(set(gpus))  # ranks of one host: fewer than all, if the run needs several
-        add("host", on_host, on_host * host.needed, machine.ram, host)
+        needed = max(on_host * (host.needed - shared) + shared, on_host * PROCESS + plan.saving)
+        add("host", on_host, needed, machine.ram, host)
     ranks = workers - len(gpus)
     if ranks:
         plan = replace(planner.plan(config, "cpu", workers), outside=PROCESS)
         loading = plan.loaded + plan.weights + plan.outside if plan.loaded else 0
         largest_phase, own = max(plan.needed, loading), plan.weights + plan.gradient + plan.moments + plan.partials
-        needed = ranks * largest_phase
+        shared = plan.base if mapped and not plan.loaded else 0
+        needed = ranks * (largest_phase - shared) + shared + plan.saving
         if backend == "inline":  # one process: ranks share the base and compute in turn
             needed = largest_phase + (ranks - 1) * own
         add("cpu", ranks, needed, machine.ram, plan)

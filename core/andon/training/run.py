@@ -325,6 +325,7 @@ def restore(session: Session) -> ResumePoint | None:
         point = checkpoint, _history(session, checkpoint)
     if point[0] is not None:
         run.restore(point[0])
+        point = replace(point[0], tensors={}), point[1]  # the file may be pruned, and its memory is not needed
     return point
 
 
