@@ -290,7 +290,7 @@ def test_an_audited_step_needs_what_is_planned(leaves: int, coverage: Any) -> No
 
 
 def _plans_and_peaks(world: int, activations: int) -> list[tuple[MemoryPlan, int]]:
-    flat.BLOCK, flat.LEAST, observe._PIECE = BLOCK, 1, BLOCK
+    flat.BLOCK, flat.LEAST, observe._PIECE, flat._BUCKET_BLOCKS = BLOCK, 1, BLOCK, 16
     backend, cases = GroupBackend("gloo", CPU), [(LEAVES, coverage, "adamw") for coverage in (0, 1, "all")]
     return [(_planned(activations, *case, world), _peak(*case, backend)) for case in cases]
 

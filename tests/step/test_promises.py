@@ -176,10 +176,10 @@ def test_the_coordinator_keeps_its_own_promise(fault: str, monkeypatch: pytest.M
         return replace(result, ranks=(result.ranks[0], {**result.ranks[1], "weights": 0}, *result.ranks[2:]))
 
     monkeypatch.setattr(TrainingStep, "__call__", wrong)
-    with replicas(3) as coordinator:
-        with pytest.raises(Violation) as caught:
-            coordinator.train_batch_parallel(mixed_samples(4))
-        clause, rank = ("samples-once", None) if fault == "a sample is lost" else ("replicas-agree", 1)
-        assert (caught.value.clause, caught.value.rank) == (clause, rank)
-        bare = DataParallelCoordinator.train_batch_parallel.__wrapped__  # type: ignore[attr-defined]
-        bare(coordinator, mixed_samples(4))
+    coordinator = replicas(3)
+    with pytest.raises(Violation) as caught:
+        coordinator.train_batch_parallel(mixed_samples(4))
+    clause, rank = ("samples-once", None) if fault == "a sample is lost" else ("replicas-agree", 1)
+    assert (caught.value.clause, caught.value.rank) == (clause, rank)
+    bare = DataParallelCoordinator.train_batch_parallel.__wrapped__  # type: ignore[attr-defined]
+    bare(coordinator, mixed_samples(4))

@@ -16,9 +16,11 @@ from andon.backend.base import Backend, GroupBackend, InlineBackend, groups_of
 from andon.config.schema import Contracts, Optimizer
 from andon.step import flat
 from andon.step.captured import CapturedPasses
-from andon.step.flat import Shards
+from andon.step.flat import FlatParameters, Shards, layout_of
 from andon.step.micro_batch import Batch, LeafLoss
+from andon.step.reduce import TreeReduction
 from andon.step.replica import Replica, restore_state, state_tensors
+from andon.step.slices import SliceExchange, _Reads, layers_of
 from andon.step.step import Pending, RankFailed, TrainingStep
 from andon_contracts import observe
 from andon_contracts.violation import Violation
@@ -139,26 +141,36 @@ def test_a_last_pass_that_is_reduced_bucket_by_bucket_has_the_same_bits(world: i
 
 class _Failing(ToyTask):
     def loss_sum(self, model: nn.Module, batch: Batch) -> LeafLoss:
-        """Fails in the backward pass, after some buckets are complete."""
+        """Fails in the backward pass."""
         hidden = model.first.weight * 1.0  # type: ignore[operator]
         hidden.register_hook(lambda _: cannot_read())
         found = super().loss_sum(model, batch)
         return replace(found, loss_sum=found.loss_sum + hidden.sum())
 
 
-def _failing() -> str:
+def _failing(bucket: int | None) -> str:
+    """What a rank raises if the culprit fails in its pass, or before it sends a `bucket`."""
     small_blocks()
+    flat._BUCKET_BLOCKS = 4
     backend = GroupBackend("gloo", CPU)
     step, _ = made(backend, LATE[0], late=True)
+    sent, exchange = [0], step._reduce.exchange
+
+    def failing(*args: Any) -> list[torch.Tensor]:
+        sent[0] += 1
+        return cannot_read() if sent[0] == bucket else exchange(*args)
+
     if backend.ranks[0] == CULPRIT:
-        step.task = _Failing()
+        step.task = step.task if bucket else _Failing()
+        step._reduce.exchange = failing  # type: ignore[method-assign]
     with pytest.raises((OSError, RankFailed)) as caught:
         ordinary(step, LATE[0].batches()[0])
     return type(caught.value).__name__
 
 
-def test_a_rank_that_fails_within_a_backward_pass_leaves_no_other_waiting() -> None:
-    assert [outcome.get() for outcome in run_ranks(3, _failing)] == ["RankFailed", "OSError", "RankFailed"]
+@pytest.mark.parametrize("bucket", [None, 1, 3])
+def test_a_rank_that_fails_leaves_no_other_waiting(bucket: int | None) -> None:
+    assert [outcome.get() for outcome in run_ranks(3, _failing, bucket)] == ["RankFailed", "OSError", "RankFailed"]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
@@ -352,6 +364,29 @@ class LayeredModel(nn.Module):
             hidden = self.dropout(torch.tanh(layer(hidden)))
         logits: torch.Tensor = self.second(hidden)
         return logits
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_weights_are_gathered_in_the_order_in_which_they_are_read(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flat, "_BUCKET_BLOCKS", 4)
+    model = LayeredModel(early=early)
+    parameters, shards = FlatParameters(trainable(model), CPU), Shards(layout_of(trainable(model))[1], 0, 2)
+    reduction = TreeReduction(2, parameters.size, InlineBackend([CPU]))
+    gradient = torch.zeros(shards.length)
+    layers = layers_of(model)
+    exchange = SliceExchange(reduction, InlineBackend([CPU]), parameters, shards, gradient, layers, overlapping=True)
+    assert list(model.layers) == layers
+    assert sorted(exchange._turns) == [*range(len(shards.buckets))]
+    for owner, slot in zip(exchange._owners, parameters.slots, strict=True):
+        turns = [exchange._turns.index(bucket) for bucket in shards.buckets_of(slot.start, slot.end)]
+        assert max(turns) <= exchange._awaited[owner]
+    assert exchange._awaited[-1] <= exchange._awaited[0] <= exchange._awaited[4]
+    reads = _Reads(parameters, exchange._owners)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(lambda *_, number=number: reads.entered.add(number))
+    with reads:
+        model(torch.randn(2, FEATURES))
+    assert (reads.early, reads.seen) == ({5} if early else set(), True)
 
 
 def _on_gpus(world: int, *, captured: bool, early: bool) -> tuple[list[Mapping[str, int]], bool]:

@@ -101,9 +101,9 @@ def test_a_loss_that_is_no_plain_cross_entropy_leaves_a_residual(
     assert float(read(OTHERS[name], logits, labels)[:, 1].max()) > 0.03
 
 
-@given(st.integers(0, 999), st.sampled_from([3, 97]))
+@given(st.integers(0, 999), st.sampled_from([7, 97]))
 def test_a_negative_weight_is_read_as_such(seed: int, classes: int) -> None:
-    """As policy gradients have where the advantage is negative."""
+    """As policy gradients have where the advantage is negative. Of 3 classes, another label can fit as well."""
     logits, labels = drawn(seed, 5, classes, torch.float32)
     weights = torch.tensor([0.5, -0.5, 1.0, -2.0, 0.1])
     found = read(lambda z, y: (F.cross_entropy(z, y, reduction="none") * weights).sum(), logits, labels)

@@ -14,6 +14,7 @@ from andon.console.messages import InputError, command_line, did_you_mean, readi
 from andon.inspection.recorded import open_recorded
 from andon.run.ledger import shown
 from andon_contracts.clauses import CLAUSES
+from andon_contracts.legible import counted
 from andon_contracts.record import Broken
 from andon_contracts.untrusted import read_json, read_regular
 
@@ -95,7 +96,9 @@ def _bundle(path: Path, *, named: bool = False) -> Iterator[str]:
     listed = ", ".join(f"{name} {versions[name]}" for name in sorted(versions) if versions[name])
     yield f"  versions {shown(listed, _SHOWN)}"
     devices = ", ".join(map(str, _list(machine.get("devices")))) or machine.get("cpu")
-    yield f"  device   {body.get('world')} ranks on {shown(devices, _SHOWN)}"
+    world = body.get("world")
+    if isinstance(world, int) and devices:
+        yield f"  device   {counted(world, 'rank')} on {shown(devices, _SHOWN)}"
 
 
 def _mapping(value: object) -> dict[str, Any]:

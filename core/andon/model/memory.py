@@ -122,11 +122,11 @@ def plan_bytes(
     untrained = [*(p for p in model.parameters() if not p.requires_grad), *model.buffers()]
     frozen = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in untrained}
     base = sum(-(-nbytes // unit) * unit for nbytes in frozen.values())
-    saved, transient = 0, 0
+    saved, unpacked = 0, 0
     for weight in packed:
         saved += -(-weight.nbytes // unit) * unit - sum(-(-nbytes // unit) * unit for nbytes in packed_sizes(weight))
-        transient = max(transient, unpacked_bytes(weight))
-    elements = layout_of(trainable)[1]
+        unpacked = max(unpacked, unpacked_bytes(weight))
+    elements, transient = layout_of(trainable)[1], unpacked
     shards = Shards(elements, 0, world_size) if divided and Shards.divides(elements, world_size) else None
     size = (elements if shards is None else shards.capacity) * _FP32
     moments = _MOMENTS[optimizer] + (optimizer == "sgd" and momentum != 0.0)
@@ -138,6 +138,7 @@ def plan_bytes(
     if shards is not None:  # of one bucket
         width = max(each for _, each in shards.buckets) * _FP32
         reduction = max(roots) * world_size * width + sum(roots) * width + 2 * width
+        transient += reduction if on_gpu else 0  # during the last backward pass
     partials = [kept_partials(micro_batches, run, divided=shards is not None) for run in runs]
     audited = min(audited, len(runs[0]))
     levels = (len(runs[0]) - 1).bit_length()
@@ -159,7 +160,7 @@ def plan_bytes(
         recomputed=blocks * min(size, block) if audited and (copied or shards is not None) else 0,
         digest=0 if on_gpu else max(16 * min(_DIGEST_WORDS, max([size, *frozen.values()]) // 8), min(size, block)),
         reduction=reduction if world_size > 1 else 0,
-        evaluation=transient,
+        evaluation=unpacked,
         workspace=_CUDA_WORKSPACE if on_gpu else 0,
         loaded=base if saved else 0,
         saving=moments * size if shards is not None else 0,

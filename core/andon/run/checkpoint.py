@@ -55,7 +55,8 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """The state after `step` updates, as read from disk. `digest` is the `tree_digest` of `tensors` as 16 hex digits.
 
-    `tensors` are private maps of the file, of which the ranks of a host share the memory; they outlive its removal.
+    `tensors` are maps of the file, of which the ranks of a host share the memory. They outlive its removal, but show
+    what is written into it later; a file that gets shorter ends the process.
     `head` is the head of the ledger when it was saved: the number of lines and the digest of the last.
     """
 

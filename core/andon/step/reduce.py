@@ -106,24 +106,23 @@ class TreeReduction:
                 for destination, piece in enumerate(torch.split(roots[node], self._width)):
                     out[destination, row, : piece.numel()] = piece
             sent.append(out)
-        slices = [self._finish(received) for received in self._backend.exchange(sent, counts)]
+        slices = [self.finish(received) for received in self._backend.exchange(sent, counts)]
         pieces = self._backend.gather(slices)
         lengths = [max(0, min(self._width, self.size - rank * self._width)) for rank in range(len(pieces))]
         whole = [piece[:length] for piece, length in zip(pieces, lengths, strict=True)]
         return [[piece.to(device) for piece in whole] for device in self._backend.devices]
 
-    def bucket_into(self, out: torch.Tensor | None, roots: Roots, start: int, width: int) -> None:
-        """Sum a bucket over all leaves and write this rank's piece to `out` (None: it has none). For one local rank."""
+    def exchange(self, roots: Roots, start: int, width: int) -> list[torch.Tensor]:
+        """The rows of this rank's piece of a bucket from every rank, for `finish`. For one local rank."""
         rank, world = self._backend.ranks[0], self._backend.world_size
         rows = [roots[n][start : start + world * width].view(world, 1, width) for n in self.roots_of_rank[rank]]
         # A single root is sent from where it is.
         none = torch.empty((world, 0, width), device=self._backend.devices[0])
         sent = rows[0] if len(rows) == 1 else torch.cat([none, *rows], dim=1)
         (received,) = self._backend.exchange([sent], [len(nodes) for nodes in self.roots_of_rank])
-        if out is not None:
-            out.copy_(self._finish(received)[: out.numel()])
+        return received
 
-    def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
+    def finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
         """This replica's slice [width] of the sum, along the same tree."""
         table = {
             node: part[row]

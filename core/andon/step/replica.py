@@ -106,8 +106,7 @@ class Replica:
         self._updated: torch.Tensor | None = None
         self._readers: dict[int, Any] = {}
         self.exchange: SliceExchange | None = None
-        self.layers = layers_of(model)
-        """They wait for gathered weights one by one, unless they are compiled; see `SliceExchange`."""
+        self.layers = layers_of(model)  # they wait for gathered weights one by one: see `SliceExchange`
         self._own_norm = torch.zeros(())  # of the slice, before clipping
         # A GPU adds the blocks of all ranks in the order of the buffer. On a CPU the sum is exact, in any order.
         self._block_places: torch.Tensor | None = None
@@ -198,6 +197,10 @@ class Replica:
             partial = PartialGradient({}, reports, kept)
         missing = {node: torch.zeros_like(self.parameters.gradient) for node in roots if node not in partial.roots}
         return PartialGradient({**partial.roots, **missing}, partial.reports, partial.kept) if missing else partial
+
+    def compiled(self) -> None:
+        """Let passes wait for all gathered weights, as the layers of a compiled model cannot. Before `TrainingStep`."""
+        self.layers = []
 
     def _passing(self) -> AbstractContextManager[None]:
         return nullcontext() if self.exchange is None else self.exchange.passing()

@@ -2,8 +2,8 @@
 
 Invariant: all ranks send the same buckets in the same order, because each is a collective. On a GPU a side stream sends
 them: each bucket of the gradient when the rank's last pass has computed it, and the weights after the update, while
-the next pass starts. A layer waits for its own weights. All waits are for external events, which a pass captured as a
-CUDA graph records and awaits at every replay.
+the next pass starts. A layer waits for its own weights. Passes record and await external events only, so that a pass
+captured as a CUDA graph does it at every replay.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SliceExchange:
         self._reduction, self._backend, self._parameters, self._shards = reduction, backend, parameters, shards
         self._parts = dict(enumerate(shards.cut(gradient)))
         buckets = range(len(shards.buckets))
-        self._started = False
+        self._unsent: list[int] | None = None  # buckets of the gradient; None: `reduce` was not called
         self._stream = torch.cuda.Stream(gradient.device) if gradient.is_cuda and overlapping else None
         self._complete = [torch.cuda.Event(external=True) for _ in buckets if self._stream]
         self._gathered = [torch.cuda.Event(external=True) for _ in buckets if self._stream]
@@ -106,7 +106,9 @@ class SliceExchange:
 
     def _await(self, owner: int) -> None:
         if self._gathered and owner in self._awaited:
-            torch.cuda.current_stream(self._device).wait_event(self._gathered[self._awaited[owner]])
+            # Until a pass has been observed, for all weights.
+            turn = self._awaited[owner] if self._reads is None else -1
+            torch.cuda.current_stream(self._device).wait_event(self._gathered[turn])
 
     def _enter(self, number: int, layer: nn.Module, inputs: object) -> None:
         if self._reads is not None:
@@ -128,30 +130,40 @@ class SliceExchange:
         """Start to reduce all buckets. last: the gradient of the last pass, to be added to `lefts`, from right to left,
         of which the first is then a root; its buckets are awaited one by one. None: `roots` are complete. Collective.
         """
-        self._started = True
+        unsent = self._unsent = [*reversed(self._turns)] if self._unsent is None else self._unsent
         if self._stream is not None and last is None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # None: no change
-            for bucket in reversed(self._turns):
+            while unsent:
+                bucket = unsent[0]
                 if last is not None:
                     if self._stream is not None:
                         self._stream.wait_event(self._complete[bucket])
                     value = self._shards.bucket_of(last, bucket)
                     for left in reversed(lefts):
                         value = self._shards.bucket_of(left, bucket).add_(value)
-                self._reduction.bucket_into(self._parts.get(bucket), roots, *self._shards.buckets[bucket])
+                received = self._reduction.exchange(roots, *self._shards.buckets[bucket])
+                unsent.pop(0)
+                if bucket in self._parts:
+                    part = self._parts[bucket]
+                    part.copy_(self._reduction.finish(received)[: part.numel()])
 
     def finish(self, roots: Roots) -> None:
-        """Make the current stream wait for all that was sent. Reduces `roots` unless `reduce` was called."""
-        if not self._started:
+        """Make the current stream wait for all that was sent, after sending buckets of `roots` that `reduce` did not:
+        if it was not called, or failed, because the other ranks wait for them."""
+        if self._unsent != []:
             self.reduce(roots)
-        self._started = False
+        self._unsent = None
+        self.settle()
+
+    def settle(self) -> None:
+        """Make the current stream wait for all that was sent or computed aside."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Context manager: the next pass does not wait for this work, except for the weights; `finish` does."""
+        """Context manager: the next pass does not wait for this work, except for the weights; `settle` does."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # None: no change

@@ -510,7 +510,12 @@ class TrainingStep:
         return Report(gathered.table, gathered.seen)
 
     def _look(self, *names: str) -> Callable[[Seen[object]], Details]:
-        return partial(self._agreement.compare, tensors={name: _COMPARED[name] for name in names})
+        def compare(seen: Seen[object]) -> Details:
+            if self._slices is not None:
+                self._slices.settle()  # the next update may have been launched
+            return self._agreement.compare(seen, {name: _COMPARED[name] for name in names})
+
+        return compare
 
     @requires(LOCKSTEP)
     @ensures(laws.FROZEN)

@@ -28,6 +28,7 @@ from andon.step.micro_batch import Task, refuse_unkeyed
 from andon.step.plan import BatchPlan, Schedule
 from andon.step.replica import WEIGHTS, Replica, base_digest, restore_state
 from andon.step.step import TrainingStep
+from andon_contracts.digest import hex64, tree_digest
 from andon_contracts.violation import first_line, kind_of
 
 
@@ -74,6 +75,8 @@ class Run:
                 restore_state(replica, checkpoint.tensors, checkpoint.step)
         except ValueError as error:
             raise InputError.at(checkpoint.path, f"is not a checkpoint of this run: {error}") from error
+        if hex64(tree_digest(checkpoint.tensors)) != checkpoint.digest:
+            raise InputError.at(checkpoint.path, "was changed while it was read; resume again")
 
     def load_weights(self, checkpoint: Checkpoint) -> None:
         """Load only the trained weights into every replica. Raises `InputError` for weights of another model."""
@@ -121,9 +124,10 @@ def build_run(
 
 
 def build_model(config: Config, interface: ModelInterface, device: torch.device | None = None) -> nn.Module:
-    """Build the model with its adapter on the CPU, not quantized, with the same bits on every call.
+    """Build the model with its adapter, not quantized, with the same bits on every call, on the CPU.
 
-    For dpo a base's own dropout becomes `model.dropout`, by default 0. device: see `attach`. Raises `InputError`.
+    For dpo a base's own dropout becomes `model.dropout`, by default 0. device: where `attach` moves trained weights.
+    Raises `InputError`.
     """
     model = build_base(config.model, interface, config.seed)
     for module in model.modules() if config.task == DPO and config.model.base is not None else ():
@@ -188,7 +192,7 @@ def build_replicas(
     for replica in replicas:
         if compiling != "off" and replica.device.type == "cuda":
             compile_backbone(replica.model, compiling, shapes)
-            replica.layers = []
+            replica.compiled()
     return replicas
 
 

@@ -365,7 +365,7 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         add("cuda", len(gpus), plan.needed, free, plan)
         # A rank's host memory: the model before it moves to the GPU, or the optimizer's buffers if they are larger.
         host = MemoryPlan(base=plan.loaded or plan.base, weights=plan.weights, outside=PROCESS)
-        shared = (host.base + whole * host.weights) if mapped else 0
+        shared = (host.base + (host.weights if whole else 0)) if mapped else 0
         if config.run.backend == "mixed":
             cpu = planner.plan(config, "cpu", workers)
             cpu = MemoryPlan(weights=cpu.weights, gradient=cpu.gradient, moments=cpu.moments, outside=PROCESS)

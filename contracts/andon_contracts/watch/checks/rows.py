@@ -228,7 +228,8 @@ class LoadedRows(Check):
             # Without padding rank 0 may have more rows than the others.
             known = each.most_repeats == 1 and (extra < 0 or each.even or self.context.world == 1)
             if each.finished and known and 0 < abs(extra) < each.size:
-                what = f"repeated {extra}" if extra > 0 else f"left out {-extra}"
+                most = "" if each.even else "at least "
+                what = f"repeated {extra}" if extra > 0 else f"left out {most}{-extra}"
                 self._uneven[f"  rows: one pass over the data {what} of its {each.size} rows ({each.sampler})"] = None
         self._unended = [each for each in self._unended if is_running(each)]
 
