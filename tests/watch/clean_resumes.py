@@ -51,6 +51,8 @@ class Course:
     saved_in: torch.dtype = torch.float32
     adapter: bool = False
     told: bool = False
+    skips: bool = False
+    """Batches before the checkpoint are drawn and left out, and the model gets copies, as on a GPU."""
     fault: str = ""
 
 
@@ -79,7 +81,9 @@ def process(course: Course, number: int, folder: Path, group: Any) -> Watch:
             part.load_state_dict(saved[name])
     done = (begin - course.resumed[0] * (fault == "second resume")) % EPOCH
     sampler = Skipping(data(), world, rank)
-    sampler.skip = {"rows again": 0, "rows skipped": done + 3}.get(fault, done) * BATCH // world
+    skip = {"rows again": 0, "rows skipped": done + 3}.get(fault, done)
+    sampler.skip = 0 if course.skips else skip * BATCH // world
+    drawn = skip if course.skips else 0
     told = {"start": begin} if course.told else {}
     with andon.watch(model, optimizer, action=ignore, ledger=folder / "ledger", group=group, **told) as watch:
         made = begin
@@ -91,7 +95,11 @@ def process(course: Course, number: int, folder: Path, group: Any) -> Watch:
         while made < stop:
             sampler.set_epoch(made // EPOCH)
             for x, y in DataLoader(data(), BATCH // world, sampler=sampler):
-                cross_entropy(model(dropout(x, course.dropout)), y).backward()
+                drawn -= 1
+                if drawn >= 0:
+                    continue
+                inputs = x.clone() if course.skips else x
+                cross_entropy(model(dropout(inputs, course.dropout)), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
@@ -131,6 +139,7 @@ RIGHT = {
     "a checkpoint in bfloat16": Course(momentum, saved_in=torch.bfloat16),
     "an average of the weights": Course(adamw),
     "an older checkpoint": Course(adamw, (9, 14), (5,), scheduled=True, dropout=0.3),
+    "batches left out one by one, on a GPU": Course(momentum, skips=True),
     "twice": Course(momentum, (5, 9, 14), (5, 8), (2, 2, 2), scheduled=True),
 }
 

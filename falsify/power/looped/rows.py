@@ -95,7 +95,7 @@ FAULTS = (
               changed(Dealt, _sampler=lambda loop, _: DistributedSampler(loop.rows, seed=loop.case.seed)),
               Inside("", 0, says=r"rows: one pass over the data repeated 1 of its 37 rows"), _BY_LOADER),
     LoopFault("F47", "last batch of a data loader dropped", changed(Dealt, made=_dropping),
-              Inside("", 0, says=r"rows: one pass over the data left out 1 of its 37 rows"), _BY_LOADER),
+              Inside("", 0, says=r"rows: one pass over the data left out at least 1 of its 37 rows"), _BY_LOADER),
     LoopFault("F49", "rank-local order of the data", changed(made=_own_order),
               Inside("content-planned", 0, ("contents", "rows")), _twice(3, "12 ")),
     LoopFault("F50", "data not sharded", changed(_mine=lambda _, mine, batch: batch[: len(mine(batch))]),

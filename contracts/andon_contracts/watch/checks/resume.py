@@ -102,7 +102,8 @@ class ResumedRun(Check):
             context.recorder.loaded(probe.updates, "the loop's own", context.world, [probe.optimizer])
 
     def meanwhile(self, probe: OptimizerProbe) -> Values:
-        window, first, reached = self.context.check(LoadedRows).window, self._first, 0
+        window = [each for each in self.context.check(LoadedRows).window if not each.source.unclear]
+        first, reached = self._first, 0
         if window and first is None:
             self._first = first = window[0].source
             self._skipped = window[0].so_far - len(window[0].ids or ()) if self._left["step"] else 0

@@ -125,8 +125,14 @@ class LoadedRows(Check):
         known = next((each for each in reversed(self._waiting) if each.storage_ids & places), None)
         if known is None and self._used is not None and self._used.storage_ids & places:
             return None
-        found = known or next((each for each in self._waiting if each.source is self._latest), None)
+        waiting = [each for each in self._waiting if each.source is self._latest]
+        found = known or (waiting[0] if waiting else None)
+        if found is not None and known is None and self.context.recorder.earlier:
+            # The first of them may be those that a resumed loop left out. A copy, as on a GPU, does not tell.
+            found.source.unclear |= found.source.batches == 0 and len(waiting) > 1
         if found is not None:
+            if found.source.unclear:
+                found.ids = found.keys = None
             for each in list(self._waiting)[: self._waiting.index(found) + 1]:
                 if each.source is found.source:
                     self._waiting.remove(each)
