@@ -367,8 +367,7 @@ def _world(planner: MemoryPlanner, config: Config, workers: int, machine: Machin
         if config.run.backend == "mixed":
             on_cpu = planner.plan(config, "cpu", workers)
             phases.append({"weights": on_cpu.weights, "gradient": on_cpu.gradient, "moments": on_cpu.moments})
-        most = max(phases, key=lambda phase: sum(phase.values()))
-        host = MemoryPlan(**most, outside=PROCESS)
+        host = MemoryPlan(**max(phases, key=lambda phase: sum(phase.values())), outside=PROCESS)
         on_host = len(set(gpus))  # ranks of one host: fewer than all, if the run needs several
         add("host", on_host, on_host * host.needed, machine.ram, host)
     ranks = workers - len(gpus)
