@@ -124,8 +124,7 @@ def _explain_shards(samples: Sequence[T], num_workers: int, result: Sequence[Seq
 @clause("samples-once", _explain_shards)
 def _shards_partition(samples: Sequence[T], num_workers: int, result: Sequence[Sequence[T]]) -> bool:
     joined = [sample for shard in result for sample in shard]
-    same = len(joined) == len(samples) and all(map(operator.is_, joined, samples))
-    return len(result) == num_workers and same
+    return len(result) == num_workers and len(joined) == len(samples) and all(map(operator.is_, joined, samples))
 
 
 @require(_has_workers)

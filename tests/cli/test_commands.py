@@ -157,7 +157,7 @@ def test_init_writes_what_train_would_do_anyway(tmp_path: Path) -> None:
     assert (ended.code, ended.said) == (0, [])
     said = "\n".join(ended.out)
     rows = "2003 rows to train on, 222 to validate, 500 to evaluate on; 5 classes"
-    assert [part for part in (rows, "(gloo: cpu, cpu, cpu)", "wait 11%") if part not in said] == []
+    assert [part for part in (rows, "(gloo: cpu, cpu, cpu)", "idle 11%") if part not in said] == []
     assert tree(tmp_path) == {"new", "new/config.yaml"}
     many = cli("check", config, "--set", "run.workers=20", folder=tmp_path).out
     assert any(line.startswith("workers: 20 (gloo: cpu, ") and ", cpu and 12 more)" in line for line in many)
@@ -180,8 +180,8 @@ def test_texts_that_are_trained_and_evaluated_on_are_counted(tmp_path: Path) -> 
     columns = ("data.text_column=sentence", "data.label_column=colour", "data.validation_fraction=0")
     runs = Runs(data)
     config = load_config(None, runs.overrides(*columns, f"data.eval={held}"))
-    repeated = f"repeated in training: 2 (first: {data}:32 has the text of {data}:6)"
-    assert f"texts: also trained on: 3 of 13 scored rows; {repeated}" in list(describe(config))
+    repeated = f"training rows with the text of an earlier one: 2 (first: {data}:32 has the text of {data}:6)"
+    assert f"texts: scored rows with the text of a training row: 3 of 13; {repeated}" in list(describe(config))
     said = []
     for name, file in (("held", held), ("apart", apart)):
         more = (*columns, f"data.eval={file}", "training.max_steps=1", "run.backend=inline")
@@ -202,7 +202,7 @@ def test_eval_of_a_file_with_other_columns_than_the_run(run: Path, tmp_path: Pat
     refused = CliRunner().invoke(app, ["eval", str(run), str(data)])
     assert isinstance(refused.exception, InputError)
     for flag in ("--text-column", "--label-column"):
-        assert f"name it with {flag} (" in str(refused.exception)
+        assert f"name it with {flag}\n" in f"{refused.exception}\n"
     flags = ("--text-column", "what", "--label-column", "kind")
     inherits = CliRunner().invoke(app, ["eval", str(config.parent), str(data), *flags])
     assert "what is empty; to skip such rows: --bad-rows skip" in str(inherits.exception)
@@ -234,7 +234,8 @@ def test_an_interrupt_while_the_command_is_imported(module: str) -> None:
 def test_predict_names_every_bad_line(run: Path) -> None:
     ended = cli("predict", run, stdin=b"good\n\xff\n\ngood\n")
     assert (ended.code, ended.out) == (2, [])
-    assert ended.said == ["andon: stdin:2: is not UTF-8: byte 0xff at column 1", "andon: stdin:3: the text is empty"]
+    faults, remedy = ("2: is not UTF-8: byte 0xff at column 1", "3: the text is empty"), "to skip such rows: --bad-rows"
+    assert ended.said == [f"andon: stdin:{fault}; {remedy} skip" for fault in faults]
     ended = cli("predict", run, "--bad-rows", "skip", stdin=b"good\n\xff\n\ngood\n")
     assert (ended.code, len(ended.out), [f"stdin:{n}" in ended.said[0] for n in (2, 3)]) == (0, 2, [True, True])
     assert "skipped 2 unusable rows (--bad-rows skip): stdin:2" in ended.said[0]
@@ -439,8 +440,18 @@ def test_weights_of_a_checkpoint_are_used_by_name_or_step(tmp_path: Path, texts:
     assert [one.label for one in opened] == [found["2"][0]["label"]]
     cut = shutil.copytree(folder, tmp_path / "cut", ignore=shutil.ignore_patterns("adapter", "summary.json"))
     assert [records(cut, texts, "--checkpoint", name) for name in ("2", "last")] == [found["2"], found["6"]]
+    data = tmp_path / "train.jsonl"
+    for name, step in (("2", 2), ("last", 6)):
+        ended = [cli("eval", each, data, "--checkpoint", name) for each in (folder, cut)]
+        assert [each.code for each in ended] == [0, 0], ended
+        assert ended[0].out == ended[1].out
+        assert json.loads("".join(ended[1].out))["checkpoint"] == step
+    assert andon_package.open_run(cut, checkpoint=2).evaluate(data)["checkpoint"] == 2
     with pytest.raises(InputError, match=r"is not finished \(after step 6 of 6\); resume .* --checkpoint last"):
         predicted(cut, texts)
+    (cut / "summary.json").write_text(json.dumps({k: v for k, v in summary(folder).items() if k != "best_step"}))
+    with pytest.raises(InputError, match="no validation took place; use last, or a step: there are 2, 4, 6"):
+        predicted(cut, texts, "--checkpoint", "best")
     for name, what in (
         ("3", r"has no checkpoint of step 3; there are 2, 4, \d"),
         ("first", "'first' is not best, last or a step; there are 2, 4, "),

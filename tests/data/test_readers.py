@@ -94,7 +94,7 @@ def test_a_text_of_ten_megabytes_is_a_text(tmp_path: Path) -> None:
     assert after == 1000
 
 
-@pytest.mark.parametrize("name", ["no.csv", "rows.cvs", ".", "empty.csv", "header.csv", "pipe.csv"])
+@pytest.mark.parametrize("name", ["no.csv", "nope.csv", "rows.cvs", ".", "empty.csv", "header.csv", "pipe.csv"])
 def test_what_is_no_file_of_rows_is_refused_with_its_path(tmp_path: Path, name: str) -> None:
     written(tmp_path, "on.csv", "text,label\n")
     written(tmp_path, "empty.csv", "")
@@ -103,6 +103,7 @@ def test_what_is_no_file_of_rows_is_refused_with_its_path(tmp_path: Path, name: 
     (said,) = faults(tmp_path / name)
     expected = {
         "no.csv": "no.csv: no such file; did you mean 'on.csv'?",
+        "nope.csv": "nope.csv: no such file",
         "rows.cvs": "rows.cvs: unknown kind of file '.cvs'; known are .jsonl, .json, .csv, .tsv, .parquet",
         ".": "is a folder; name a file in it",
         "empty.csv": "empty.csv: is empty",
@@ -417,5 +418,5 @@ def test_quoted_fields_of_a_tsv_may_span_lines(tmp_path: Path) -> None:
 def test_a_row_of_a_tsv_whose_fields_are_all_empty_is_refused(tmp_path: Path) -> None:
     for name, comma in (("a.tsv", "\t"), ("a.csv", ",")):
         path = written(tmp_path, name, f"text{comma}label\none{comma}x\n{comma}\n\ntwo{comma}y\n")
-        hint = "is empty; to skip such rows: --set data.bad_rows=skip"
-        assert faults(path) == [f"{name}:3: text {hint}", f"{name}:3: label {hint}"]
+        found, hint = faults(path, selection=RowSelection(option="--skip")), "is empty; to skip such rows: --skip"
+        assert found == [f"{name}:3: text {hint}", f"{name}:3: label {hint}"]

@@ -198,7 +198,7 @@ def test_two_real_runs_part_where_their_learning_rates_do(runs: Runs, run: Path,
     alike = "epoch, position, ids, count, content, loss, correct, gradient, grad_norm, optimizer"
     assert f"lr differs first; equal: {alike}" in text
     assert "tensor    weights/" in text
-    assert "place     2 inline workers | 1 inline workers" in text
+    assert "place     2 inline workers | 1 inline worker" in report.lines
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_steps_done_again_are_the_ledgers_bits(run: Path, steps: str, workers: i
     report = replay_run(run, steps, workers, backend)
     assert report.result is Comparison.SAME, report.lines
     assert "to the bit" in report.lines[-1]
-    assert f"on {workers} {backend} workers" in report.lines[0]
+    assert report.lines[0].endswith(f"on {workers} {backend} worker{'s' * (workers > 1)}")
     assert content(run) == before
 
 

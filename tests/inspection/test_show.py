@@ -44,7 +44,7 @@ def test_the_overview_tells_a_run_in_order(tmp_path: Path) -> None:
 def test_a_resume_and_what_it_cut_off_are_told(tmp_path: Path) -> None:
     lines = list(overview(open_recorded(write(tmp_path / "l.jsonl", resumed_run(torn=17)))))
     (line,) = (line for line in lines if line.startswith("resume"))
-    assert "after step 1 from step-00000001 on 1 inline workers" in line
+    assert "after step 1 from step-00000001 on 1 inline worker" in line
     assert "17 bytes of a torn line" in line
 
 

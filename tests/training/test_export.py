@@ -377,7 +377,7 @@ def test_the_card_has_the_scores_and_a_command_that_repeats_the_run(of_kind: tup
     unit = "words" if "words" in found else "rows"
     of = f"{count} {unit}" if kind.task == "regression" else f"{found[share] * count:.0f} of {count} {unit}"
     assert f"| {found[share]:.4f} | {of} |" in text
-    assert f"`{summary(folder / 'embedded')['weights_digest']}`, on 1 inline workers" in text
+    assert f"`{summary(folder / 'embedded')['weights_digest']}`, on 1 inline worker |" in text
     own = (folder / "embedded" / "adapter" / "README.md").read_text()
     assert not any(str(place) in each for place in (folder, tmp_path) for each in (text, own))
     repeated(folder / "embedded", text, tmp_path, folder / "rows.jsonl")

@@ -16,7 +16,7 @@ from andon.training.existing import how_to_train_on, taken_over
 from andon.training.inference import Prediction
 from andon.training.material import prepare
 from andon.training.rows import read_rows
-from tests.training.runs import SMALL
+from tests.training.runs import SMALL, Runs, summary
 
 ROWS = [f"{colour} {number},{colour}" for number in range(7) for colour in ("red", "green", "blue")]
 
@@ -37,12 +37,13 @@ def test_mistakes_in_all_files_are_listed_at_once(tmp_path: Path) -> None:
     other = table(tmp_path / "other.csv", ["red one,red"], "Corpus,Topic")
     with pytest.raises(InputError) as refused:
         read_rows(configured(tmp_path, [*ROWS, ",red", "x,"], validation=held, eval=other))
-    remedy = "rename the column: --text-column (data.text_column) covers the training file too"
+    remedy = "rename the column: --text-column covers the training file too"
+    skip = "to skip such rows: --set data.bad_rows=skip"
     train, *rest = [str(problem) for problem in refused.value.problems]
     assert train.startswith(f"{tmp_path}/train.csv:23: Body is empty; to skip")
     assert rest[0].startswith(f"{tmp_path}/train.csv:24: Topic is empty; to skip")
     assert rest[1:] == [
-        f"{held}:3: label 'mauve' is unknown; there are 'blue', 'green', 'red'",
+        f"{held}:3: label 'mauve' is unknown; there are 'blue', 'green', 'red'; {skip}",
         f"{other}:1: has no column 'Body'; there are 'Corpus', 'Topic'; {remedy}",
     ]
 
@@ -86,3 +87,19 @@ def test_a_labelled_row_says_whether_its_prediction_is_right() -> None:
     bare = TextRow("a", fields={"Body": "a"}, named=("Body",))
     (only,) = records([bare], ["Body"], [Prediction("a", "red", 0.5, (0.5, 0.5))], None, None, "Topic")
     assert "correct" not in only
+
+
+def test_a_run_lists_its_rarest_class_and_the_rows_left_out_of_its_scores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = ["a", "b", "b", "c", "c", "c", "d", "d", "e", "e", "??odd", "f", "f"]
+    held = table(tmp_path / "held.csv", ["x 1,a", "x 2,g", ",b", "x 3,h", "x 4,c"])
+    train = table(tmp_path / "train.csv", [f"text {place},{kind}" for place, kind in enumerate(["", "a", *kinds])])
+    names = ("data.text_column=Body", "data.label_column=Topic", "data.validation_fraction=0", f"data.eval={held}")
+    settings = (*names, "data.bad_rows=skip", "training.max_steps=1")
+    assert Runs(train).train(tmp_path / "run", *settings) == 0
+    said = capsys.readouterr().err
+    assert "andon: classes: c 3, a 2, b 2, d 2, e 2 and 2 more, the rarest ??odd 1\n" in said
+    (score,) = [line for line in said.splitlines() if "evaluation accuracy" in line and "done: " in line]
+    assert score.endswith(" (without 3 unusable rows, see skipped_rows.txt)")
+    assert summary(tmp_path / "run")["skipped"] == 3

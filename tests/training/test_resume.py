@@ -67,7 +67,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert not summary(folder)["finished"]
     assert runs.train(folder, backend=backend, workers=workers, resume="auto") == 0
     if backend != "gloo":  # ranks write to the standard error that their fork server began with
-        others = "" if workers == 2 else f", on 2 workers; now there are {workers}"
+        others = "" if workers == 2 else f", on 2 workers; now on {workers}"
         said = f"andon: resume: from step-{step:08d}, {step} of {STEPS} steps done{others}\n"
         assert said in capsys.readouterr().err
     assert outcome(folder) == outcome(whole)

@@ -21,12 +21,7 @@ WRONG = [
     # The optimizer has the rate of its next update, and the schedule begins anew after it.
     (replace(LATER, make=PLAIN.make), "scheduler", 7, "the learning rate 0.0005 is that of step 2"),
     (replace(ADAMW, scheduled=True), "scheduler", 7, "the learning rate 0.005 is that of step 2"),
-    (
-        replace(ADAMW, scheduled=True),
-        "optimizer",
-        6,
-        "lost and begins anew; the learning rate 0.01 is that of step 1",
-    ),
+    (replace(ADAMW, scheduled=True), "optimizer", 6, "lost and begins anew; the learning rate 0.01 is that of step 1"),
     (ADAMW, "weights", 6, "the weights are those of the start of the run, so they were not loaded"),
     (replace(LATER, make=PLAIN.make), "weights", 6, "the weights are those of the start of the run"),
     (ADAPTER, "wrapped", 1, "4 trained tensors are lost (head.bias, ...); 2 trained tensors are new (1.bias, ...)"),

@@ -132,8 +132,7 @@ class GroupBackend:
             sizes = [count * width for count in rows]
             received = sent.new_empty(sum(sizes))
             # Only copies bits: a collective that adds would choose the order of the sum.
-            own = [sent.shape[1] * width] * self.world_size
-            dist.all_to_all_single(received, sent.view(-1), sizes, own)
+            dist.all_to_all_single(received, sent.view(-1), sizes, [sent.shape[1] * width] * self.world_size)
             parts = torch.split(received.to(self.devices[0]), sizes)
             return [[part.view(count, width) for part, count in zip(parts, rows, strict=True)]]
 

@@ -242,8 +242,7 @@ def doctor(folder: Path, as_json: bool, timeout: float) -> None:
             put(f"{each.level:<8} {each.name}: {each.found}", *([f"         -> {each.todo}"] if each.todo else []))
     can = all(each.level != "problem" for each in checks)
     if as_json:
-        result = {"can_train": can, "checks": [each._asdict() for each in checks]}
-        put(*json.dumps(result, indent=2).splitlines())
+        put(*json.dumps({"can_train": can, "checks": [each._asdict() for each in checks]}, indent=2).splitlines())
     else:
         put("andon train can run here" if can else "andon train cannot run here: repair each problem above")
     raise Ended(int(Exit.OK if can else Exit.CRASHED))
@@ -333,14 +332,15 @@ def evaluate(
     from andon.config.source import require_file
     from andon.training.existing import require_run
 
-    folder = require_run(run)
+    folder = require_run(run, checkpoint)
     path = one_file(file, data)
     if path is None:
         raise InputError.at("DATA", "name a file of rows with labels: andon eval RUN FILE")
     require_file(path)
     from andon.training.inference import load_run, read_labelled, scored
 
-    rows = read_labelled(folder, path, text_column=text_column, label_column=label_column, bad_rows=bad_rows)
+    columns = {"text_column": text_column, "label_column": label_column}
+    rows = read_labelled(folder, path, checkpoint=checkpoint, bad_rows=bad_rows, **columns)
     trained = load_run(folder, model, checkpoint=checkpoint, device=device)
     put(*json.dumps(scored(trained, rows), indent=2).splitlines())
 

@@ -139,13 +139,14 @@ def read_lines(lines: Iterable[bytes], selection: RowSelection = ALL_ROWS) -> tu
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            problems.add_row(where, f"is not UTF-8: byte 0x{line[error.start]:02x} at column {error.start + 1}")
+            byte = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+            problems.add_row(where, f"is not UTF-8: {byte}{selection.hint}")
             continue
         fault = text_fault(text)
         if fault is None:
             texts.append(text)
         else:
-            problems.add_row(where, f"the text {fault}")
+            problems.add_row(where, f"the text {fault}{selection.hint}")
     if not texts and not problems:
         problems.add("stdin", "holds no texts; write one per line")
     problems.raise_if_any()

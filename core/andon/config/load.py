@@ -254,8 +254,7 @@ def config_from(values: Mapping[str, object]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = [Problem(".".join(key_path), what) for key_path, what in _faults(error)]
-        raise InputError(problems) from error
+        raise InputError([Problem(".".join(key_path), what) for key_path, what in _faults(error)]) from error
 
 
 def to_yaml(config: Config) -> str:

@@ -76,7 +76,7 @@ class Model(Section):
 
     base: Name | None = setting(None, "folder or hub id of a transformers model; null: the embedded one")
     revision: Name | None = setting(None, "branch, tag or commit of a base on the hub; null: its main branch")
-    architecture: Literal["decoder", "encoder"] = setting("decoder", "of the embedded model: Qwen3 or BERT")
+    architecture: Literal["decoder", "encoder"] = setting("decoder", "of the embedded model: Qwen3, or BERT (encoder)")
     hidden_size: Size = setting(64, "a multiple of num_attention_heads")
     num_hidden_layers: Annotated[int, Field(ge=1, le=1000)] = 2
     num_attention_heads: Size = 4

@@ -37,7 +37,7 @@ def require_file(path: Path, *, empty: bool = False) -> None:
             fault = "is a folder; name a file in it"
         elif not path.exists():
             names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-            fault = f"no such file{did_you_mean(path.name, names)}"
+            fault = f"no such file{did_you_mean(path.name, names, cutoff=0.82)}"  # the suffix alone is half a name
         elif not path.is_file():
             fault = "is not a regular file"
         elif path.stat().st_size == 0 and not empty:

@@ -412,8 +412,7 @@ class _Encoder:
 
     def opening_of(self, ids: Sequence[int]) -> list[int]:
         """The begin token to prepend, unless a row of text already begins with it."""
-        written = self._form == "text" and list(ids[: len(self.opening)]) == self.opening
-        return [] if written else self.opening
+        return [] if (self._form == "text" and list(ids[: len(self.opening)]) == self.opening) else self.opening
 
     def _weigh(self, ids_of: dict[str, list[int]], text: str, turns: list[_Turn]) -> tuple[list[int], list[float]]:
         whole = ids_of[text]

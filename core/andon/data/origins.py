@@ -27,12 +27,12 @@ class RowSelection:
 
     skip_bad: bool = False
     limit: int | None = None
-    option: str = "--set data.bad_rows=skip"
+    option: str = ""
     own_columns: bool = True
 
     @property
     def hint(self) -> str:
-        return "" if self.skip_bad else f"; to skip such rows: {self.option}"
+        return "" if self.skip_bad or not self.option else f"; to skip such rows: {self.option}"
 
 
 ALL_ROWS = RowSelection()

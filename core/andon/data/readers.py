@@ -140,7 +140,7 @@ def read(
         hint = cache(lambda name: did_you_mean(name, names))
         unknown = [(place, name) for place, each in enumerate(named) for name in each if name not in numbers]
         known = "" if problems.skips else f"; there are {shown_names(names)}"
-        refuse((place, f"label {shown(name)} is unknown{known}{hint(name)}") for place, name in unknown)
+        refuse((place, f"label {shown(name)} is unknown{known}{hint(name) or origins.hint}") for place, name in unknown)
         places = {place for place, _ in unknown}
         named = [[numbers[name] for name in each] for place, each in enumerate(named) if place not in places]
     problems.raise_if_any()
@@ -297,7 +297,7 @@ def _chosen(columns: Columns, present: Iterable[str], shared: bool = False) -> t
             chosen.append(matching[0])
             continue
         key = f"data.{part}_column"
-        naming = f"{FLAGS[key]} ({key})" if key in FLAGS else f"--set {key}"
+        naming = FLAGS.get(key, f"--set {key}")
         if matching:
             faults.append(f"has both {' and '.join(map(repr, matching))}; name one with {naming}")
         else:

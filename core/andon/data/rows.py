@@ -261,8 +261,7 @@ def mixed(ids: Sequence[int], sizes: Sequence[int], weights: Sequence[float], se
             raise InputError.at(f"data.train.{place}.weight", what)
         copies, rest = divmod(wanted, max(len(rows), 1))
         entries += [row + copy * total for copy in range(copies) for row in rows]
-        sample = Draw(f"andon mix {seed} {place}").shuffled(sorted(rows))[:rest]
-        entries += [row + copies * total for row in sample]
+        entries += [row + copies * total for row in Draw(f"andon mix {seed} {place}").shuffled(sorted(rows))[:rest]]
     return tuple(sorted(entries))
 
 

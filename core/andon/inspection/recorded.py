@@ -20,6 +20,7 @@ from andon.config.source import is_folder
 from andon.console.messages import InputError, command_line
 from andon.run.folder import RunFolder
 from andon.run.ledger import REPEATED, Difference, LedgerError, differing, lacks
+from andon_contracts.legible import counted
 from andon_contracts.record import GENESIS, MAX_LINE, Record, Resume, Retraction, Start, Step, chain, read_lines
 from andon_contracts.untrusted import open_regular
 
@@ -76,7 +77,8 @@ class Steps(Mapping[int, Step]):
         self.numbers.append(record.step)
         self.offsets.append(at)
         if facts:
-            layout = self.layouts.setdefault(f"{record.world} {record.backend} workers", len(self.layouts))
+            workers = counted(record.world, f"{record.backend} worker")
+            layout = self.layouts.setdefault(workers, len(self.layouts))
             digests, loss, norm, terms = record.digests, record.loss, record.grad_norm, record.terms or record.count
             lacking = sum(1 << at for at, name in enumerate(REPEATED) if lacks(record, name))
             compared = (record.epoch, record.position, record.ids, record.count, record.terms, record.correct, digests)

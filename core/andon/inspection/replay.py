@@ -26,6 +26,7 @@ from andon.run.ledger import Difference, apart, differing, shown
 from andon.run.summary import differences as other_machine
 from andon.run.summary import fingerprint
 from andon.training.existing import config_at_hand
+from andon_contracts.legible import counted
 
 if TYPE_CHECKING:
     from andon.training.run import Session
@@ -135,7 +136,8 @@ def replay(config: Config, path: Path, first: int, last: int) -> Differences:
         session.run.step.attest_start({"after": after})
         step, fields = _first_difference(session, recorded, after, last)
         source = checkpoint.path.name if checkpoint is not None else "the initial weights"
-        report.add("from", f"{source}, after step {after}, on {backend.world_size} {backend.name} workers")
+        workers = counted(backend.world_size, f"{backend.name} worker")
+        report.add("from", f"{source}, after step {after}, on {workers}")
         machine = other_machine(recorded.fingerprint(step or last) or {}, fingerprint(session.environment))
         for difference in machine:
             report.add("machine", f"{difference} (in the run, here)")

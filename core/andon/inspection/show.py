@@ -14,6 +14,7 @@ from andon.run.summary import EVALUATION, read_provenance, read_summary
 from andon.training.existing import config_of
 from andon.training.rows import Rows, read_rows
 from andon_contracts.fields import Real
+from andon_contracts.legible import counted
 from andon_contracts.record import Broken, End, Evaluation, Record, Resume, Retraction, Saved, Start
 
 _WIDTH = 100
@@ -73,7 +74,7 @@ def event(record: Record, run: Recorded, *, result: bool = False) -> Iterator[st
         case Start(plan=plan):
             by = f", written by a {record.writer}" if record.writer is not None else ""
             digests = _named(record.digests, ", ")
-            yield f"start       {record.run} on {record.world} {record.backend} workers{by}{digests}"
+            yield f"start       {record.run} on {counted(record.world, f'{record.backend} worker')}{by}{digests}"
             if plan.steps is not None:
                 yield (
                     f"plan        {plan.rows} rows, {plan.steps} steps of {plan.batch_size} rows in "
@@ -85,8 +86,9 @@ def event(record: Record, run: Recorded, *, result: bool = False) -> Iterator[st
             yield f"machine     {', '.join(known)}"
         case Resume():
             source = f"from {record.name}" if record.name is not None else "(the run begins anew)"
+            workers = counted(record.world, f"{record.backend} worker")
             torn = f"; {record.torn} bytes of a torn line were cut off" if record.torn else ""
-            yield f"resume      after step {record.step} {source} on {record.world} {record.backend} workers{torn}"
+            yield f"resume      after step {record.step} {source} on {workers}{torn}"
         case Evaluation():
             scores = ", ".join(f"{name} {_real(value)}" for name, value in sorted(record.scores.items()))
             rows = f"{record.rows} {_result_rows(run)} rows, the result" if result else f"{record.rows} validation rows"
@@ -162,7 +164,7 @@ def one_step(run: Recorded, step: int, texts: Texts) -> Iterator[str]:
         yield f"  norm        {_exact(record.weights_norm)} of the trained weights, after the update"
     for name in ("content", "gradient", "weights", "optimizer"):
         yield f"  {name:<11} {getattr(record.digests, name) or _UNKNOWN}"
-    yield f"  world       {record.world} {record.backend} workers"
+    yield f"  world       {counted(record.world, f'{record.backend} worker')}"
     if not record.ids:
         yield "  note        the ledger has no row numbers: only w.batch(ids) writes them"
     elif texts.missing:

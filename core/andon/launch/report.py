@@ -178,8 +178,7 @@ def _blame_order(code: int, report: Report | None, ended: bool) -> int:
     """Sort key of root causes: 0 if the rank itself failed, higher if another rank probably caused its end."""
     if report is not None and report.exit != 0:
         # After a failure the launcher asks the others to end, so being preempted may be a consequence too.
-        noticed = report.exit in NOTICED.values() and not report.left
-        return 2 if noticed or report.exit == Exit.PREEMPTED else 0
+        return 2 if (report.exit in NOTICED.values() and not report.left) or report.exit == Exit.PREEMPTED else 0
     if ended:
         return 3
     # Gloo aborts a process because of its peer (a size mismatch, an exit in the middle of an error).

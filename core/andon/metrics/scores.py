@@ -108,8 +108,7 @@ def read_confusion(folder: Path, digest: object) -> Confusion:
 
 def most_bytes(classes: int, rows: int) -> int:
     """Upper bound of the file size in bytes for `classes` classes and `rows` evaluated rows."""
-    cell = 2 * len(str(classes)) + len(str(rows)) + len("[,,],")
-    return min(classes * classes, rows) * cell + 100
+    return min(classes * classes, rows) * (2 * len(str(classes)) + len(str(rows)) + len("[,,],")) + 100
 
 
 def _digest(data: bytes) -> str:
@@ -463,5 +462,4 @@ def span_scores(
             counts.update(type_ for type_, _, _ in each)
     whole = class_scores(right.total(), guessed.total(), wanted.total())
     types = {type_: class_scores(right[type_], guessed[type_], wanted[type_]) for type_ in sorted({*guessed, *wanted})}
-    accuracy = same / max(words, 1)
-    return SpanScores(len(actual), words, whole.f1, whole.precision, whole.recall, accuracy, types, loss)
+    return SpanScores(len(actual), words, whole.f1, whole.precision, whole.recall, same / max(words, 1), types, loss)

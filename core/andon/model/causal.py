@@ -286,8 +286,7 @@ def check_packing_isolation(model: nn.Module, device: torch.device, longest: int
     positions = getattr(base.config, "max_position_embeddings", None)
     room = min(limit for limit in (*_TRIED_LENGTHS[:1], longest, positions) if limit)
     counts = [max(1, min(length, room)) for length in _TRIED_LENGTHS]
-    size = base.get_input_embeddings().weight.shape[0]
-    rows = (torch.arange(1, sum(counts) + 1) % size).split(counts)
+    rows = (torch.arange(1, sum(counts) + 1) % base.get_input_embeddings().weight.shape[0]).split(counts)
     weights = [torch.ones(row.numel()) for row in rows]
     packs = [list(zip(rows, weights, strict=True)), [(rows[0], weights[0])]]
     batch = {name: value.to(device) for name, value in collate_packs(packs, 0, 4, None).items()}

@@ -269,8 +269,7 @@ def packed_inputs(model: nn.Module, masking: Masking, batch: Mapping[str, Tensor
         seen = (rows[:, None, :, None] == rows[:, None, None, :]).tril()
         config: Any = without_adapter(model).config
         if config._attn_implementation != "sdpa":  # other implementations add the mask to the scores
-            lowest = torch.finfo(torch.float32).min
-            seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, lowest)
+            seen = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, torch.finfo(torch.float32).min)
         yield inputs | {"attention_mask": seen}
 
 

@@ -171,8 +171,7 @@ def kept_partials(micro_batches: int, run: range, *, divided: bool = False) -> i
     """Without the gradient itself, the peak number of gradient-sized buffers of a rank with the leaves `run`: sums of
     finished subtrees, and in the current one of n leaves a left summand per level, ceil(log2 n). The sum of a single
     leaf is copied, but if the optimizer is `divided`, the last subtree's is not."""
-    roots = subtree_roots((0, micro_batches), run.start, run.stop)
-    levels = [(end - start - 1).bit_length() for start, end in roots]
+    levels = [(end - start - 1).bit_length() for start, end in subtree_roots((0, micro_batches), run.start, run.stop)]
     copied = [max(1, each) for each in levels[:-1]] + [max(each, not divided) for each in levels[-1:]]
     return max((done + each for done, each in enumerate(copied)), default=0)
 

@@ -179,7 +179,7 @@ class Summary(Part):
     the step of the best checkpoint if `weights_digest` and `eval` are of its weights (`training.keep`); None: they are
     of the last step's. memory, in bytes: `planned` and `peak` of the GPU that needed most, `process_peak` of rank 0's
     process. dropped_values: values in the ranks' store that were ignored because no rank wrote them. updates: of the
-    last command, which took `wall_s`.
+    last command, which took `wall_s`. skipped: unusable rows of the scored file, which `eval` is without.
     """
 
     run: str
@@ -204,6 +204,7 @@ class Summary(Part):
     labels: tuple[str, ...] = ()
     dropped_values: Count | None = None
     updates: Count | None = None
+    skipped: Count | None = None
 
 
 def write_summary(path: Path, summary: Summary) -> None:

@@ -279,8 +279,7 @@ def expected_computed(plan: Sequence[LeafPlan], world: int, count: int, *, check
     rows = [COMPUTED.expected(None) for _ in range(world)]
     for leaf in plan:
         rows[leaf.rank] += REPORT.expected(leaf)
-    length = len(COMPUTED.fields) + count * WIDTH
-    return [row + [-1] * (length - len(row)) for row in rows]
+    return [row + [-1] * (len(COMPUTED.fields) + count * WIDTH - len(row)) for row in rows]
 
 
 def reports_of(observations: Sequence[Observation]) -> tuple[LeafReport, ...]:

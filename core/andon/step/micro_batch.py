@@ -66,8 +66,7 @@ class Task(Protocol):
 
 def key(seed: int, step: int, micro_batch: int) -> int:
     """A 63-bit generator seed for one micro-batch of one step; different arguments give unrelated streams."""
-    data = f"andon {seed} {step} {micro_batch}".encode()
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(f"andon {seed} {step} {micro_batch}".encode()).digest()[:8], "little") >> 1
 
 
 @contextmanager

@@ -35,8 +35,7 @@ def balanced_bounds(count: int, parts: int) -> tuple[tuple[int, int], ...]:
     if count < 0 or parts < 1:
         raise ValueError(f"cannot split {count} items into {parts} parts")
     size, larger = divmod(count, parts)
-    starts = [part * size + min(part, larger) for part in range(parts + 1)]
-    return tuple(pairwise(starts))
+    return tuple(pairwise([part * size + min(part, larger) for part in range(parts + 1)]))
 
 
 @dataclass(frozen=True)
@@ -155,8 +154,7 @@ def rank_leaves(micro_batches: int, world_size: int) -> tuple[range, ...]:
 
 def efficiency(micro_batches: int, world_size: int) -> float:
     """The utilised share of the ranks' time if all micro-batches cost the same: 0.889 for 3 ranks and M = 8."""
-    busiest = len(rank_leaves(micro_batches, world_size)[0])
-    return micro_batches / (busiest * world_size)
+    return micro_batches / (len(rank_leaves(micro_batches, world_size)[0]) * world_size)
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,7 @@ class Schedule:
         if not 1 <= step <= self.total_steps:
             raise ValueError(f"step {step} is outside 1 to {self.total_steps}")
         own, peak = self.config.schedule, self.config.optimizer.lr
-        fraction = math.floor(own.warmup_fraction * self.total_steps)
-        warmup = fraction if own.warmup_steps is None else own.warmup_steps
+        warmup = math.floor(own.warmup_fraction * self.total_steps) if own.warmup_steps is None else own.warmup_steps
         if step <= warmup:
             return peak * (step / warmup)
         if own.type == "constant":

@@ -358,9 +358,8 @@ class Replica:
         """Set the gradient to the concatenated `pieces` divided by `divisor`, the global number of loss terms."""
         start = 0
         for piece in pieces:
-            summed = piece.to(self.master.device)
             # One division after all sums: the rounding of a mean of means would depend on the number of ranks.
-            torch.div(summed, divisor, out=self.master.gradient[start : start + piece.numel()])
+            torch.div(piece.to(self.master.device), divisor, out=self.master.gradient[start : start + piece.numel()])
             start += piece.numel()
         if self.shards is not None:
             self._divided = self._slice_sums([self.master.gradient]) if enforced() else None

@@ -435,8 +435,7 @@ class TrainingStep:
         gathered = self._agreement.gather(step, "update audited", known, [facts], names)
         if self.late:
             left, again = gathered.table[:, HEADER + 1 : gathered.length].chunk(2, dim=1)
-            subjects = gathered.column("subject")
-            self._gate.close_if((left[subjects] != again).any())
+            self._gate.close_if((left[gathered.column("subject")] != again).any())
         return Report(gathered.table, gathered.seen, update.read)
 
     # C-DP-001 and F-DP-001 after the update: equal replicas
@@ -490,8 +489,7 @@ class TrainingStep:
             expected = message.expected_computed(update.plan, world, self._report_rows, checked=update.checked)
         elif self.late:
             expected = [sent.expected(want)] * world
-        names = sent.on_device
-        gathered = self._agreement.gather(update.batch.step, sent.point, known, facts, names, expected)
+        gathered = self._agreement.gather(update.batch.step, sent.point, known, facts, sent.on_device, expected)
         if gathered.expected is not None:
             clipping = want if isinstance(want, laws.Reduced) else None
             self._gate.look(gathered.sent, gathered.expected, held, clipping)

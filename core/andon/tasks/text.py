@@ -278,8 +278,7 @@ class ClassificationTask(EncodedRows):
         # Cached per device: a copy from the host would synchronize between the forward and the backward pass.
         if device not in self._weights:
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
-        weights = self._weights[device][labels]
-        return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * weights
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="none") * self._weights[device][labels]
 
     def learned(self, row: int) -> str:
         number = int(self._labels[row])

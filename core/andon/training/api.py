@@ -152,7 +152,7 @@ def open_run(
 class TrainingRun:
     """A run in its folder `path`. Attributes are read from the folder at each access; the model is loaded once.
 
-    Before the run has finished, `summary`, `adapter`, scores and predictions raise `InputError`.
+    Before the run has finished, `summary` and `adapter` raise `InputError`; scores and predictions need a checkpoint.
     """
 
     def __init__(
@@ -197,12 +197,13 @@ class TrainingRun:
 
         Raises `InputError` with all problems of the rows.
         """
-        folder = require_run(self.path)
+        folder = require_run(self.path, self._checkpoint)
         from andon.training.inference import read_labelled, scored
 
         with _row_files() as files:
             path = Path(files.path_of(data, "data"))
-            rows = read_labelled(folder, path, text_column=text_column, label_column=label_column)
+            own = self._checkpoint
+            rows = read_labelled(folder, path, checkpoint=own, text_column=text_column, label_column=label_column)
             with _preserved(threads=None):
                 return scored(self._model, rows)
 

@@ -119,8 +119,7 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
         workers, free = min(most, host.physical_cores()), host.free_ram()
         try:
             folder = Path(at_hand(base, config.model.revision)).expanduser()
-            files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
-            size = sum(file.stat().st_size for file in files)
+            size = sum(file.stat().st_size for file in [*folder.glob("*.safetensors")] or folder.glob("*.bin"))
             half = 'float16"' in (folder / "config.json").read_text(encoding="utf-8")
         except (InputError, OSError, ValueError):
             free = None  # loading says what is wrong with it
@@ -130,8 +129,7 @@ def placed(config: Config, gpus: int | None = None) -> tuple[Config, str]:
             if fitting < workers:
                 workers, why = fitting, why or f"each needs about {needed / _GIB:.1f} GiB of memory"
     line = f"auto: {workers} gloo worker{'s' * (workers > 1)}"
-    chosen_config = with_values(config, {"run.backend": "gloo", "run.workers": workers})
-    return chosen_config, f"{line}: {why}" if why else line
+    return with_values(config, {"run.backend": "gloo", "run.workers": workers}), f"{line}: {why}" if why else line
 
 
 def _is_demo(config: Config) -> bool:

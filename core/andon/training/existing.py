@@ -28,7 +28,7 @@ def require_run(path: Path, checkpoint: str | None = None) -> RunFolder:
         raise InputError.at(path, "holds no run of andon")
     if not folder.adapter.is_dir() and checkpoint is None:
         how = how_to_resume(folder)
-        also = "; andon predict can use the newest checkpoint: add --checkpoint last" if how.startswith("res") else ""
+        also = "; predict and eval can use its newest checkpoint: --checkpoint last" if how.startswith("res") else ""
         raise InputError.at(path, f"is not finished ({progress_text(folder)}); {how}{also}")
     return folder
 

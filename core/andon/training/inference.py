@@ -26,7 +26,7 @@ from andon.model.build import build_base, half_of, positions_of, without_adapter
 from andon.model.causal import generate
 from andon.model.masks import EvaluationBatching, predictions
 from andon.model.quantize import NONE, quantize
-from andon.run.checkpoint import CheckpointError, load_checkpoint, saved_steps
+from andon.run.checkpoint import Checkpoint, CheckpointError, load_checkpoint, saved_steps
 from andon.run.folder import RunFolder
 from andon.run.summary import labelled, read_provenance, read_summary
 from andon.step.replica import WEIGHTS, Replica, base_digest
@@ -156,32 +156,8 @@ def load_run(
     base of a run that did. Raises `InputError` if the base is not the one that was trained on, if the run needs no
     `base`, and for a missing or damaged checkpoint.
     """
-    place, step, saved, finished = device_named(device), None, None, folder.adapter.is_dir()
-    if checkpoint is not None:
-        steps = saved_steps(folder.checkpoints)
-        available = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        if checkpoint == "last" and steps and not finished:
-            step = steps[-1]
-        elif checkpoint in ("best", "last"):
-            if not folder.summary.exists():
-                what = f"the run has not ended, so {checkpoint} is not known; name a step: {available}"
-                raise InputError.at("--checkpoint", what)
-            summary = read_summary(folder.summary)
-            step = summary.best_step if checkpoint == "best" else summary.steps
-            if step is None:
-                what = "the run has no best checkpoint, since no rows were validated on; use last, or a step"
-                raise InputError.at("--checkpoint", f"{what}: {available}")
-        elif checkpoint.isascii() and checkpoint.isdecimal():
-            step = int(checkpoint)
-        else:
-            raise InputError.at("--checkpoint", f"{checkpoint!r} is not best, last or a step; {available}")
-        if step not in steps:
-            raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {available}")
-        path = folder.checkpoints / f"step-{step:08d}"
-        try:
-            saved = load_checkpoint(path)
-        except CheckpointError as error:
-            raise InputError.at("--checkpoint", str(error)) from error
+    place, finished = device_named(device), folder.adapter.is_dir()
+    saved = None if checkpoint is None else _named_checkpoint(folder, checkpoint)
     config = config_of(folder)
     whole = config.adapter.kind == "none" and finished
     if base is not None and (whole or config.model.base is None):
@@ -190,15 +166,11 @@ def load_run(
     if not whole:
         config = config_at_hand(folder, (), {} if base is None else {"model.base": base})
     head = HEADS[config.task or CLASSIFICATION]
-    if saved is not None and not finished:
-        identity: Any = saved.state.get("identity")
-        if not isinstance(identity, dict) or not isinstance(identity.get("labels"), list):
-            raise InputError.at(saved.path, "its state does not name the classes; use another checkpoint")
-        labels = tuple(map(str, identity["labels"]))
-        tokenizer = tokenizer_of(config, config.task or CLASSIFICATION)
-    else:
-        labels = () if head == "causal" else read_labels(folder.adapter)
+    labels = _labels_of(folder, config, saved)
+    if finished:
         tokenizer = pretrained_tokenizer(str(folder.adapter), local_only=True)
+    else:
+        tokenizer = tokenizer_of(config, config.task or CLASSIFICATION)
     interface = interface_of(config, head, labels, tokenizer)
     if whole:
         own = {"base": str(folder.adapter), "revision": None, "dtype": "float32"}
@@ -216,7 +188,7 @@ def load_run(
         prefix, trained = f"{WEIGHTS}/", trainable_parameters(model)
         values = {name.removeprefix(prefix): each for name, each in saved.tensors.items() if name.startswith(prefix)}
         if {name: each.shape for name, each in values.items()} != {name: each.shape for name, each in trained.items()}:
-            raise InputError.at("--checkpoint", f"{path} has other weights than this run trains")
+            raise InputError.at("--checkpoint", f"{saved.path} has other weights than this run trains")
         with torch.no_grad():
             for name, value in values.items():
                 trained[name].copy_(value)
@@ -225,27 +197,62 @@ def load_run(
     model = model.to(place).eval()
     for warning in warnings_of(model, tokenizer):
         say(warning)
-    return TrainedRun(folder, config, model, tokenizer, labels, place, step)
+    return TrainedRun(folder, config, model, tokenizer, labels, place, None if saved is None else saved.step)
+
+
+def _named_checkpoint(folder: RunFolder, name: str) -> Checkpoint:
+    steps = saved_steps(folder.checkpoints)
+    available = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
+    if name == "last":
+        step = max(steps, default=0)
+    elif name == "best":
+        best = read_summary(folder.summary).best_step if folder.summary.exists() else None
+        if best is None:
+            what = "no best checkpoint is known: the run has not ended, or no validation took place"
+            raise InputError.at("--checkpoint", f"{what}; use last, or a step: {available}")
+        step = best
+    elif name.isascii() and name.isdecimal():
+        step = int(name)
+    else:
+        raise InputError.at("--checkpoint", f"{name!r} is not best, last or a step; {available}")
+    if step not in steps:
+        raise InputError(f"--checkpoint: {folder.checkpoints} has no checkpoint of step {step}; {available}")
+    try:
+        return load_checkpoint(folder.checkpoints / f"step-{step:08d}")
+    except CheckpointError as error:
+        raise InputError.at("--checkpoint", str(error)) from error
+
+
+def _labels_of(folder: RunFolder, config: Config, saved: Checkpoint | None) -> tuple[str, ...]:
+    if saved is None or folder.adapter.is_dir():
+        return () if HEADS[config.task or CLASSIFICATION] == "causal" else read_labels(folder.adapter)
+    identity: Any = saved.state.get("identity")
+    if not isinstance(identity, dict) or not isinstance(identity.get("labels"), list):
+        raise InputError.at(saved.path, "its state does not name the classes; use another checkpoint")
+    return tuple(map(str, identity["labels"]))
 
 
 def read_labelled(
     folder: RunFolder,
     data: Path,
     *,
+    checkpoint: str | None = None,
     text_column: str | None = None,
     label_column: str | None = None,
     bad_rows: str = "refuse",
 ) -> Examples:
     """Read the rows in `data`, whose labels must be among the run's. Raises `InputError` with every problem.
 
-    text_column, label_column: of this file; None: as configured for the run. bad_rows: refuse or skip.
+    checkpoint: as in `load_run`. text_column, label_column: of this file; None: as configured for the run. bad_rows:
+    refuse or skip.
     """
     config = config_of(folder)
     named = {"text_column": text_column, "label_column": label_column}
     columns = config.data.model_copy(update={key: name for key, name in named.items() if name is not None})
-    task = config.task or CLASSIFICATION
-    labels = () if HEADS[task] == "causal" else read_labels(folder.adapter)
-    rows = read_files(task, columns, [data], labels, selection_of(config.data, train=False, bad_rows=bad_rows))
+    saved = None if checkpoint is None or folder.adapter.is_dir() else _named_checkpoint(folder, checkpoint)
+    labels = _labels_of(folder, config, saved)
+    selection = selection_of(config.data, train=False, bad_rows=bad_rows)
+    rows = read_files(config.task or CLASSIFICATION, columns, [data], labels, selection)
     say(*skip_notes(rows.origins.skipped if rows.origins is not None else (), 20, option="--bad-rows skip"))
     return rows
 
@@ -294,9 +301,11 @@ def _initial_model(run: TrainedRun) -> nn.Module:
 
 
 def scored(run: TrainedRun, data: Examples) -> dict[str, Any]:
-    """The scores of `andon eval` as JSON values. `skipped`: the number of unusable rows that were left out."""
+    """The scores of `andon eval` as JSON values. `skipped`: the number of unusable rows that were left out.
+    `checkpoint`: the step of the weights, unless they are the run's result."""
     scores, read = evaluate_run(run, data), 0 if data.origins is None else len(data.origins.skipped)
-    return labelled(scores.as_dict(), data.labels) | {"skipped": read + len(data) - scores.rows}
+    more = {} if run.step is None else {"checkpoint": run.step}
+    return labelled(scores.as_dict(), data.labels) | {"skipped": read + len(data) - scores.rows} | more
 
 
 def rows_of(run: TrainedRun) -> Rows | None:

@@ -237,8 +237,7 @@ def prepare(config: Config, cache: Path | None = None) -> Material:
     most = training.eval_rows
     for place, ids in enumerate(scored_ids):
         if most is not None and most < len(ids):
-            drawn = Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]
-            scored_ids[place] = tuple(sorted(drawn))
+            scored_ids[place] = tuple(sorted(Draw(f"evaluated rows, seed {config.seed}").shuffled(ids)[:most]))
 
     # The batches. An epoch of packs has as many updates as an epoch of their rows.
     if not train_ids:

@@ -27,7 +27,6 @@ from andon.training.material import (
     warnings_of,
 )
 from andon.training.rows import class_counts, line_breaks, notes, skip_notes, task_notice, unfit_model
-from andon_contracts.legible import counted
 
 _MOST_WORKERS = 8
 
@@ -58,10 +57,11 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
         for place, (file, size, weight) in enumerate(zip(origins.names(), origins.sizes, rows.weights, strict=True)):
             used = f"{size - kept_back[place]} of {size} rows to train on, weight {weight:g}"
             yield f"file {file}: {used}, {in_epoch[place]} in an epoch"
-    seen = f"{rows.seen_in_training()} of {counted(len(rows.evaluated_on), 'scored row')}"
+    seen = f"{rows.seen_in_training()} of {len(rows.evaluated_on)}"
     repeated = repeated_texts(rows.trained_on)
     first = f" (first: {rows.where(repeated[0][0])} has the text of {rows.where(repeated[0][1])})" if repeated else ""
-    yield f"texts: also trained on: {seen}; repeated in training: {len(repeated)}{first if origins else ''}"
+    again = f"training rows with the text of an earlier one: {len(repeated)}{first if origins else ''}"
+    yield f"texts: scored rows with the text of a training row: {seen}; {again}"
 
     # The model and its settings
     total, trained = (
@@ -83,8 +83,8 @@ def describe(config: Config, row: int | None = None) -> Iterator[str]:
     more = f" and {len(devices) - _MOST_WORKERS} more" if len(devices) > _MOST_WORKERS else ""
     where = f"{name}: {', '.join(map(str, devices[:_MOST_WORKERS]))}{more}"
     workers, busy = config.run.workers, efficiency(plan.micro_batches, config.run.workers)
-    use = f", which wait {1 - busy:.0%} of the time: they share {plan.micro_batches} micro-batches" if busy < 1 else ""
-    yield f"workers: {workers} ({where}){use}"
+    why = f"of the time, since {plan.micro_batches} micro-batches do not divide evenly"
+    yield f"workers: {workers} ({where}){f', idle {1 - busy:.0%} {why}' if busy < 1 else ''}"
 
     # Notes
     yield from (*notes(rows), *filter(None, [line_breaks(rows)]), *skip_notes(material.unusable))

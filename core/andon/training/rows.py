@@ -183,16 +183,16 @@ def notes(rows: Rows) -> Iterator[str]:
             yield f"warning: {len(train.labels)} classes for {len(train)} rows; is the label column the right one?"
 
 
-def class_counts(rows: Rows) -> str:
-    """A line with the number of training rows per class, the most frequent first; empty without classes."""
+def class_counts(rows: Rows, most: int = _MOST_CLASSES) -> str:
+    """A line with the training rows of the `most` largest classes and of the smallest; empty without classes."""
     train = rows.trained_on
     if not isinstance(train, TextRows) or not train.counts():
         return ""
     counts = sorted(zip(train.counts(), train.labels, strict=True), key=lambda each: -each[0])
     listed = [f"{legible_line(name if name == name.strip() else repr(name))} {count}" for count, name in counts]
-    left_out = len(listed) - _MOST_CLASSES
+    left_out = len(listed) - most
     more = f" and {left_out} more, the rarest {listed[-1]}" if left_out > 0 else ""
-    return f"classes: {', '.join(listed[:_MOST_CLASSES])}{more}"
+    return f"classes: {', '.join(listed[:most])}{more}"
 
 
 def line_breaks(rows: Rows) -> str:

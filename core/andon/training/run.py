@@ -72,11 +72,12 @@ from andon.training.material import (
     learns_nothing,
     padding_multiple,
     prepare,
+    skipped_of,
     warnings_of,
 )
 from andon.training.outputs import form_of, packing_note, write_card, write_model_files
 from andon.training.reference import REFERENCE, add_references, references_digest
-from andon.training.rows import is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
+from andon.training.rows import class_counts, is_tokenised_as_read, notes, skip_notes, unfit_model, with_task
 from andon.training.trainer import (
     Evaluator,
     FolderJournal,
@@ -164,8 +165,7 @@ def assembled(
         backend: Backend = InlineBackend(devices)
         if launched is not None:
             store, rank, world = join(groups_of(name), own.timeout_s, problem)
-            timeouts = Timeouts(own.timeout_s, own.step_deadline_s)
-            watched_by(Heartbeat(store, rank, world, clock, timeouts, end_now))
+            watched_by(Heartbeat(store, rank, world, clock, Timeouts(own.timeout_s, own.step_deadline_s), end_now))
             if note and rank == 0:
                 say(note)
             if world != own.workers:
@@ -379,7 +379,7 @@ def _choose_resume_point(session: Session) -> tuple[ResumePoint | None, int]:
         say("resume: no checkpoint, starting anew")
         return (None, history), _FROM_START
     done, now = f"{checkpoint.step} of {session.material.plan.total_steps} steps done", session.run.backend.world_size
-    resized = f", on {history.world} workers; now there are {now}" if history.world not in (0, now) else ""
+    resized = f", on {counted(history.world, 'worker')}; now on {now}" if history.world not in (0, now) else ""
     say(f"resume: from {checkpoint.path.name}, {done}{resized}")
     return (checkpoint, history), checkpoint.step
 
@@ -575,6 +575,7 @@ def _announcements(session: Session, done: int) -> list[str]:
     return [
         unfit_model(config) if done == 0 else "",
         f"training on {counted(len(plan.ids), units)}: {batches}, {workers} ({backend.name})",
+        class_counts(material.rows, most=5) if done == 0 else "",
         f"warning: {idle}" if idle else "",
         f"note: training.epochs ends the run at step {last}, before training.max_steps" if late else "",
         learns_nothing(plan, config),
@@ -667,6 +668,9 @@ def _summary(
     confusion = scores.confusion if scores is not None else None
     quoted = {"confusion": digest_of(confusion)} if confusion is not None else {}  # the matrix is in its own file
     backend, ended = session.run.backend, history.ended is not None  # an earlier process ended the run
+    held = session.material.rows.evaluation or session.material.rows.validation
+    read = () if held is None or held.origins is None else held.origins.skipped
+    left_out = 0 if held is None else len(read) + len(skipped_of(session.material.evaluation_task))
     return Summary(
         run=session.folder.path.name,
         finished=reason in ("finished", "early-stopping"),
@@ -687,6 +691,7 @@ def _summary(
         kept_step=kept or None,
         evaluated_on=session.material.rows.last_scores,
         labels=tuple(session.material.labels),
+        skipped=left_out or None,
         memory=memory or {},
     )
 

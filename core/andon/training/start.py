@@ -264,6 +264,8 @@ def report_result(folder: RunFolder, config: Config) -> None:
     scores = ", ".join(f"{word} {value:.4f}" for word, value in [*quoted(summary.eval).items()][:2])
     if rows := [one["support"] for one in summary.eval.get("classes") or () if "accuracy" in summary.eval]:
         scores += f" (accuracy {max(rows) / max(sum(rows), 1):.4f} by always naming the largest class)"
+    if summary.skipped:
+        scores += f" (without {counted(summary.skipped, 'unusable row')}, see skipped_rows.txt)"
     last = "" if summary.updates in (None, summary.steps) else f", the last {summary.updates} of them"
     say(
         f"done: {counted(summary.steps, 'step')} on {counted(summary.world_size, 'worker')} ({summary.backend})"

@@ -131,6 +131,8 @@ class ResumedRun(Check):
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
         step, ended, counts = said[0].step, [o.values["pass over"] for o in said], [o.values["in pass"] for o in said]
         left, rate, written = self._left, real_of(said[0].values["rate"]), _written(said)
+        if step == left["step"] + 1 and not all(counts):  # how the pass goes on is not known
+            left = {**left, "rows": {}, "used": 0}
         problems, used = [*left["problems"]], sum(o.values["used"] for o in said)
         same = [int(number) for number, each in left["rates"].items() if math.isclose(each, rate)]
         if same and not {step, left["step"]} & {*same} and (str(step) in left["rates"] or step - left["step"] in same):

@@ -356,8 +356,7 @@ def _beside(caption: str, heads: Sequence[str], maps: Iterable[Mapping[str, Valu
     names = [name for name in dict.fromkeys(chain(*columns)) if any(each.get(name) is not None for each in columns)]
     rows = [[name, *(each.get(name) for each in columns)] for name in names]
     exact = [[value.hex() if isinstance(value, float) else value for value in row[1:]] for row in rows]
-    apart = frozenset(at for at, row in enumerate(exact) if len(set(row)) > 1)
-    return Table(caption, ("", *heads), rows, apart)
+    return Table(caption, ("", *heads), rows, frozenset(at for at, row in enumerate(exact) if len(set(row)) > 1))
 
 
 def _cut(caption: str, head: Sequence[str], rows: Sequence[Sequence[Value]], most: int = _MOST_ROWS) -> Table:
@@ -394,7 +393,7 @@ def _facts(run: RunView) -> dict[str, Value]:
     memory, step = (summary.memory, summary.kept_step) if summary is not None else ({}, None)
     number = max(steps, default=0)
     last = steps[number] if steps else None
-    workers = steps.ran_on.replace(" workers", "").replace(" then ", ", then ")
+    workers = steps.ran_on.replace(" workers", "").replace(" worker", "").replace(" then ", ", then ")
     saved = [record for record in run.recorded.records if isinstance(record, Saved)]
     best = [record.name for record in saved if record.best]
     unit = "packs" if run.side.config.get("training.packing") else "rows"
