@@ -174,9 +174,7 @@ def _by_definition(tensors: Sequence[Tensor], *, portable: bool) -> int:
 
 @settings(max_examples=40)
 @given(
-    st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=9),
-    st.booleans(),
-    st.integers(0, 9),
+    st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=9), st.booleans(), st.integers(0, 9)
 )
 def test_the_digest_of_a_list_is_the_one_of_its_definition(
     made: list[tuple[tuple[int, ...], torch.dtype]], portable: bool, seed: int

@@ -76,10 +76,7 @@ def test_a_pattern_names_the_newest_that_there_is_to_resume(tmp_path: Path) -> N
         ("run {world} {local_batch} 'x", ["quotation"]),
         ("run {world} {local_batch} {folder} {resume --again}", ["{resume ...}", "did you mean {resume:WORDS}?"]),
         ("run {world} {local_batch} {foo}", ["{foo} is not a placeholder", "{folder}, {resume:", "write {{foo}}"]),
-        (
-            "run {world} {local_batch} {resumeany:x}",
-            ["{resumeany:...}", "did you mean {resume_any:WORDS}?"],
-        ),
+        ("run {world} {local_batch} {resumeany:x}", ["{resumeany:...}", "did you mean {resume_any:WORDS}?"]),
     ],
 )
 def test_a_command_without_its_places_is_refused(text: str, missing: list[str]) -> None:

@@ -15,27 +15,10 @@ from hypothesis import strategies as st
 
 from andon.console.messages import InputError
 from andon.gradients import average_gradients, has_non_finite, shard_samples
-from andon.pipeline import (
-    BatchResult,
-    ClassifyConfig,
-    ClassifyPipeline,
-    SafetySample,
-    TransformerConfig,
-)
+from andon.pipeline import BatchResult, ClassifyConfig, ClassifyPipeline, SafetySample, TransformerConfig
 from andon_contracts.policy import evaluations, reset_evaluations
 from andon_contracts.violation import Violation
-from tests.seed.subject import (
-    CONFIG,
-    ENCODER,
-    SGD,
-    SMALL,
-    Reference,
-    distance,
-    mixed_samples,
-    sample,
-    state,
-    weights,
-)
+from tests.seed.subject import CONFIG, ENCODER, SGD, SMALL, Reference, distance, mixed_samples, sample, state, weights
 
 FP32 = st.floats(width=32)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

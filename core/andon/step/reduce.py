@@ -124,7 +124,6 @@ class TreeReduction:
             out.copy_(self._finish(received)[: out.numel()])
 
     def _finish(self, received: Sequence[torch.Tensor]) -> torch.Tensor:
-        """This replica's slice [width] of the sum, along the same tree."""
         table = {
             node: part[row]
             for nodes, part in zip(self.roots_of_rank, received, strict=True)
