@@ -307,6 +307,4 @@ COURSES: dict[str, Course] = {
     ),
 }
 _LIGHT = ("masked token sums, an output without a loss", "data echoing", "FSDP2, PPO with a value")
-KINDS = {
-    **{f"aim: {name}": Kind(loop, weight="light" if name in _LIGHT else "many") for name, loop in COURSES.items()},
-}
+KINDS = {**{f"aim: {name}": Kind(loop, weight="light" if name in _LIGHT else "many") for name, loop in COURSES.items()}}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +23,7 @@ WRONG = [
     # The optimizer has the rate of its next update, and the schedule begins anew after it.
     (replace(LATER, make=PLAIN.make), "scheduler", 7, "the learning rate 0.0005 is that of step 2"),
     (replace(ADAMW, scheduled=True), "scheduler", 7, "the learning rate 0.005 is that of step 2"),
-    (
-        replace(ADAMW, scheduled=True),
-        "optimizer",
-        6,
-        "lost and begins anew; the learning rate 0.01 is that of step 1",
-    ),
+    (replace(ADAMW, scheduled=True), "optimizer", 6, "lost and begins anew; the learning rate 0.01 is that of step 1"),
     (ADAMW, "weights", 6, "the weights are those of the start of the run, so they were not loaded"),
     (replace(LATER, make=PLAIN.make), "weights", 6, "the weights are those of the start of the run"),
     (ADAPTER, "wrapped", 1, "4 trained tensors are lost (head.bias, ...); 2 trained tensors are new (1.bias, ...)"),
@@ -53,15 +50,20 @@ def test_a_wrong_resume_is_suspected_with_what_is_wrong(tmp_path: Path) -> None:
         assert wanted in found[0][2], fault
 
 
-def _right(folder: str) -> None:
+def _right(folder: str) -> list[int]:
+    anew = []
     for name, course in RIGHT.items():
         Path(folder, name).mkdir(exist_ok=True)
-        run(course, Path(folder, name))
-        run(replace(course, stops=(4,), worlds=course.worlds[:1]), Path(folder, name))
+        for stops, worlds in ((course.stops, course.worlds), ((4,), course.worlds[:1])):
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                run(replace(course, stops=stops, worlds=worlds), Path(folder, name))
+            anew.append(said.getvalue().count("ledger is not continued; this one begins anew\n"))
+    return anew
 
 
 def test_steps_keep_their_numbers_and_a_run_that_is_made_again_begins_at_1(tmp_path: Path) -> None:
-    answers(2, _right, str(tmp_path))
+    anew, other = answers(2, _right, str(tmp_path))
+    assert (anew, sum(other)) == ([0, 1] * len(RIGHT), 0)
     for name, course in RIGHT.items():
         records = list(read_ledger(tmp_path / name / "ledger"))
         begins = [0, *course.resumed, 0]
