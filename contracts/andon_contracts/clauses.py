@@ -36,7 +36,7 @@ class Clause:
         yield f"  likely   {self.likely}  [inference, not proof]"
         yield f"  try      {self.remedy}"
         yield f"  promise  {self.statement}"
-        read = "; a watch: 64 steps, then one in k" * self.schedule.startswith(("every step", "every watched"))
+        read = "; a watch skips some after the first 64" * self.schedule.startswith(("every step", "every watched"))
         yield f"  checked  {self.schedule}{read}"
 
 

@@ -166,7 +166,7 @@ class Resume(Part):
 
 @dataclass(frozen=True)
 class Broken(Part):
-    """A violation: the clause and its finding. `applied`: it was found after the update was made.
+    """A violation: the clause and its finding. `applied`: it was found after the update was made. `likely`: its cause.
 
     `action` of a watch: "raised", "warned", "called" (a function of the user), "suspected" (a warning about something
     that a correct loop may do too). None: not of a watch; the violation ended the run.
@@ -181,10 +181,12 @@ class Broken(Part):
     details: Mapping[str, str] = field(default_factory=dict)
     action: str | None = None
     applied: bool | None = None
+    likely: str | None = None
 
     @classmethod
     def of(cls, clause: str, found: Finding, action: str | None = None, applied: bool | None = None) -> Self:
-        return cls(clause, found.step, found.ranks, found.tensor, found.seen, dict(found.details), action, applied)
+        what = clause, found.step, found.ranks, found.tensor, found.seen, dict(found.details)
+        return cls(*what, action, applied, found.likely)
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,6 @@ def _halves(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _begun(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """As a CPU would add that begins with the bias."""
     half = a.shape[1] // 2
     if bias is None or half == 0:
         return RIGHT(a, b, bias)

@@ -179,7 +179,6 @@ def run(page: Path, folder: Path) -> int:
 
 
 def _execute(block: Block, place: str, work: Path, variables: dict[str, str]) -> str:
-    """Run a block and return its output, standard error included."""
     text = block.command()
     command = ["bash", "-euo", "pipefail", "-c", text]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:

@@ -376,6 +376,21 @@ def test_the_page_of_claims_and_clauses_is_current() -> None:
     assert "\n".join(clauses_table()) in text
 
 
+def test_the_page_says_which_clauses_a_watch_suspects() -> None:
+    """By the laws of a process that runs nothing else. The trainer alone has a law of `memory-budget`."""
+    program = "import gc, andon_contracts.watch.watcher; from andon_contracts.laws.law import Law"
+    program += (
+        "; print(*(f'{law.clause} {law.suspicion:d}' for law in gc.get_objects() if type(law) is Law), sep='\\n')"
+    )
+    laws = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    only, broken = ({line[:-2] for line in laws if line.endswith(end)} - {"memory-budget"} for end in (" 1", " 0"))
+    listed = DOCS.read_text(encoding="utf-8").partition("A watch only suspects ")[2].partition(" These are ")
+    for names, part in ((only - broken, listed[0]), (only & broken, listed[2].partition(".")[0])):
+        assert set(re.findall("`(.+?)`", part)) == names
+
+
 @pytest.mark.parametrize("module", ["claims.ledgers", "campaign.script_bench"])
 def test_ledgers_and_scripts_are_judged_without_torch(module: str) -> None:
     """`andon verify` and script mode start as fast as they read: neither has tensors."""

@@ -149,7 +149,6 @@ FINDING = Finding("they differ (rank 0: aa, rank 1: bb)", 412, (1,), "lora_A.q_p
 
 
 def _left_by(folder: Path, rank: int, tensors: dict[str, torch.Tensor], batch: list[int]) -> str:
-    """The folder of the bundle after `rank` of 2 has left its part."""
     scene = Scene(world=2, applied=True, last_equal=411, before="weights agreed", element="first at [0, 1]")
     evidence = Evidence(folder, rank, 2, lambda: batch, lambda _: iter(tensors.items()))
     return with_bundle(Violation.of("replicas-agree", FINDING), scene, evidence, {}).bundle
@@ -231,11 +230,13 @@ def test_a_run_is_explained_by_its_ledger(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "writer"), [("l.jsonl", None), ("l.jsonl", "watch"), ("ledger.jsonl", "watch")])
 def test_no_replay_is_offered_where_none_can_be(tmp_path: Path, name: str, writer: str | None) -> None:
-    broken = Broken("finite", 3, (), "loss", "the loss is not finite", {}, "suspected")
+    broken = Broken("finite", 3, (), "loss", "the loss is not finite", {}, "suspected", likely="a zero")
     ledger = write(tmp_path / name, [start(writer=writer), *whole_run()[1:4], broken])
     path = tmp_path if name == "ledger.jsonl" else ledger
-    first, *_, last = explain(path)
+    first, *lines, last = explain(path)
     assert first.startswith("finite suspected at step 3")
+    assert "  likely   a zero  [inference, not proof]" in lines  # as the message of the run said
+    assert "suspicion   finite at step 3 in loss: the loss is not finite" in overview(open_recorded(path))
     assert last == f"  look     andon show {path} --step 3"
 
 

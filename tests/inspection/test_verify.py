@@ -100,7 +100,6 @@ def test_numbers_of_a_ledger_cost_no_work(tmp_path: Path) -> None:
 
 
 def _folder(path: Path, records: list[Record], quoted: int) -> Path:
-    """A run folder whose summary quotes line `quoted` of its ledger."""
     path.mkdir()
     lines = write(path / "ledger.jsonl", records).read_bytes().splitlines()
     digest = hashlib.sha256(lines[quoted - 1]).hexdigest()[:16]

@@ -133,7 +133,6 @@ MUTANTS: dict[str, Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor
 
 
 def _trained(weights: torch.Tensor) -> torch.Tensor:
-    """The places that `weights` train, dealt to the packs."""
     places, packs = weights.flatten().nonzero().flatten(), weights.shape[0]
     dealt = torch.zeros(packs * -(-places.numel() // packs), dtype=torch.int64)
     dealt[: places.numel()] = places

@@ -63,7 +63,6 @@ def _fault(name: str) -> CATCHER:
 
 
 def _driven(other: Drive) -> CATCHER:
-    """The culprit makes another call than the other ranks."""
     return lambda backend: catch(backend, lambda _: None, other if CULPRIT in backend.ranks else ordinary)
 
 

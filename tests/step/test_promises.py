@@ -73,7 +73,6 @@ def _half_of_the_losses(node: tuple[int, int], leaf: Callable[[int], float], *_:
 
 
 def _without(*decorators: tuple[str, Law[Any]]) -> Change:
-    """Take the decorators that name these rows from these phases of the step."""
 
     def change(patch: pytest.MonkeyPatch) -> None:
         for phase, row in decorators:

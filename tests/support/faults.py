@@ -66,7 +66,6 @@ def _other_rows(replica: Replica) -> None:
 
 
 def _roots(change: Callable[[list[Any]], list[Any]]) -> Callable[[Replica], None]:
-    """Plant: the culprit computes other partial sums than the planned ones."""
 
     def plant(replica: Replica) -> None:
         def around(gradients: Callable[..., Any], step: int, leaves: Any, roots: Any, *rest: Any, checked: bool) -> Any:

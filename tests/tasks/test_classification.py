@@ -111,12 +111,10 @@ def _put(key: str, *place: int, value: int) -> Callable[[dict[str, torch.Tensor]
 
 
 def _flip(batch: dict[str, torch.Tensor]) -> None:
-    """An encoder sees other positions."""
     batch |= {name: tensor.flip(1) if tensor.dim() == 2 else tensor for name, tensor in batch.items()}
 
 
 def _roll(batch: dict[str, torch.Tensor]) -> None:
-    """As many ones as before, but over the wrong tokens."""
     batch["attention_mask"] = batch["attention_mask"].roll(1, dims=1)
 
 

@@ -82,7 +82,6 @@ def sharded(steps: int, wrap: str = "FSDP2", how: str = "") -> Seen:
 
 
 def _launched() -> None:
-    """What a launcher would have said to this rank; the process group is there already."""
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "true"}

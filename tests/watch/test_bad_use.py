@@ -184,7 +184,6 @@ def _contents(ids: Sequence[int]) -> Sequence[int]:
 
 
 def _fails_at_the_start(folder: str) -> str:
-    """What the watch raises on this rank; then nothing of it is left."""
     hook, path = sys.excepthook, Path(folder, f"{dist.get_rank()}.jsonl")
     with pytest.raises((KeyError, andon.Halted)) as caught:
         _open(rows=5, contents=_contents, ledger=path)
@@ -264,7 +263,6 @@ def test_a_file_of_something_else_is_refused_in_words(tmp_path: Path, text: str)
 
 
 def _loaded(model: nn.Module, optimizers: list[torch.optim.Optimizer], folder: Path) -> list[int]:
-    """The updates that each optimizer has made by what was saved."""
     with andon.watch(model, optimizers, action="raise") as w:
         w.loaded(folder / "c")
         return [probe.updates for probe in w._context.probes]
@@ -324,7 +322,6 @@ def test_a_zero_grad_of_the_loops_own_outlives_the_watch(late: bool) -> None:
 
 
 def _gradient_law(*ranks: Mapping[str, float]) -> Violation:
-    """What an audit raises by these errors of the ranks."""
     said = [
         Observation(rank, 3, 1, "audit", {name: bits_of(value) for name, value in reals.items()} | {"micro-batches": 1})
         for rank, reals in enumerate(ranks)

@@ -23,7 +23,6 @@ DEADLINE_S = 150.0
 
 
 def _parts(names: Sequence[str], *marks: pytest.MarkDecorator) -> list[Any]:
-    """As many kinds as one start of ranks takes, by the name of the first."""
     starts = range(0, len(names), PER_START)
     return [pytest.param(names[first : first + PER_START], id=names[first], marks=marks) for first in starts]
 

@@ -262,7 +262,6 @@ def test_a_forward_pass_under_vmap_is_looked_at_as_any_other() -> None:
 
 
 def _meets(case: str) -> list[str | None]:
-    """What each meeting of this rank says, by who comes to which."""
     os.environ["WORLD_SIZE"] = "2"
     script._REPORT_S, script._STUCK_S, script._CONFIRM_S = 0.05, 0.2, 0.5
     script._LONGEST_S = {"late": 0.5, "absent": 0.9}.get(case, 60.0)
@@ -503,7 +502,6 @@ def test_a_quantized_weight_that_changes_is_found() -> None:
 
 
 def _held(root: object) -> int:
-    """How many items the containers of a watch have in all, itself and its parts included."""
     found, waiting, items = {id(root)}, [root], 0
     while waiting:
         each = waiting.pop()

@@ -243,7 +243,6 @@ def _bare(rank: int, folder: str) -> None:
 
 
 def _processes(work: Callable[..., None], *args: object) -> list[int | None]:
-    """The exit codes of two processes, which know their rank and nothing else of each other."""
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=work, args=(rank, *args)) for rank in range(2)]
     for process in ranks:
@@ -417,7 +416,6 @@ class _Loop:
 
 
 def _leaves_out(wrapped: bool) -> None:
-    """Rank 1 leaves out update 2."""
     loop = _Loop(wrapped=wrapped)
     with andon.watch(loop.model, loop.optimizer):
         for update in range(1, UPDATES + 1):
@@ -462,7 +460,6 @@ def _evaluates(loop: _Loop, group: dist.ProcessGroup) -> None:
 
 
 def _accumulates(loop: _Loop, group: dist.ProcessGroup) -> None:
-    """Micro-batches that the others do not have, and that are not reduced."""
     with loop.model.no_sync():
         loss_of(loop.model).backward()
 

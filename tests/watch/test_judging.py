@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -167,6 +168,23 @@ def test_ranks_are_not_compared_in_what_other_modules_have(differing: Sequence[s
     """Stages of a pipeline have other modules: their modes and the sizes of their groups are not of the same things."""
     judgement, _ = _judgement("before", _seen(**dict.fromkeys(differing, 99)))
     assert [law.clause for law in judgement.broken()] == broken
+
+
+def test_the_likely_cause_follows_from_what_else_was_seen() -> None:
+    """Ranks that clip and had one norm before it have clipped differently; a frozen parameter leaves a bucket alone."""
+    frozen, apart = change_of(Change.FROZEN_BY_THE_LOOP, 0), {"clipping": 1, "norm": bits_of(9.0)}
+    for more, wanted in (
+        ({"clipping": 1}, "the ranks clipped"),
+        (apart, "None"),
+        ({"change": frozen}, "a parameter was"),
+    ):
+        found = gradients.GRADIENTS_AGREE.check(Seen(_seen(gradient=0, **more), None))
+        assert str(found and found.likely).startswith(wanted)
+    both = [replace(each, values={**each.values, "change": frozen}) for each in _seen()]
+    judgement, _ = _judgement("before", both)
+    assert "on all ranks, a is frozen now, but was" in str([judgement.violation(law) for law in judgement.broken()])
+    undeclared = START[1].check(Seen(_seen(change=change_of(Change.FROZEN, 0)), None, ["a"]))
+    assert "otherwise than trainable= declares" in str(undeclared)
 
 
 def test_every_clause_of_a_step_is_among_the_cases() -> None:

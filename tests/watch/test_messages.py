@@ -40,7 +40,6 @@ _UNREAD = "weights and moments agreed after step 1, not read again since"
 
 
 def _raised(folder: str, disturb: Callable[..., object], kind: Any = torch.optim.SGD, rate: float = 0.5) -> Violation:
-    """What two updates raise, where `disturb` comes before the second."""
     model = _Row()
     optimizer = kind(model.parameters(), lr=rate)
     told = {"action": "raise", "folder": folder, "allow": {"hyperparameters-agree": "the test sets them apart"}}
@@ -256,7 +255,9 @@ def test_what_follows_from_a_finding_is_listed_under_it() -> None:
         # After updates 2, 3 and 4, and before 3 and 4; checked at the start too.
         assert said.count("  replicas-agree: broken in 5 of 9 checks, first at step 2\n") == (rank == 0)
         assert said.count("andon.Violation: ") == (rank == 0)
-        closing = r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ ms per step, with its waits"
+        closing = (
+            r"\n  \d clauses broken, 0 suspected; the watch took [\d.]+ % of the time, [\d.]+ ms per step, with its"
+        )
         assert bool(re.search(closing, said)) == (rank == 0)
         assert said.count("same cause as hyperparameters-agree: replicas-agree, step 2: ") == (rank == 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -99,4 +100,8 @@ def test_a_budget_is_a_share(capfd: pytest.CaptureFixture[str]) -> None:
             loss_of(model).backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert f"were read in {FULL} of {LATER} updates, at last in 1 of {LONGEST}" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"were read in {FULL} of {LATER} updates, at last in 1 of {LONGEST}" in said
+    both = re.search(rf"took ([\d.]+) % of the time, .+ in the first {FULL}, then ([\d.]+) % of the time, ", said)
+    assert both is not None
+    assert all(0 < float(share) < 100 for share in both.groups())

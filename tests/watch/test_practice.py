@@ -381,7 +381,6 @@ def test_what_has_no_index_and_no_way_back_is_suspected() -> None:
 
 
 def _windows(kind: str) -> tuple[list[tuple[str, int]], list[str]]:
-    """Three epochs of ten micro-batches, each four of which make an update, in one process."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

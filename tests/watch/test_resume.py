@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,15 +50,20 @@ def test_a_wrong_resume_is_suspected_with_what_is_wrong(tmp_path: Path) -> None:
         assert wanted in found[0][2], fault
 
 
-def _right(folder: str) -> None:
+def _right(folder: str) -> list[int]:
+    anew = []
     for name, course in RIGHT.items():
         Path(folder, name).mkdir(exist_ok=True)
-        run(course, Path(folder, name))
-        run(replace(course, stops=(4,), worlds=course.worlds[:1]), Path(folder, name))
+        for stops, worlds in ((course.stops, course.worlds), ((4,), course.worlds[:1])):
+            with contextlib.redirect_stderr(io.StringIO()) as said:
+                run(replace(course, stops=stops, worlds=worlds), Path(folder, name))
+            anew.append(said.getvalue().count("ledger is not continued; this one begins anew\n"))
+    return anew
 
 
 def test_steps_keep_their_numbers_and_a_run_that_is_made_again_begins_at_1(tmp_path: Path) -> None:
-    answers(2, _right, str(tmp_path))
+    anew, other = answers(2, _right, str(tmp_path))
+    assert (anew, sum(other)) == ([0, 1] * len(RIGHT), 0)
     for name, course in RIGHT.items():
         records = list(read_ledger(tmp_path / name / "ledger"))
         begins = [0, *course.resumed, 0]

@@ -155,7 +155,6 @@ def write_scripts(folder: Path, bodies: Mapping[str, str]) -> None:
 
 
 def _run(arguments: Sequence[str]) -> tuple[object, str]:
-    """How the script ended, and what was said on standard error."""
     before = sys.modules["__main__"]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
@@ -188,7 +187,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("scripts")
     bodies = {name: body for name, (body, _) in UPDATES.items()}
     ranks = run_scripts(found, bodies, "--ledger", f"{found}/{{name}}.jsonl")
-    assert [[code for code, _ in rank] for rank in ranks] == [[0] * len(UPDATES)] * 2, ranks
+    first_left_out = "token weights: could not be computed in 2 of 2 updates read: "
+    assert first_left_out in ranks[0][[*UPDATES].index("clipped")][1]
     return found
 
 

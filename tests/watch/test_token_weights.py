@@ -128,7 +128,6 @@ def _sums(logits: Tensor, labels: Tensor, *_: int) -> Tensor:
 
 
 def _once(loss: Callable[[Tensor, Tensor, int], Tensor]) -> Trained:
-    """One pass an update, with a loss of logits, labels and the update."""
     return Trained(lambda logits, labels, _, update: loss(logits, labels, update), passes=lambda update: 1)
 
 
@@ -232,7 +231,6 @@ def test_a_scale_that_comes_from_the_layout_is_found_and_no_other(part: Callable
 
 
 def _clip_by_hand(gradient: Tensor) -> object:
-    """The mean over the ranks, of which each parameter is clipped by its own norm."""
     gradient.div_(dist.get_world_size())
     return gradient.mul_(0.01 / gradient.norm())
 
@@ -256,11 +254,11 @@ def test_the_closing_lines_say_what_was_seen_of_the_scale() -> None:
     by_rank = answers(2, closing)
     assert not any(by_rank[1].values())
     lines = by_rank[0]
-    assert lines["right"] == ["  gradient scale: that of the mean loss in 6 of 6 updates that were read"]
-    assert lines["halved"] == ["  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates that were read"]
-    unknown = "  token weights: unknown in 6 of 6 updates that were read: the loss is no plain cross entropy"
+    assert lines["right"] == ["  gradient scale: that of the mean loss in 6 of 6 updates read"]
+    assert lines["halved"] == ["  gradient scale: 0.500 times that of the mean loss in 6 of 6 updates read"]
+    unknown = "  token weights: could not be computed in 6 of 6 updates read: the loss is no plain cross entropy"
     assert [line.startswith(unknown) for line in lines["unknown"]] == [True]
-    changed = "  gradient scale: not comparable in 6 of 6 updates that were read: the loop changed the gradients"
+    changed = "  gradient scale: not comparable in 6 of 6 updates read: the loop changed the gradients"
     assert lines["clipped by hand"] == [f"{changed} after backward()"]
     # Of 2 x 4 and 2 x 8 rows the mean of means weighs 24 / 16 and 24 / 32 of the mean.
     assert all(part in lines["ranks"][1] for part in ("between ranks", "weighs 0.750 on rank 1", "and 1.500 on rank 0"))
@@ -307,7 +305,7 @@ def scale(total: float, factor: float, line: int = 1, passes: int = 1) -> Update
     [
         (
             [scale(1, 0.5), scale(0.3, 0.15), scale(0.4, 0.2)],
-            "not comparable in 2 of 3 updates that were read: the loop",
+            "not comparable in 2 of 3 updates read: the loop",
         ),
         ([scale(2, 0.5), scale(1, 0.5), scale(4, 0.5)], "1.000 to 4.000 times that of the mean loss in 3"),  # windows
         ([scale(1, 0.5), scale(2, 1.0)], "1.000 to 2.000 times that of the mean loss in 2 of 2"),  # wrong from here on
@@ -494,7 +492,7 @@ def test_reports_of_users_are_found_with_their_factor(kind: str) -> None:
                 found,
             )
             assert all(shown in seen for _, _, seen in found)
-            assert rank or lines[0] == f"  gradient scale: {shown} in 4 of 4 updates that were read"
+            assert rank or lines[0] == f"  gradient scale: {shown} in 4 of 4 updates read"
             unequal = [line for line in lines[1:] if "they differ between micro-batches" in line]
             assert rank or bool(unequal) == (name == "means by rows"), (name, lines)
             assert all("weighs 0.667 on rank" in line and "and 2.000 on rank" in line for line in unequal)

@@ -76,7 +76,6 @@ def test_trees_are_compared_leaf_by_leaf() -> None:
 
 
 def _replaced(optimizer: torch.optim.Optimizer) -> tuple[object, ...]:
-    """What a watch puts functions of its own in the place of."""
     clips = (nn.utils.clip_grads_with_norm_, nn.utils.clip_grad._clip_grads_with_norm_, nn.utils.clip_grad_value_)
     return (*clips, torch.amp.GradScaler.step, dist.all_reduce, optimizer.zero_grad)
 

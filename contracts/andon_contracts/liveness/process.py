@@ -185,7 +185,6 @@ def _kills_in(path: Path) -> int | None:
 
 
 def _memory_group() -> Path:
-    """The folder of this process's memory cgroup: version 1 if that controls memory, else version 2."""
     paths: dict[str, str] = {}
     for line in text_of(_PROC / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

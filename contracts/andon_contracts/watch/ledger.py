@@ -138,7 +138,6 @@ class Recorder:
         return {"weights": hex64(flat_digest(self._subject.trainable.values()))}
 
     def _origin(self, optimizers: Sequence[Optimizer]) -> tuple[str, dict[str, str]]:
-        """The identity of the run, the same for any number of ranks, and the fingerprint of this machine."""
         layouts = [layout_digest(self._subject.trainable), layout_digest(self._subject.frozen)]
         names = [type(optimizer).__name__ for optimizer in optimizers]
         machine = fingerprint(environment(torch.get_num_threads(), self._subject.accelerators()))

@@ -146,7 +146,6 @@ class ModelProbe:
         """Optimizer tensors outside the model. Their updates are not checked."""
 
     def _flat_shards(self) -> dict[int, Shard]:
-        """By `id`, the parameters that FSDP1 shards: a part of a flat tensor, or what that part has of a parameter."""
         found: dict[int, Shard] = {}
         for module in self.modules:  # a nested wrapper comes after the outer one, and manages its own parameters
             strategy = getattr(getattr(module, "sharding_strategy", None), "name", None)

@@ -222,7 +222,6 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside a delegating wrapper, as Accelerate's, Fabric's and torch's `PostLocalSGDOptimizer`."""
     while True:
         # A subclass that never called `Optimizer.__init__` has no hooks: it steps by another optimizer.
         delegates = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
@@ -308,10 +307,7 @@ def _positions(optimizer: torch.optim.Optimizer, index: Mapping[int, int]) -> li
 
 
 def _ranked(index: Mapping[int, int], but: object = None) -> list[list[torch.optim.Optimizer]]:
-    """The living optimizers that hold parameters in `index`, except `but`, in an order that all ranks agree on.
-
-    Optimizers that cannot be distinguished share a list.
-    """
+    """The living optimizers that hold parameters in `index`, alike on all ranks. Equal ones share a list."""
 
     def order(optimizer: torch.optim.Optimizer) -> tuple[int, int, list[int], str, int]:
         held = _positions(optimizer, index)

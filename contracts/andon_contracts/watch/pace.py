@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -32,6 +33,8 @@ class Pace:
         self.full = self.passed_over = 0  # the number of updates that were read in full, and of those that were not
         self._budget, self._device = budget, device
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._marks = [(time.perf_counter(), 0.0, 0)]
+        """At the opening, after `FULL` updates and after the last: the time, seconds of the watch, and updates."""
         self._spent = self._last = 0.0
         # On a CPU this thread computes the step, so its own time does not depend on other load.
         self._clock = time.thread_time if device is None else time.perf_counter
@@ -59,13 +62,14 @@ class Pace:
         end.record(torch.cuda.current_stream(self._device))
         self._events.append((begin, end))
 
-    def updated(self, spent_s: float, *, full: bool) -> None:
-        """An update ended. spent_s: the seconds of the host that the watch took for all updates so far."""
+    def updated(self, spent_s: float, added_s: float, *, full: bool) -> None:
+        """An update ended. spent_s: the seconds of the host that the watch took so far; added_s: also with waits."""
         self.full, self.passed_over = self.full + full, self.passed_over + (not full)
         self._costs[full].append(spent_s - self._spent)
         now = self._clock()
         self._steps.append(now - self._last)
-        self._spent, self._last = spent_s, now
+        self._spent, self._last, count = spent_s, now, self.full + self.passed_over
+        self._marks[1 + (count > FULL) :] = [(time.perf_counter(), added_s, count)]
 
     def wanted(self, number: int, *, settled: bool) -> int:
         """The interval that this rank needs from the next update on; 0 if this is not the update to decide it.
@@ -93,6 +97,11 @@ class Pace:
     def agree(self, wanted: Sequence[int]) -> None:
         """Adopt the longest interval that a rank needs. wanted: of all ranks."""
         self.every = max(wanted) or self.every
+
+    def cost(self) -> list[str]:
+        """The share of the loop's time and the milliseconds per step that the watch added: at first, then later."""
+        spans = [[now - before for before, now in zip(*pair, strict=True)] for pair in pairwise(self._marks)]
+        return [f"{100 * added / time_s:.1f} % of the time, {1000 * added / n:.3g} ms" for time_s, added, n in spans]
 
     def closing_line(self) -> str:
         if not self.passed_over:

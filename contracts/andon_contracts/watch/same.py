@@ -127,7 +127,6 @@ def _first_place(kinds: Mapping[str, str], exchange: Exchange) -> tuple[dict[str
 
 
 def _first_element(leaf: Any, exchange: Exchange) -> str:
-    """How `leaf` differs: by rank its dtype and shape, or its value; else the first element that differs; else ""."""
     is_tensor = isinstance(leaf, Tensor)
     texts = exchange.gather_texts(0, f"{leaf.dtype} {tuple(leaf.shape)}" if is_tensor else repr(leaf)[:_MOST])
     if len(set(texts)) == 1:

@@ -88,7 +88,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of the command. Exits with 2 and lists all mistakes if there are any."""
     parser = argparse.ArgumentParser(
         prog="andon watch",
         usage="andon watch [OPTIONS] SCRIPT [ARGS...]  |  andon watch [OPTIONS] -m MODULE [ARGS...]",
@@ -140,7 +139,6 @@ def _is_program(name: str) -> bool:
 
 
 def _run(command: Sequence[str], *, is_module: bool) -> None:
-    """Run a script or module as Python does: it is `__main__`, and its folder is the first to be searched."""
     sys.argv = list(command)
     name = command[0]
     if is_module:
@@ -241,7 +239,6 @@ class Standby(Listener):
                 each.clipping(parameters, norm)
 
     def _open(self, optimizer: torch.optim.Optimizer) -> Watch | None:
-        """Open a watch of all that `optimizer` trains. If it cannot be watched, print one line and return None."""
         self._seen.add(optimizer)
         if opening.is_watched(optimizer):
             return None
@@ -371,7 +368,6 @@ class Rendezvous:
             time.sleep(_POLL_S)
 
     def _report_waits(self) -> None:
-        """The thread's function: report if the main thread waits in a collective, and when the script has ended."""
         reported, last, computed, since = "", None, 0.0, time.monotonic()
         clock = time.pthread_getcpuclockid(self._main)
         store: Store | None = None

@@ -163,7 +163,6 @@ class Updates:
                     check.judge(probe, self._said, aligned)
 
     def _pass_over(self, probe: OptimizerProbe, step: int) -> None:
-        """Before an update that is not read in full: exchange and judge only what the loop reported. Collective."""
         context, reports = self._context, self._context.check(LoopReports)
         with context.timed():
             probe.check(Weights).note_writes()
@@ -176,7 +175,6 @@ class Updates:
                 reports.judge(probe, said, self._aligned)
 
     def _interval(self, probe: OptimizerProbe) -> Values:
-        """The interval of full updates that this rank needs; 0 in most updates."""
         pace, first = self._context.pace, probe is self._context.probes[0]
         return {"interval": pace.wanted(probe.made + 1, settled=self._settled) if first else 0}
 
@@ -203,7 +201,7 @@ class Updates:
         if full and not self._late:
             self.judge_made()
         hooks_s = sum(each.check(Gradients).raw_hooks.host_seconds for each in context.probes)
-        context.pace.updated(context.busy_s + hooks_s, full=full)
+        context.pace.updated(context.busy_s + hooks_s, context.added_s + hooks_s, full=full)
 
     def _look_after(self, probe: OptimizerProbe) -> None:
         context = self._context
@@ -243,7 +241,6 @@ class Updates:
             probe.states_equal = "optimizer" not in judgement.seen.differing
 
     def _judge_after(self, probe: OptimizerProbe, said: Observations) -> Judgement[Seen[object]]:
-        """Write the values of all ranks after an update to the ledger. Returns their judgement."""
         context, synchrony = self._context, probe.check(Weights).synchrony
         if context.settings.recording and self._said and in_lockstep(self._said) and in_lockstep(said):
             rows, draws = context.check(LoopReports).of_update, context.check(Mode).draws
@@ -286,7 +283,6 @@ def _report(
     scene: Scene,
     tensors: Mapping[str, Mapping[str, Tensor]],
 ) -> None:
-    """Report broken laws with the tensor and element that differ. Collective. tensors: by clause, those it compares."""
     exchange, verdicts, seen = context.exchange, context.verdicts, judgement.seen
     # Ranks at different points cannot be compared.
     if in_lockstep(seen.observations):
@@ -316,10 +312,6 @@ def _report(
 
 
 def _details(context: Context, name: str, step: int, probe: OptimizerProbe | None) -> Details:
-    """By tensor and rank, the digests of what the value `name` summarizes. Collective.
-
-    probe: compare the parameters of this optimizer; None: all parameters of the model.
-    """
     subject, look, spread = context.subject, context.exchange.gather_digests, context.exchange.gather_named
     parameters = subject.parameters if probe is None else probe.parameters
     details: dict[str, dict[str, tuple[int, ...]]] = {}

@@ -190,7 +190,6 @@ def _hash(content: bytes) -> str:
 
 
 def _place(value: Any) -> str:
-    """The path to the first unsupported part of `value`: a chain of [0], .name or ['key']."""
     if _is_array(value):
         value = value.tolist()
     parts: list[tuple[str, Any]] = []

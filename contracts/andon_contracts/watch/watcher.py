@@ -32,6 +32,7 @@ from andon_contracts.watch.intercept import Listener, listen, outside_of_transfo
 from andon_contracts.watch.judging import Verdicts
 from andon_contracts.watch.ledger import Recorder, reason_of
 from andon_contracts.watch.model_probe import ForwardHook, ModelProbe, ModuleGroup
+from andon_contracts.watch.pace import FULL
 from andon_contracts.watch.settings import Settings
 from andon_contracts.watch.updates import Updates, add_checks, bundle_tensors
 
@@ -241,7 +242,6 @@ class Watch:
     # the hooks, in the order in which a step meets them
 
     def _begin(self) -> None:
-        """Meet the other ranks, compare the initial state, install the hooks. An error undoes all of it."""
         try:
             self._at(BEFORE_FORWARD)
             if self._halt is not None:
@@ -333,7 +333,6 @@ class Watch:
             self._halt.raise_if_halted(again=again)
 
     def _together(self) -> None:
-        """Called first by collective methods: judge the last update if that waits for a collective call."""
         self._demand_open()
         self._updates.judge_made()
 
@@ -384,20 +383,22 @@ class Watch:
     def _say_closing(self, unread: str) -> None:
         context, covers, verdicts, steps = self._context, self._cover, self._context.verdicts, self._context.steps
         waits = ", with its waits for other ranks" * (context.world > 1)
-        spent = context.added_s + sum(probe.check(Gradients).raw_hooks.host_seconds for probe in context.probes)
+        early, *later = context.pace.cost() or ["no time, 0 ms"]
+        split = "".join(f" in the first {FULL}, then {part}" for part in later)
         # Clauses for which the loop passed no values count as unchecked.
         unreported = context.check(LoopReports).unreported
         evaluated = {name: count for name, count in verdicts.evaluations.items() if count and name not in unreported}
         unchecked = [name for name in covers if name not in evaluated]
         findings = f"{counted(len(verdicts.counts), 'clause')} broken, {len(verdicts.suspected)} suspected"
         clauses = f"{len(covers) - len(unchecked)} of {len(covers)} clauses"
-        times, idle = counted(sum(evaluated.values()), "time"), counted(len(unchecked), "clause")
+        times, able = counted(sum(evaluated.values()), "time"), sum(covers[name].live for name in unchecked)
+        idle = f"{counted(len(unchecked), 'clause')}" + f" ({able} had no occasion)" * bool(able)
         table = f"{idle}, {'--verbose' if self.settings.by_command else 'verbose=True'} lists them"
         table = ", ".join(unchecked) if self.settings.verbose else table
         self._say(
             [
                 f"andon.watch: {counted(steps, 'step')}, {clauses} were checked, {times} in all",
-                f"  {findings}; the watch took {1000 * spent / max(steps, 1):.3g} ms per step{waits}",
+                f"  {findings}; the watch took {early} per step{split}{waits}",
                 *verdicts.closing_lines(),
                 f"  not checked: {table}" * bool(unchecked),
                 *dict.fromkeys(line for check in context.all_checks for line in check.closing_lines()),
@@ -420,8 +421,6 @@ class Watch:
 
 
 class _LoopCalls(Listener):
-    """Passes the loop's calls to the context and the halt signal. It is called after the checks."""
-
     def __init__(self, context: Context, halt: HaltSignal | None) -> None:
         self._context, self._halt = context, halt
 

@@ -8,15 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
-from andon.console.messages import BROKEN_STREAM, Exit, InputError, install_hint, is_panic, not_written, say
+from andon.console.messages import BROKEN_STREAM, Exit, InputError, install_hint, is_panic, not_written, put, say
 from andon.launch import context as preemption
 from andon_contracts.violation import Violation
 
 _TRACEBACK = "ANDON_TRACEBACK"
 _OF_EXTRAS = ("click", "pydantic", "yaml", "rich", "transformers", "peft", "safetensors", "tokenizers", "numpy")
-_JUDGES = (["falsify"], ["verify"])
+_OF_JUDGE, _NEED_JUDGE = ("click", "pydantic", "yaml"), ("falsify", "verify", "show", "explain", "diff")
 
 
 def main() -> NoReturn:
@@ -72,6 +73,12 @@ def _run() -> int:
         os.getcwd()
     except FileNotFoundError as error:  # torch cannot be imported there
         raise InputError("the current folder does not exist any more; change to another one") from error
+    if sys.argv[1:2] == ["explain"] and len(sys.argv) == 3 and not sys.argv[2].startswith("-"):  # needs no extra
+        from andon.inspection.explain import explain
+
+        for line in explain(Path(sys.argv[2])):
+            put(line)
+        return int(Exit.OK)
     from andon.cli.commands import app
 
     try:
@@ -91,8 +98,8 @@ def guarded(work: Callable[[], int]) -> int:
     except Violation as error:
         return _say(str(error), Exit.VIOLATION)
     except Exception as error:  # the last resort: one line for a user, the traceback on request
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _OF_EXTRAS:
-            extra = "judge" if sys.argv[1:2] in _JUDGES else "train"
+        if isinstance(error, ModuleNotFoundError) and (name := (error.name or "").partition(".")[0]) in _OF_EXTRAS:
+            extra = "judge" if name in _OF_JUDGE and {*sys.argv[1:2]} & {*_NEED_JUDGE} else "train"
             return _say(f"{error.name} is not installed; {install_hint(extra)}", Exit.USAGE)
         if isinstance(error, OSError) and _is_of_stdout(error):  # from the help, which click writes itself
             return _say(str(not_written(error)), Exit.USAGE)

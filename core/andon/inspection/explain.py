@@ -64,7 +64,6 @@ def _run(path: Path) -> Iterator[str]:
 
 
 def _bundles_in(folder: Path) -> Iterator[str]:
-    """For each bundle in the folder of a watch, by step: clause and step, what was seen, and the next command."""
     files = sorted(folder.glob("[0-9]*/*.json"), key=lambda file: (len(file.parent.name), file))
     if not files:
         raise InputError.at(folder, "holds no run and no bundle: it has no ledger.jsonl and no STEP/CLAUSE.json")
@@ -129,7 +128,7 @@ def _lines(record: Broken, scene: Mapping[str, Any]) -> Iterator[str]:
     yield f"  seen     {record.seen}"
     if scene.get("before"):
         yield f"  before   {scene['before']}"
-    likely = scene.get("likely", clause and clause.likely)
+    likely = scene.get("likely", record.likely if record.likely is not None else clause and clause.likely)
     if likely:
         yield f"  likely   {likely}  [inference, not proof]"
     if clause and cause == "violation":
@@ -202,9 +201,12 @@ def _of_rank(folder: Path, part: Mapping[str, Any]) -> Iterator[str]:
 
 def _how_far(parts: list[Path], name: str) -> str:
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load
 
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+    except ModuleNotFoundError:
+        return ": how far cannot be read without safetensors"
     copies = []
     for path in parts:
         try:

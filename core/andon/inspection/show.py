@@ -100,8 +100,9 @@ def event(record: Record, run: Recorded, *, result: bool = False) -> Iterator[st
         case Broken():
             ranks = f" on ranks {' '.join(map(str, record.ranks))}" if record.ranks else ""
             tensor = f" in {record.tensor}" if record.tensor else ""
-            action = f" ({record.action})" if record.action is not None else ""
-            yield f"violation   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}{action}"
+            kind = "suspicion" if record.action == "suspected" else "violation"
+            action = f" ({record.action})" if record.action not in (None, "suspected") else ""
+            yield f"{kind}   {record.clause} at step {record.step}{ranks}{tensor}: {record.seen}{action}"
         case Retraction():
             what, them = f"steps {record.step + 1} to {record.last} no longer count", "them"
             if record.last == record.step + 1:

@@ -221,7 +221,6 @@ class Meeting:
 
 
 def _choices(present: Mapping[int, Here]) -> str:
-    """What hosts chose, if their backends differ, as an input error; else empty."""
     first: dict[str, str] = {}
     for rank, here in sorted(present.items()):
         first.setdefault(here.kinds.rpartition(":")[2], f"(rank {rank} on {here.host})")

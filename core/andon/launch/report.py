@@ -175,7 +175,6 @@ def write_for_torch(report: Report, path: Path) -> None:
 
 
 def _blame_order(code: int, report: Report | None, ended: bool) -> int:
-    """Sort key of root causes: 0 if the rank itself failed, higher if another rank probably caused its end."""
     if report is not None and report.exit != 0:
         # After a failure the launcher asks the others to end, so being preempted may be a consequence too.
         return 2 if (report.exit in NOTICED.values() and not report.left) or report.exit == Exit.PREEMPTED else 0

@@ -245,7 +245,6 @@ def class_names(config: Any) -> tuple[str, ...]:
 
 
 def _has_own_head(stored: Any, auto: Any) -> bool:
-    """Whether the checkpoint of the configuration `stored` was saved by the class that `auto` selects for it."""
     written_by = getattr(stored, "architectures", None)
     classes = auto._model_mapping.get(type(stored), None)
     classes = classes if isinstance(classes, (tuple, list)) else (classes,)

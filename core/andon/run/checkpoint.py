@@ -176,7 +176,6 @@ def _write(path: Path, parts: Iterable[bytes | memoryview]) -> _File:
 
 
 def _require_saved(folder: Path, saved: Mapping[str, int], step: int) -> None:
-    """Check that the disk holds what was saved, tensor by tensor. Raises `Violation` (`checkpoint-whole`)."""
     try:
         manifest, _, digests = _read(folder, tensor_digest)
         if manifest.step != step:

@@ -83,7 +83,6 @@ class Audited:
         return Seen([replace(each, values=self._differences(each)) for each in observations], None)
 
     def _differences(self, observation: Observation) -> dict[str, int]:
-        """One auditor's values: how many gradients and sums differ, and both word sums of the first of each."""
         zeros = dict.fromkeys(("leaves", "sums", "leaf then", "leaf now", "root then", "root now"), 0)
         values = {**observation.values, **zeros, "leaf": -1, "root": -1}
         if not observation.names_match or observation.payload is None or values["failed"]:

@@ -116,7 +116,6 @@ class CapturedPasses:
             return compute(batch)  # raises again if the error was not caused by a wait
 
     def _capture(self, shape: object, batch: Batch, drawing: Drawing, compute: Pass) -> _Graph | None:
-        """Capture `compute` without launching it. On failure return None and turn capturing off."""
         with torch.cuda.device(self._device), drawing():
             if self._stream is None:
                 self._stream = torch.cuda.Stream(self._device)

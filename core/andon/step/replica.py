@@ -176,7 +176,6 @@ class Replica:
         self._spare += lefts[1:]
 
     def _save(self, value: torch.Tensor) -> torch.Tensor:
-        """`value`, or a copy of it if the next micro-batch would overwrite it."""
         if value is not self.parameters.gradient:
             return value
         return (self._spare.pop() if self._spare else torch.empty_like(value)).copy_(value)

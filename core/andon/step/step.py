@@ -72,7 +72,6 @@ def reads_late(backend: Backend) -> bool:
 
 
 def _plain_mean(losses: Sequence[float], terms: int) -> float:
-    """The mean loss without the tree, as a reference."""
     return math.fsum(losses) / max(terms, 1)
 
 
@@ -442,7 +441,6 @@ class TrainingStep:
     @requires(LOCKSTEP)
     @ensures(laws.ONE_UPDATE, laws.OPTIMIZERS, laws.REPLICAS)
     def _apply_update(self, update: Pending) -> Report | None:
-        """One optimizer step, which leaves every rank with equal weights, moments and counts."""
         audited: torch.Tensor | None = None
         if update.rows:
             if update.checked and self._shards is not None and self.audit.due(update.batch.step):

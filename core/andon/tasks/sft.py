@@ -312,7 +312,6 @@ class SftTask(PaddedRows):
         self.lengths = sums_of(self._rows.lengths[places], members)
 
     def _members(self, pack: int) -> Sequence[int]:
-        """The positions in `_rows` of a pack's rows."""
         return self._packs[pack]
 
     def planned_content(self, ids: Sequence[int]) -> torch.Tensor:

@@ -249,7 +249,6 @@ def settings_line(config: Config) -> str:
 
 
 def _workers_here(workers: int) -> int:
-    """Of `workers` those on this host; 1 if a launcher gave each process a GPU of its own."""
     if not is_rank():
         return workers
     only_own = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip(", ").isdigit()

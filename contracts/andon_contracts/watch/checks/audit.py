@@ -176,7 +176,6 @@ class Audit(Check):
         return [t / max(rows, 1) for t in total]
 
     def _is_additive(self, reference: Reference, parts: Sequence[_ForwardPass]) -> bool:
-        """Whether the mean loss is the same over all rows and over the parts, in evaluation mode."""
         model = self.context.subject.inner
         modes = [(module, module.training) for module in model.modules()]
         with self._isolated(), torch.no_grad():

@@ -30,6 +30,11 @@ def torch_norm_error(elements: int) -> float:
     return elements * 2.0**-28
 
 
+def alike(norms: Sequence[float]) -> bool:
+    """Whether the norms of all ranks are equal up to rounding."""
+    return not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms)
+
+
 def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
     """The law that every rank clipped once to `limit`, and all by the same norm.
 
@@ -47,13 +52,10 @@ def clip_once(limit: float, longest: int) -> Law[Seen[object]]:
                 f"the gradient's norm was {norm:.6g}; one clip to {limit:g} gives {clipped_norm(norm, limit):.6g}, "
                 f"but the optimizer received a gradient of norm {clipped:.6g}"
             )
-            likely = (
-                f"clip={limit:g} was declared, but the loop does not clip, clips to another limit, or computes the "
-            )
-            likely += "norm of gradients that it does not apply"
+            likely = f"clip={limit:g} was declared, but the loop does not clip, clips to another limit or norm"
             return Finding(what, seen.step, seen.unless_all(wrong), "clipped gradient", likely=likely)
         # A reduced gradient has one norm. If the gradients themselves differ, clipping is not the cause.
-        if "gradient" in seen.differing or not max(norms) - min(norms) > _NORM_TOLERANCE * max(norms):
+        if "gradient" in seen.differing or alike(norms):
             return None
         shown = ", ".join(f"rank {rank}: {norm:.6g}" for rank, norm in enumerate(norms))
         what = f"the ranks clipped by different norms ({shown}): each clipped its own gradient, before the reduction"
@@ -90,7 +92,7 @@ def _by_all_ranks(seen: Seen[object]) -> Finding | None:
 
 def _of_whole_gradient(seen: Seen[object]) -> Finding | None:
     norms = list(map(real_of, seen.column("clip norm")))
-    if not all(norms) or max(norms) - min(norms) <= _NORM_TOLERANCE * max(norms):
+    if not all(norms) or alike(norms):
         return None
     what = f"each rank clipped by the norm of its own shard ({by_rank([f'{norm:.6g}' for norm in norms])})"
     return Finding(what, seen.step, (), "gradient", likely=_LOCAL)

@@ -201,7 +201,6 @@ class Copies:
         return merged
 
     def _search(self) -> list[Any]:
-        """The objects with a tensor for each parameter, except those that hold the model's tensors or gradients."""
         tensors = self._subject.parameters
         sizes = {len(tensors), sum(each.requires_grad for each in tensors.values())}
         model = type(self._subject.inner)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from andon_contracts.agree import bits_of, real_of
-from andon_contracts.laws.law import Law, Observations, Seen, agreeing, difference
+from andon_contracts.laws.law import Law, Observations, Seen, difference
 from andon_contracts.observe import DENSE_TYPES, Extremes, Look, Observer, extremes, plain, to_cpu, to_floats
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values, indexed, none_has
-from andon_contracts.watch.checks.clipping import UNEVEN, Clipping
+from andon_contracts.watch.checks.clipping import UNEVEN, Clipping, alike
 from andon_contracts.watch.checks.token_weights import TokenWeights
 from andon_contracts.watch.exchange import writes, written_alike
 from andon_contracts.watch.gradient_hooks import GradientHooks, RawSummary, Reductions
@@ -57,7 +57,21 @@ def _collectives_agree(seen: Seen[object]) -> Finding | None:
 
 
 _OTHER = "the gradients passed to the optimizer differ"
-GRADIENTS_AGREE = agreeing("gradients-agree/before", ("gradient",), _OTHER, by_tensor=True)
+_CLIPPED_APART = "the ranks clipped the gradient differently, or one copy was changed after its reduction"
+_FROZEN = "a parameter was frozen or unfrozen (see parameters-kept), so some gradients were not reduced"
+
+
+def _gradients_agree(seen: Seen[object]) -> Finding | None:
+    if "gradient" not in seen.differing:
+        return None
+    # The norm of a rank that clips is that before clipping.
+    clipped_apart = seen.any("clipping") and alike(list(map(real_of, seen.column("norm"))))
+    likely = _FROZEN if seen.any("change") else _CLIPPED_APART if clipped_apart else None
+    return replace(difference(seen, "gradient", _OTHER), likely=likely)
+
+
+_READS = ("gradient", "change", "clipping", "norm")
+GRADIENTS_AGREE = Law("gradients-agree/before", _READS, _gradients_agree, by_tensor=("gradient",))
 """Unlike the trainer's law it compares the gradients after clipping, which may be where they parted."""
 _STALE = "still had the gradient of the last step when this step began"
 _MISSING = "has received no nonzero gradient since the watch opened"

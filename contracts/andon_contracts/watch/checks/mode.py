@@ -161,10 +161,7 @@ class Mode(Check):
         return part if updates else 0
 
     def _left_part(self, probe: OptimizerProbe, modes: bytes) -> int:
-        """The number of the first part of the model that trained in training mode and is in evaluation mode now.
-
-        A part has trained parameters besides those of its batch norms: these alone are often put into evaluation mode.
-        """
+        # A part has trained parameters besides those of its batch norms, which are often put into evaluation mode.
         for number, part in enumerate(self.context.subject.modules[: len(modes) * modes[0]]):
             if self._trained_parts[number] > modes[number]:
                 within = list(part.modules())
@@ -188,7 +185,6 @@ class Mode(Check):
         return [f"  randomness: {what}, as if seeded alike"] * bool(self._alike)
 
     def _is_alone(self) -> bool:
-        """Whether a launcher started several processes and this one made no process group with the others."""
         world_size = os.environ.get("WORLD_SIZE", "")
         # A script may destroy its process group before it ends.
         self._joined = self._joined or (dist.is_available() and dist.is_initialized())

@@ -152,7 +152,6 @@ def hyperparameters_by_key(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 
 def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
-    """The hyperparameters of each group. Tensors of one element count as numbers."""
     return [
         {
             key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
@@ -164,7 +163,6 @@ def _hyperparameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, obje
 
 
 def _equals(actual: object, value: Any) -> bool:
-    """Whether `actual` is `value`, at the precision of `actual` if that is a tensor."""
     number = isinstance(value, float | int)
     if number and isinstance(actual, Tensor) and actual.numel() == 1 and actual.is_floating_point():
         return math.isclose(float(actual), value, rel_tol=torch.finfo(actual.dtype).eps)

@@ -174,7 +174,6 @@ class Outcomes(Check):
         return {f"{_STREAM}{rank}": state for rank, state in enumerate(states)}
 
     def _raise_on_all_ranks(self, problem: str, kind: type[Exception] = ValueError) -> None:
-        """Raise an error of `kind` on every rank if any rank has a `problem`. Collective."""
         seen = self.context.exchange(self._step, "told", {"problem": int(bool(problem))})
         if any(o.values["problem"] for o in seen):
             texts = enumerate(self.context.exchange.gather_texts(self._step, problem))

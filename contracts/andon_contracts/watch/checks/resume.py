@@ -20,7 +20,7 @@ import torch
 from andon_contracts.agree import real_of
 from andon_contracts.digest import hex64, mix64
 from andon_contracts.laws.law import Law, Observations, in_lockstep
-from andon_contracts.legible import log
+from andon_contracts.legible import log, log_once
 from andon_contracts.observe import Observer, plain
 from andon_contracts.record import LedgerError, Resume, Start, Step, read_lines
 from andon_contracts.violation import Finding, first_line
@@ -92,7 +92,9 @@ class ResumedRun(Check):
         found: Mapping[str, Any] = {}
         if context.exchange.rank == 0:
             try:
-                found = self._compare(probe, now | _written(said))
+                found, before = self._compare(probe, now | _written(said)), context.recorder.earlier
+                if before and not (found or step):
+                    log_once(str(before), f"andon.watch: the run in {before} is not continued; this one begins anew")
             except (OSError, LedgerError) as error:
                 log(f"andon.watch: the ledger cannot be read, so a resume is not checked: {first_line(error)}")
         self._left = {**_NOTHING, **json.loads(context.exchange.gather_texts(step + 1, json.dumps(found))[0])}
@@ -114,13 +116,11 @@ class ResumedRun(Check):
         return {**values, **self._rows(), **self._streams()}
 
     def _rows(self) -> Values:
-        """The number of rows of this update, and a digest of their indices; 0: not known."""
         parts = [batch.ids for batch in self.context.check(LoadedRows).window]
         ids = [row for part in parts for row in part or ()] if None not in parts else []
         return {"used": len(ids), "used rows": int(mix64(torch.tensor(ids, dtype=torch.int64, device="cpu")).sum())}
 
     def _streams(self) -> Values:
-        """Digests of this rank's global random streams; 0 for one that is not used."""
         numpy, state = sys.modules.get("numpy"), self.context.check(Mode).random_state()
         of_torch = 0 if state is None else zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))
         bits: Any = getattr(getattr(numpy, "random", None), "get_bit_generator", lambda: None)()
@@ -236,7 +236,6 @@ class ResumedRun(Check):
 
 
 def _written(said: Observations) -> dict[str, str]:
-    """Digests of an update's rows and of the random streams before it, as far as they are known."""
     columns = {name: [o.values[name] for o in said] for name in ("used", "used rows", *_STREAMS)}
     rows = {"rows": hex64(sum(columns["used rows"]))} if all(columns["used"]) else {}
     return {**rows, **{name: hex64(text_digest(columns[name])) for name in _STREAMS if any(columns[name])}}

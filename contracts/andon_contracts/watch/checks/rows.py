@@ -121,7 +121,6 @@ class LoadedRows(Check):
             report_unreadable("the model's inputs", error)
 
     def _take_batch(self, places: frozenset[int]) -> Yielded | None:
-        """Find the batch that a forward pass with this memory consumes. None if it was consumed before."""
         known = next((each for each in reversed(self._waiting) if each.storage_ids & places), None)
         if known is None and self._used is not None and self._used.storage_ids & places:
             return None

@@ -140,7 +140,6 @@ class GradientSketch(Check):
             self.context.recorder.sketched(torch.stack(parts).sum(0).tolist(), min(o.values["bits"] for o in seen))
 
     def _of_products(self) -> int:
-        """The bits to which a GPU rounds the factors of fp32 products."""
         with suppress(RuntimeError):  # torch refuses to answer a script that set both of its interfaces
             if self.context.subject.gpu() is not None:
                 convolves = any(isinstance(each, _ConvNd) for each in self.context.subject.modules)

@@ -20,6 +20,7 @@ from andon_contracts.watch.model_probe import ModelProbe, parameters_of
 from andon_contracts.watch.values import trainable_layout_digest
 
 _INDEX_BITS = 32
+_DECLARED = "the model was frozen otherwise than trainable= declares, or a pattern matches too many or too few names"
 _modules, _parameters, _requires_grad = map(attrgetter, ("_modules", "_parameters", "requires_grad"))
 
 
@@ -27,15 +28,16 @@ class Change(Enum):
     """What happened to a parameter: the code in the value `change`, and the wording in a message."""
 
     REPLACED = 1, "replaced by another parameter"
-    TOGGLED = 2, "frozen now but was trainable at the start, or the reverse"
+    UNFROZEN = 2, "trainable now, but was frozen when the watch opened"
     ADDED = 3, "new, or another parameter was removed"
     MISSING = 4, "trainable but not in the optimizer"
     FOREIGN = 5, "in the optimizer but not a trainable parameter of the model"
     UNDECLARED = 6, "trainable but not declared in trainable="
     FROZEN = 7, "declared trainable but frozen"
     UNTIED = 8, "no longer tied to the tensor that it was declared to share"
-    TOGGLED_BY_THE_LOOP = 9, "frozen now but was trainable at the start, or the reverse"
-    """Frozen, or unfrozen and in its optimizer: if all ranks do so, the loop may intend it (gradual unfreezing)."""
+    FROZEN_BY_THE_LOOP = 9, "frozen now, but was trainable when the watch opened"
+    UNFROZEN_BY_THE_LOOP = 10, UNFROZEN[1]
+    """Unfrozen and in its optimizer. If all ranks freeze or unfreeze, the loop may intend it (gradual unfreezing)."""
 
 
 def change_of(change: Change, index: int) -> int:
@@ -44,7 +46,7 @@ def change_of(change: Change, index: int) -> int:
 
 def _same_toggle_on_all_ranks(seen: Seen[object]) -> bool:
     code = seen.column("change")[0] >> _INDEX_BITS
-    return "change" not in seen.differing and code == Change.TOGGLED_BY_THE_LOOP.value[0]
+    return "change" not in seen.differing and code >= Change.FROZEN_BY_THE_LOOP.value[0]
 
 
 def _first_change(seen: Seen[object]) -> Finding:
@@ -52,7 +54,9 @@ def _first_change(seen: Seen[object]) -> Finding:
     change = next(each for each in Change if each.value[0] == first >> _INDEX_BITS)
     foreign = change is Change.FOREIGN  # its tensor is none of the model's, so it has no name
     tensor = "" if foreign else parameter_name(seen.names, first & ((1 << _INDEX_BITS) - 1))
-    return Finding(f"{tensor or 'a tensor'} is {change.value[1]}", seen.step, seen.ranks("change"), tensor)
+    likely = _DECLARED if change in (Change.UNDECLARED, Change.FROZEN) else None
+    what = f"{tensor or 'a tensor'} is {change.value[1]}"
+    return Finding(what, seen.step, seen.ranks("change"), tensor, likely=likely)
 
 
 def _parameters_kept(seen: Seen[object]) -> Finding | None:
@@ -67,7 +71,7 @@ def _not_toggled(seen: Seen[object]) -> Finding | None:
     if not _same_toggle_on_all_ranks(seen):
         return None
     found = _first_change(seen)
-    what = f"{found.seen} on all ranks; this watch keeps its first set of parameters: open a new watch to change it"
+    what = f"on all ranks, {found.seen}. The watch keeps its first set of parameters: open a new watch after a change"
     return Finding(what, found.step, (), found.tensor)
 
 
@@ -146,7 +150,6 @@ class Structure(Check):
         return gone
 
     def _fault_at_start(self) -> int:
-        """The first disagreement of model, optimizers and declarations, packed by `change_of`; 0 if they agree."""
         subject, declared = self.context.subject, self.context.settings.trainable
         slots = subject.slots
         if declared is not None:
@@ -202,8 +205,10 @@ class Structure(Check):
                 this = frozenset({id(slot.parameter)})
                 fixed = not this <= held or any(wrapper.holds(this) for wrapper in subject.reducers)
                 if trained and not slot.trainable and fixed:
-                    return change_of(Change.TOGGLED, index)
-            return change_of(Change.TOGGLED_BY_THE_LOOP, list(map(eq, trainable, self._trainable)).index(False))
+                    return change_of(Change.UNFROZEN, index)
+            index = list(map(eq, trainable, self._trainable)).index(False)
+            change = Change.UNFROZEN_BY_THE_LOOP if trainable[index] else Change.FROZEN_BY_THE_LOOP
+            return change_of(change, index)
         return 0 if self._parameter_groups() == self._groups else change_of(Change.FOREIGN, len(subject.slots))
 
 

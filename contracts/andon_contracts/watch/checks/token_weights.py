@@ -32,6 +32,7 @@ import andon_contracts.watch.row_weights as reads
 from andon_contracts.act import user_line
 from andon_contracts.agree import bits_of, real_of
 from andon_contracts.laws.law import Law, Observations, Seen
+from andon_contracts.legible import counted
 from andon_contracts.observe import DENSE_TYPES
 from andon_contracts.violation import Finding
 from andon_contracts.watch.check import LIVE, Check, Context, Cover, OptimizerProbe, Values
@@ -136,7 +137,6 @@ def _sampled(classes: int) -> int:
 
 
 def _logits_of(output: Any) -> list[Tensor]:
-    """The tensors among the outputs of a model that may be logits: `logits` if there is one, else the first ones."""
     outputs = list(output.values()) if isinstance(output, Mapping) else output
     outputs = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     named = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -402,7 +402,7 @@ class Summary:
             self._unequal.append(found.unequal)
 
     def closing_lines(self, stop: Sequence[int]) -> list[str]:
-        lines, of = [], f"of {self.updates} updates that were read"
+        lines, of = [], f"of {counted(self.updates, 'update')} read"
         if self.gradients_changed:
             others = f"; that of the mean loss in {self.means}" * (self.means > 0)
             why = f"the loop changed the gradients after backward(){others}"
@@ -413,7 +413,7 @@ class Summary:
             lines.append(f"  gradient scale: {shown} in {self.known} {of}")
         if self._unknown:
             reason, count = self._unknown.most_common(1)[0]
-            lines.append(f"  token weights: unknown in {count} {of}: {reads.REASONS[reason]}")
+            lines.append(f"  token weights: could not be computed in {count} {of}: {reads.REASONS[reason]}")
         if self._unequal and not self.gradients_changed:
             what = f"not those of one mean in {len(self._unequal)} {of}: they differ"
             lines.append(f"  token weights: {what} between {max(self._unequal)[1]}")
@@ -599,6 +599,8 @@ class TokenWeights(Check):
         return max((each.reason for each in weights), default=0) or (0 if known else reads.REDUCTION)
 
     def judge(self, probe: OptimizerProbe, said: Observations, aligned: Observations) -> None:
+        if not (probe.made or any(o.values["weight passes"] for o in said)):
+            return  # `andon watch` opened the watch after the backward pass
         now, before = update_weights(said, shards=self._sharded), self._previous
         self._summary.add(now, said)
         if isinstance(now, int):
