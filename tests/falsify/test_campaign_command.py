@@ -22,8 +22,8 @@ from click.testing import CliRunner
 from andon.cli.commands import app
 from andon_falsify.campaign.request import read_request
 from andon_falsify.campaign.run import opened, plan
-from andon_falsify.campaign.trial import Trial
-from andon_falsify.cli.campaign import Progress
+from andon_falsify.campaign.trial import LAW, RESUME, Trial
+from andon_falsify.cli.campaign import Progress, _weight
 from andon_falsify.report.document import read_json
 from andon_falsify.report.findings import Report
 from andon_falsify.subjects.case import Case
@@ -182,7 +182,7 @@ def test_somebody_who_reads_a_log_sees_that_it_goes_on(monkeypatch: pytest.Monke
     trials, progress = iter((0, 1, 0, 0, 1, 0)), Progress()
     monkeypatch.setattr(progress, "_over", Ticks())
     with progress:
-        progress.begin(3)
+        progress.begin([1, 1, 1])
     line = r"andon: {} of 3 trials after \d+ s \(about \d+ s left\), falsified: gradient-law\n"
     assert re.fullmatch(line.format(1) + line.format(2), log.getvalue())
 
@@ -191,9 +191,12 @@ def test_somebody_at_a_terminal_sees_every_trial(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stderr", screen := StringIO())
     monkeypatch.setattr(screen, "isatty", lambda: True)
     with Progress() as progress:
-        progress.begin(3)
-        progress.told(Trial("law", Case(backend="[red]", world=1, micro_batches=1)), {"gradient-law": FELL})
-    assert "andon: law at [red], world 1, accumulation 1: 1 falsified; 1 of 3 trials after" in screen.getvalue()
+        trials = [Trial(kind, Case(backend="[red]", world=1, micro_batches=1)) for kind in (LAW, LAW, RESUME)]
+        progress.begin([*map(_weight, trials)])
+        progress._began -= 1000.0
+        progress.told(trials[0], {"gradient-law": FELL})
+    said = r"andon: law at \[red\], world 1, accumulation 1: 1 falsified; 1 of 3 trials after 1\d+ s \(about 5\d{3} s"
+    assert re.match(said, screen.getvalue())
 
 
 def test_what_a_subject_says_cannot_act_on_the_terminal(asked: Asked) -> None:

@@ -311,7 +311,7 @@ def test_the_search_for_a_smaller_counterexample_judges_one_claim_and_keeps_its_
     assert all(0 < limit <= QUICK.shrink_s for limit in limits[12:])
 
 
-def test_reports_of_a_campaign_that_goes_on_are_not_made_after_every_trial(
+def test_reports_of_a_running_campaign_are_not_made_every_trial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = list[Report]()

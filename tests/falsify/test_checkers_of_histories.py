@@ -187,6 +187,9 @@ def test_replicas_agree(field: str) -> None:
     told(replicas_agree, f"{text}7,8,7", FALSIFIED, f"step 3, rank 1: the {field} differ", "seen 0000000000000008")
     told(replicas_agree, f"{text}8,7,7", FALSIFIED, "step 3, rank 0")
     told(replicas_agree, f"{text}8,7,9", FALSIFIED, "step 3, ranks 1, 2")
+    start = "start w=1 | violation clause=replicas-agree step=0 seen=x | 1: 0[a] 1[b] "
+    told(replicas_agree, start, HOLDS)
+    told(replicas_agree, f"{start}w=7,8", FALSIFIED, "before step 1: the initial weights differ between ranks")
 
 
 def test_replicas_agree_infers_nothing_from_silence_and_notices_a_lie_about_the_world() -> None:

@@ -24,7 +24,7 @@ TWICE, OTHER = {"grad_norm": 2.0}, {"grad_norm": 1.063}
     ("runs", "known", "code", "said"),
     [
         ({"a": {}, "b": {}}, "", 0, "holds (8 comparisons"),
-        ({"a": {}, "b": TWICE}, "", 1, "ratio 2.000 = --batch 2 or world 2"),
+        ({"a": {}, "b": TWICE}, "", 1, "ratio 2.000 = --batch 8/4 = 2 or world 2"),
         ({"a": {}, "b": TWICE}, "expected_failed: later", 0, "as expected: later"),
         ({"a": {}, "b": OTHER}, "", 1, "(the rows of this update are not known)"),
         ({"a": {}, "b": {**OTHER, "draws": "dropout in drop"}}, "", 2, "dropout in drop. Switch dropout off"),

@@ -271,9 +271,7 @@ SUBJECTS = [
 
 
 @pytest.mark.parametrize(("build", "law", "left"), SUBJECTS)
-def test_logits_and_gradients_are_those_of_the_architecture(
-    build: Callable[[], Subject], law: type[Decoder | Encoder], left: bool
-) -> None:
+def test_logits_and_gradients_are_right(build: Callable[[], Subject], law: type[Decoder | Encoder], left: bool) -> None:
     """With LoRA and padding: the scores of every row, and every trainable tensor's gradient over a ragged batch."""
     subject = build()
     subject.model.eval()

@@ -20,10 +20,10 @@ from andon.console.messages import InputError
 from andon_contracts.digest import hex64, mix64
 from andon_falsify.campaign.script_bench import Command, ScriptBench, run
 from andon_falsify.campaign.trial import LAW, RESUME, Trial
-from andon_falsify.claims.evidence import SCRIPT
+from andon_falsify.claims.evidence import SCRIPT, Evidence
 from andon_falsify.claims.resume_equal import check_script as resumed
 from andon_falsify.claims.rounding import measured
-from andon_falsify.claims.same_everywhere import COMPARED, check_class, check_layouts
+from andon_falsify.claims.same_everywhere import COMPARED, check, check_class, check_layouts
 from andon_falsify.claims.samples_once import check_visits as samples
 from andon_falsify.history import History, chain_digest, read_lines
 from andon_falsify.ranks.processes import descendants
@@ -111,6 +111,7 @@ def test_a_number_that_differs_falls_with_its_ratio(base: Fields, other: Fields,
     assert [found.ratio for found in verdict.counterexamples] == list(map(pytest.approx, ratios))
 
 
+OTHER = {"grad_norm": 1.063, "loss": 1.02}
 DRAWN = {"draws": "dropout in drop (p = 0.1)"}
 SAID = ["dropout in drop (p = 0.1). Switch dropout off (p = 0) while you compare runs"]
 
@@ -126,11 +127,26 @@ SAID = ["dropout in drop (p = 0.1). Switch dropout off (p = 0) while you compare
     ],
 )
 def test_a_gradient_of_other_rows_or_draws_proves_nothing(base: Fields, other: Fields, said: list[str]) -> None:
-    verdict = same(ledger(base), ledger({**base, "grad_norm": 1.063, "loss": 1.02, **other}))
+    verdict = same(ledger(base), ledger({**base, **OTHER, **other}))
     assert verdict.outcome is Outcome.UNKNOWN
     assert [words for words in said if words not in verdict.why] == []
     assert said is not SAID or "DistributedSampler" not in verdict.why
     assert ("dropout" in verdict.why) is (said is SAID)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"ids": [3, 1]}, "Draw the rows of every global batch"),
+        ({"ids": [3, 3, 1]}, "Mend samples-once first"),
+        ({**OTHER, "ranks": [{"rank": 0, "weights": "a"}, {"rank": 1, "weights": "b"}]}, "Mend replicas"),
+    ],
+)
+def test_a_claim_that_fell_before_is_named_as_a_cause(other: Fields, said: str) -> None:
+    alone = Evidence(None, ledger(KNOWN), "script", layout={"world": 1})
+    found = Evidence(None, ledger({**KNOWN, **other}), "script", layout={"world": 2})
+    found.others["alone"] = found.others["again"] = alone
+    assert said in check(found).why
 
 
 def test_rates_of_runs_of_other_lengths_differ_for_that_reason() -> None:
@@ -157,9 +173,7 @@ def test_the_first_uneven_update_is_named() -> None:
 @pytest.mark.parametrize(
     ("field", "outcome"), [("lr", Outcome.FALSIFIED), ("grad_norm", Outcome.HOLDS), ("weights_norm", Outcome.HOLDS)]
 )
-def test_later_updates_are_compared_by_rows_and_rates_alone_and_the_verdict_says_so(
-    field: str, outcome: Outcome
-) -> None:
+def test_later_updates_are_compared_by_rows_and_rates_and_the_verdict_says_so(field: str, outcome: Outcome) -> None:
     long = [KNOWN] * COMPARED
     verdict = same(ledger(*long, KNOWN, KNOWN), ledger(*long, KNOWN, {**KNOWN, field: 2.0}))
     said = f"losses and norms are compared in the first {COMPARED} of {COMPARED + 2} updates"
@@ -183,6 +197,7 @@ def test_rows_come_once_in_every_stretch(batches: list[list[int]], outcome: Outc
     assert samples(ledger(*({"ids": batch} for batch in batches))).outcome is outcome
 
 
+TWICE = "falsified\n  epoch 0: in visits 1 to 8 of 8 rows some came more than once"
 SHUFFLED, RISING = [3, 1, 4, 0, 5, 2, 6, 7], [*range(0, 8, 2), *range(1, 8, 2)]
 
 
@@ -193,11 +208,11 @@ SHUFFLED, RISING = [3, 1, 4, 0, 5, 2, 6, 7], [*range(0, 8, 2), *range(1, 8, 2)]
         ([RISING, RISING], "holds (two epochs have the same rising order"),
         ([SHUFFLED, RISING], "holds"),
         ([SHUFFLED], "holds (orders of epochs were not compared"),
+        ([SHUFFLED[:7], SHUFFLED], f"{TWICE}: some were left out and the next epoch began, or the last"),
+        ([[3, *SHUFFLED[:7]], SHUFFLED], f"{TWICE}; expected each once, seen never 7, more than once 3 (2 times)"),
     ],
 )
-def test_an_order_that_comes_again_falls_unless_each_rank_reads_in_rising_order(
-    epochs: list[list[int]], said: str
-) -> None:
+def test_epochs_are_judged_by_their_rows_and_orders(epochs: list[list[int]], said: str) -> None:
     steps = [{"ids": rows, "ranks": [{"rank": r, "ids": rows[4 * r : 4 * r + 4]} for r in (0, 1)]} for rows in epochs]
     assert str(samples(ledger(*steps))).startswith(f"samples-once: {said}")
 
@@ -288,9 +303,7 @@ def steps(*weights: int) -> History:
         (steps(3), steps(2, 4), Outcome.FALSIFIED),
     ],
 )
-def test_a_run_that_is_taken_up_ends_as_the_whole_one(
-    between: History | None, again: History, outcome: Outcome
-) -> None:
+def test_a_resumed_run_ends_as_the_whole_one(between: History | None, again: History, outcome: Outcome) -> None:
     assert resumed(steps(1, 2, 3, 4), steps(1, 2), again, between).outcome is outcome
 
 

@@ -64,9 +64,7 @@ def test_a_run_that_was_killed_goes_on_in_the_same_folder(runs: Runs, tmp_path: 
     assert len(list(RunFolder(folder).events.iterdir())) == 2
 
 
-def test_a_tracker_that_cannot_write_ends_no_run(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_tracker_ends_no_run(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     RunFolder(folder).lock.write_text('{"andon_run": 1}')

@@ -101,9 +101,7 @@ def test_a_resume_with_another_reference_is_refused(
     "settings",
     [(), PACKED, ("model.dtype=bfloat16",), ("adapter.kind=none",), ("model.base=BASE",), ("model.new_tokens=[say]",)],
 )
-def test_the_margin_before_the_first_update_is_zero(
-    preferences: Runs, settings: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_margin_before_update_1_is_zero(preferences: Runs, settings: tuple[str, ...], tmp_path: Path) -> None:
     """Of each pair of the update: none has a positive one, and their mean loss is that of 0. Also on a base that keeps
     rates of dropout, not 0, as plain numbers."""
     sizes = {"hidden_size": 16, "word_embed_proj_dim": 16, "ffn_dim": 16, "num_attention_heads": 2, "vocab_size": 260}

@@ -419,9 +419,7 @@ def test_a_failed_run_restarts_from_its_last_checkpoint(
     assert code != Exit.OK or outcome(folder) == outcome(whole)
 
 
-def test_a_run_killed_on_2_and_on_3_workers_ends_on_1_with_the_same_bits(
-    runs: Runs, whole: Path, tmp_path: Path
-) -> None:
+def test_a_run_killed_on_2_and_3_workers_ends_on_1_with_the_same_bits(runs: Runs, whole: Path, tmp_path: Path) -> None:
     (tmp_path / "ends").write_text("SIGKILL SIGKILL")
     for workers, code in ((2, Exit.RANK_LOST), (3, Exit.RANK_LOST), (1, Exit.OK)):
         assert runs.train(tmp_path / "run", backend="gloo", workers=workers, resume="auto", entry=ENDS) == code

@@ -272,9 +272,7 @@ def test_a_change_before_ranks_read_is_refused(path: Path, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_conversations_that_only_the_tokenizer_shows_to_be_useless_are_in_no_batch(
-    tmp_path: Path, packing: bool
-) -> None:
+def test_conversations_that_the_tokenizer_shows_to_be_useless_are_in_no_batch(tmp_path: Path, packing: bool) -> None:
     rows = [{"prompt": "x" * (200 if place % 5 == 3 else 5), "completion": str(place)} for place in range(30)]
     (path, other) = files_of(tmp_path, [rows[:20], rows[20:]])
     held_out = tmp_path / "held_out.jsonl"

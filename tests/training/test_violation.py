@@ -145,9 +145,7 @@ def judged_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("judged_late")
-def test_a_late_violation_keeps_nothing_of_its_step(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_violation_keeps_none_of_its_step(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A weight flips after update 7: found when update 7 is read, with update 8 launched and held back."""
     after_update(monkeypatch, AT, lambda replica: replica.parameters.weights.data[3].mul_(-1.0))
     folder = tmp_path / "run"

@@ -265,9 +265,7 @@ def _refusals(folder: str) -> list[str]:
     return found
 
 
-def test_a_ledger_that_cannot_be_written_is_refused_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_ledger_is_refused_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another script's ledger, a damaged file, an impossible path, an open ledger: a ValueError, and no rank hangs.
 
     With `start=` the watch continues the same ledger, which gets a resume line.

@@ -462,9 +462,7 @@ def test_copies_that_were_rounded_apart_are_one(apart: float, updates: int, alik
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_copies_of_ranks_on_different_devices_have_portable_states(
-    monkeypatch: pytest.MonkeyPatch, differ: bool
-) -> None:
+def test_copies_of_ranks_on_other_devices_have_portable_states(monkeypatch: pytest.MonkeyPatch, differ: bool) -> None:
     """A GPU gives the sums of words for them; among CPUs alone a checksum is faster."""
     model = nn.Linear(6, 4)
     with andon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1)) as watch, monkeypatch.context() as patch:

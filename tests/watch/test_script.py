@@ -360,9 +360,7 @@ _IDLE = "nothing was watched"
     ("body", "idle", "code"),
     [(_ONE + OWN_LINE, False, 0), ("pass", True, 0), ("import sys; sys.exit(0)", True, ("exit", 0))],
 )
-def test_nothing_was_watched_only_where_no_watch_was_opened(
-    body: str, idle: bool, code: object, tmp_path: Path
-) -> None:
+def test_nothing_was_watched_only_if_no_watch_was_opened(body: str, idle: bool, code: object, tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(body)
     found, said = _run([str(tmp_path / "loop.py")])
     assert (found, "andon.watch: 1 step," in said, _IDLE in said) == (code, not idle, idle)

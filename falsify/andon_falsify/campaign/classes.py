@@ -236,4 +236,5 @@ def _numbers(first: Sequence[str], other: Sequence[str], worlds: Sequence[int]) 
     )
     pairs = {name: (ours.get(name, 1), theirs.get(name, 1)) for name in {*ours, *theirs} if name[:1] == "-"}
     found = {name: max(pair) / max(1, min(pair)) for name, pair in pairs.items() if list(pair) != [*worlds]}
-    return {"world": max(worlds), **{name: int(each) for name, each in found.items() if each.is_integer()}}
+    shown = {name: name if min(pair) < 2 else f"{name} {max(pair)}/{min(pair)} =" for name, pair in pairs.items()}
+    return {"world": max(worlds), **{shown[name]: int(each) for name, each in found.items() if each.is_integer()}}

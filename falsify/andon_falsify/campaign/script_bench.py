@@ -209,9 +209,8 @@ class Command:
     """A command line with the placeholders `{world}`, `{local_batch}` and, optionally, `{accumulation}`, `{folder}` and
     `{resume:WORDS}`. elastic: it has `{resume_any:WORDS}`, and so promises to resume on any number of ranks.
 
-    `{folder}` becomes a folder that is new for every run, and shared by a run and its resumption. `{resume:WORDS}`
-    becomes `WORDS` when a killed run is resumed, and is empty otherwise. `WORDS` may contain placeholders and balanced
-    braces. A path with `*` in it becomes the newest file that matches. `{{name}}` becomes `{name}`; `${name}` stays.
+    A run and its resumption share `{folder}`. `{resume:WORDS}` is empty unless a killed run is resumed. `WORDS` may
+    have placeholders, balanced braces, and `*`: the newest file that matches. `{{name}}` is `{name}`; `${name}` stays.
     """
 
     text: str

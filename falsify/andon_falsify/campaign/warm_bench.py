@@ -9,7 +9,7 @@ from functools import partial
 
 from andon_falsify.campaign.bench import Bench
 from andon_falsify.campaign.trial import HALT, RESUME, Trial
-from andon_falsify.claims import unmet
+from andon_falsify.claims import judged_by, samples_once, unmet
 from andon_falsify.claims.evidence import Evidence, RunUnavailable, of_trace
 from andon_falsify.loops.sightings import LoopSightings, first_of
 from andon_falsify.peers.registry import installed
@@ -17,7 +17,7 @@ from andon_falsify.ranks.pool import root_cause
 from andon_falsify.subjects.case import Case, Poison, make_rows
 from andon_falsify.subjects.placing import CPU_BACKENDS, GPU_BACKENDS, why_not
 from andon_falsify.subjects.trace import Remembering, Subject, Trace
-from andon_falsify.verdict import ExtraRun
+from andon_falsify.verdict import ExtraRun, Outcome
 
 _EVERY = 2
 """Updates between checkpoints, if a trial of resuming does not say."""
@@ -103,9 +103,8 @@ class LoopBench(Bench):
             raise RunUnavailable(str(error)) from error
         found = _sound(trace)
         if trial.kind in (HALT, RESUME):
-            self._undeclared[trial.kind] = next(
-                unmet(claim, found) for claim in self.claims if claim.trial == trial.kind
-            )
+            whys = (unmet(claim, found) for claim in self.claims if claim.trial == trial.kind)
+            self._undeclared[trial.kind] = next(whys)
         return replace(found, further=partial(self._further, trace, trial))
 
     def _further(self, trace: Trace, trial: Trial, name: ExtraRun) -> Mapping[ExtraRun, Evidence]:
@@ -155,9 +154,9 @@ def _saved_and_cut(trace: Trace, after: int) -> tuple[int, int]:
     for every, cut in [pair for pair in late if pair[1] > pair[0]] + late:
         if cut < last and all(step in safe for step in range(every, cut + 1, every)):
             return every, cut
-    raise RunUnavailable(
-        f"cannot place a checkpoint and an interruption within {last} updates: too few updates or rows"
-    )
+    why = f"cannot place a checkpoint and an interruption within {last} updates: too few updates or rows"
+    lost = judged_by(samples_once.CLAIM, of_trace(trace)).outcome is Outcome.FALSIFIED
+    raise RunUnavailable(why, "Mend samples-once first: it is falsified here, and may be the cause" * lost)
 
 
 def cut_and_resume(

@@ -79,27 +79,35 @@ def _rounded(
     return found
 
 
-def alike(claim: Claim, first: Trace, other: Trace) -> Verdict:
-    """Compare `other` with `first`: the rows of every update, then the weights after every update."""
+def alike(claim: Claim, first: Trace, other: Trace, noisy: Trace) -> Verdict:
+    """Compare `other` with `first`: the rows of every update, then the weights after every update.
+
+    noisy: the one of the two whose rounding is measured.
+    """
     measured: dict[int, float] | None = None
     checked, nearest = 0, 0.0
     mine, theirs = (f"world {each.case.world} accumulation {each.case.accumulation}" for each in (first, other))
-    pair = f"{theirs} against {mine}"
+    reached = other.first.resumed_from
+    pair = f"resumed ({theirs}) against uninterrupted ({mine})" if reached else f"{theirs} against {mine}"
     rows = list(_different_rows(first, other, pair))
     found = [*rows, *_different_optimizers(first, other, pair)]
     for step, distance in () if rows else _distances(first, other):
         checked += 1
         if not distance:
             continue
-        measured = noise(first) if measured is None else measured
+        measured = noise(noisy) if measured is None else measured
         allowed = max(FLOOR, MARGIN * measured[step]) if step in measured else UNMEASURED
         nearest = max(nearest, distance / allowed)
         if not distance <= allowed:
             what = "the weights differ by more than rounding explains"
-            limit = f"at most {allowed:.2e} of their movement ({MARGIN:g} x the noise of fp32)"
+            begun = [each.first.of(0, reached + 1).gradient for each in (first, other)]
+            if reached and begun[0] == begun[1] != "":
+                what += " (likely not restored: the state of the optimizer; the first gradient is the same)"
+            basis = f"{MARGIN:g} x the rounding error of fp32" if step in measured else "rounding not measured"
+            limit = f"at most {allowed:.2e} of how far training moved them ({basis})"
             found.append(Counterexample(what, f"step {step}, {pair}", limit, f"{distance:.2e}", quantity="weights"))
             break
-    basis = f"noise of fp32 {max(measured.values()):.1e} of the movement" if measured else "noise not measured"
+    basis = f"rounding of fp32 {max(measured.values()):.1e} of the movement" if measured else "rounding not measured"
     note = f"largest difference {nearest:.2g} of what is allowed; {basis}, margin {MARGIN:g}"
     missing = "" if checked else "no update is in both runs with its weights"
     return conclude(claim, checked, found, missing, "" if found else note if nearest else "the same bits")

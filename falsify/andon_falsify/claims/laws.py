@@ -246,7 +246,7 @@ class LoopLaw(RunLaw):
         if self.recomputes:
             return "the model is the loop's own, and the reference does not know it"
         if digest(self.first.state) != digest(self.plain.state_dict()):
-            return "the loop trains another model than the case's (andon_falsify.model), and has no `loss_sum`"
+            return "the model or its initial weights are not the case's (andon_falsify.model); there is no `loss_sum`"
         return ""
 
     @cached_property

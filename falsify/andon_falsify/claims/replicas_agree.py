@@ -87,6 +87,11 @@ def check_history(history: History) -> Verdict:
                 checked += 1
                 what = f"the {field} differ{'s' * (field != 'weights')} between ranks"
                 found += _differing(what, f"step {event.number}", digests, field)
+    if found and found[0].where.startswith("step 1,"):
+        what = "the initial weights differ between ranks"
+        before = [each.fields for each in history.of_kind("violation") if each.step == 0]
+        seen = [str(each["seen"]) for each in before if each.get("clause") == CLAIM.name and each.get("seen")]
+        found[:0] = [Counterexample(what, "before step 1", "equal weights", each, quantity="weights") for each in seen]
     return conclude(CLAIM, checked, found, missing)
 
 

@@ -62,7 +62,7 @@ def check(evidence: Evidence) -> Verdict:
     made = list(again.seen.trajectory)
     apart = [Counterexample("updates that differ from those that were left", "", f"{wanted}", f"{made}")]
     gap = conclude(CLAIM, len(wanted), [] if made == wanted else apart)
-    return merge([alike(CLAIM, evidence.trace, again), gap])
+    return merge([alike(CLAIM, evidence.trace, again, noisy=evidence.trace), gap])
 
 
 def _check_bits(whole: Trace, cut: Trace, resumed: Trace) -> Verdict:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from andon_falsify.claims import replicas_agree, samples_once
 from andon_falsify.claims.evidence import Evidence
 from andon_falsify.claims.explain import fitting_powers, show_ratio
 from andon_falsify.claims.rounding import BLIND, EXACT, PERTURBED, Rounding, measured
@@ -43,11 +44,10 @@ CLAIM = Claim(
     runs=("alone", "again", *PERTURBED),
     needs=(_is_not_the_measure,),
     statements={
-        "loop": "On another number of ranks, each update has the same rows and learning rates. The weights differ by "
-        "at most 30 times the measured fp32 rounding, or by no bit if the loop promises equal bits.",
-        "script": "On another layout of the same global batch, the run makes as many updates, with the same rows and "
-        "learning rates. Losses and norms agree to 0.0001 at the first update, and to 0.0064 up to the 50th (bf16: to "
-        "the measured noise).",
+        "loop": "On any number of ranks, rows and learning rates are equal. Weights differ by at most 30 times the "
+        "measured fp32 rounding, or by no bit if the loop promises equal bits.",
+        "script": "On any layout of one global batch, the number of updates, their rows and learning rates are equal. "
+        "Losses and norms agree to 0.0001 at update 1, and to 0.0064 up to update 50 (bf16: to the measured noise).",
     },
 )
 COMPARED = 50
@@ -84,10 +84,14 @@ def check(evidence: Evidence) -> Verdict:
         if open_ := unseeded(CLAIM, "two runs on one rank", alone, evidence.other("again").history):
             return open_
         draws = any(step.draws for step in alone.steps) and verdict.outcome is Outcome.UNKNOWN
-        if alone.bits >= FP32_BITS or draws:  # the noise of rounding would decide nothing
-            return verdict
-        noise = measured(alone, [evidence.other(name).history for name in PERTURBED])
-        return check_layouts(alone, evidence.history, evidence.layout, noise)
+        if alone.bits < FP32_BITS and not draws:  # else the noise of rounding would decide nothing
+            noise = measured(alone, [evidence.other(name).history for name in PERTURBED])
+            verdict = check_layouts(alone, evidence.history, evidence.layout, noise)
+        earlier = (samples_once, samples_once.check_visits), (replicas_agree, replicas_agree.check_history)
+        fallen = [each.CLAIM.name for each, law in earlier if law(evidence.history).outcome is Outcome.FALSIFIED]
+        if verdict.outcome is Outcome.UNKNOWN and fallen:
+            return replace(verdict, remedies=(f"Mend {fallen[0]} first: it is falsified here, and may be the cause",))
+        return verdict
     if evidence.of_loop:
         return check_loop(evidence.observed, evidence.other("alone").observed)
     if evidence.trace is not None:
@@ -127,7 +131,7 @@ def check_loop(trace: Trace, alone: Trace) -> Verdict:
         return compare([trace.seen, alone.seen])
     if first_of(trace).draws or first_of(alone).draws:
         return not_applicable(CLAIM, "forward passes draw random numbers, which differ with the number of ranks")
-    return alike(CLAIM, trace, alone)
+    return alike(CLAIM, alone, trace, noisy=trace)
 
 
 def compare(histories: Sequence[History]) -> Verdict:
@@ -289,9 +293,8 @@ def _proven(
 ) -> list[Counterexample]:
     """Which of the numbers that are `apart` in `step`, the first such update, are mistakes whatever was drawn.
 
-    With the same gradient all are: other rows, weights or draws would have given another one. Else: a learning rate,
-    for which nothing is drawn; a ratio that is a product of the layout's numbers; and all of them if the rows are the
-    same and the reported loss too, or if the batch is the first that does not divide evenly.
+    With the same gradient all are: other rows, weights or draws would have given another one. For a learning rate
+    nothing is drawn. docs/falsify.md lists what else proves a mistake.
     """
     twin = theirs[step.number]
     same_gradient = apart.keys().isdisjoint(("grad_norm", "gradient"))

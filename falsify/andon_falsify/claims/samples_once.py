@@ -168,6 +168,8 @@ def check_visits(history: History) -> Verdict:
             lost = rows - set(own)
             what = f"in visits {start + 1} to {start + len(own)} of {len(rows)} rows some came more than once"
             never = f"never {listed(Counter(lost))}, " if lost and len(own) == len(rows) else ""
+            if never and not _repeated(own[: -len(lost)]):  # those of an epoch that is too short, and of the next one
+                what += ": some were left out and the next epoch began, or the last ones are repeated"
             shown = ("each once", f"{never}more than once {listed(twice)}")
             return conclude(CLAIM, epoch + 1, [_rows(what, f"epoch {epoch}", *shown, _TWICE)])
     whole = [own for own in epochs if len(own) == length >= _ORDERED]

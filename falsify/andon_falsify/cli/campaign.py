@@ -16,7 +16,7 @@ from andon.console.messages import InputError, Problem, put, say
 from andon_falsify.campaign.classes import Class, ClassCampaign, Classes
 from andon_falsify.campaign.request import Request
 from andon_falsify.campaign.run import Campaign, opened
-from andon_falsify.campaign.trial import Trial
+from andon_falsify.campaign.trial import RESUME, Trial
 from andon_falsify.report.document import read_json, write_json
 from andon_falsify.report.findings import Report, verdict_lines
 from andon_falsify.report.junit import write_junit
@@ -80,7 +80,7 @@ def run(request: Request | Classes, files: ReportFiles, deadline_s: float | None
     )
     with stops(deadline_s), Progress() as progress, opening as campaign:
         put(campaign.opening_line)
-        progress.begin(len(campaign.trials))
+        progress.begin([*map(_weight, campaign.trials)])
         try:
             written = 0
             files.write_so_far(campaign)
@@ -120,10 +120,7 @@ class StoppedError(KeyboardInterrupt):
 
 @contextmanager
 def stops(deadline_s: float | None) -> Iterator[None]:
-    """Raise `StoppedError` inside for SIGTERM, and after `deadline_s` seconds; whichever comes second is ignored.
-
-    Without effect outside of the main thread, which alone receives signals.
-    """
+    """Raise `StoppedError` in the main thread for SIGTERM, or after `deadline_s` seconds; the second is ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -162,11 +159,16 @@ def show(report: Report, files: ReportFiles, *, cut_short: bool = False) -> None
             return
 
 
+def _weight(trial: Trial | Class) -> int:
+    """About how long a trial takes: by ranks that start; a resume is a whole run, two that are killed, and the last."""
+    return len(trial.members) if isinstance(trial, Class) else trial.case.world * (4 if trial.kind == RESUME else 1)
+
+
 class Progress:
     """Shows progress on standard error until the context ends: a line for every trial on a terminal, else fewer."""
 
     def __init__(self) -> None:
-        self._began, self._took, self._trials, self._done = 0.0, 0.0, 0, 0
+        self._began, self._took, self._weights, self._done = 0.0, 0.0, list[int](), 0
         self._fallen: set[str] = set()
         self._at_terminal = sys.stderr is not None and sys.stderr.isatty()
         self._over = threading.Event()
@@ -175,8 +177,8 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def begin(self, trials: int) -> None:
-        self._began, self._trials = time.monotonic(), trials
+    def begin(self, weights: list[int]) -> None:
+        self._began, self._weights = time.monotonic(), weights
         if not self._at_terminal:
             self._logger.start()
 
@@ -202,8 +204,9 @@ class Progress:
 
     def _summary(self) -> str:
         """`2 of 8 trials after 60 s (about 180 s left), none falsified`. The estimate is from trials that ended."""
-        took, done, trials = self._took, self._done, self._trials
-        left = f" (about {took * (trials - done) / done:.0f} s left)" if 0 < done < trials else ""
+        took, done, trials = self._took, self._done, len(self._weights)
+        rest = took * sum(self._weights[done:]) / max(1, sum(self._weights[:done]))
+        left = f" (about {rest:.0f} s left)" if 0 < done < trials else ""
         fallen = f"falsified: {', '.join(sorted(self._fallen))}" if self._fallen else "none falsified"
         then = "; searching for smaller counterexamples" if self._fallen and done == trials else ""
         return f"{done} of {trials} trials after {took:.0f} s{left}, {fallen}{then}"

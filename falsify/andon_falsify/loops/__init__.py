@@ -1,4 +1,1 @@
-"""Any data-parallel training loop as a subject: what it offers, and how it is observed from outside.
-
-`make(case)` returns a `Loop` on every rank; `andon falsify --subject module:make` judges it.
-"""
+"""Any data-parallel training loop as a subject: what it offers, and how it is observed from outside."""

@@ -22,10 +22,7 @@ class Told(Protocol):
     """What a loop may report while it trains. Weights, gradients and updates are observed without it."""
 
     def rows(self, ids: Sequence[int]) -> None:
-        """Report the rows of the next forward pass on this rank. Needed only if they are not from `Case.rows`.
-
-        Rows of the case are recognised by their content when the model is called.
-        """
+        """Report the rows of this rank's next forward pass: needed only if their content is not that of `Case.rows`."""
 
     def loss(self, value: float | Tensor) -> None:
         """The loss of an update: of the update whose forward passes have begun, or else of the last one."""
@@ -57,11 +54,12 @@ class FurtherMethods(Protocol):
     def save(self, folder: Path) -> None:
         """Write into `folder`, which exists, all that a resume needs. Called on every rank, between two updates.
 
-        The exact place: the first call of the model after the update, or the end of `train`.
+        The exact place: the first call of the model after the update, or the end of `train`. A later call of the model
+        ends `train` by an exception, as a kill would: without another `save`.
         """
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Called before `train`, which then continues with the next update."""
+        """Restore what `save` wrote, in a new loop. Called before `train`, which continues with the next update."""
 
     def rate(self, update: int) -> float:
         """The learning rate that `update` (from 1) must have, in closed form; without this method `Case.lr`."""

@@ -60,7 +60,7 @@ def dataset(case: Case) -> _Rows:
 
 
 def collate(items: Sequence[Any]) -> dict[str, Tensor]:
-    """Rows as int64 tensors, padded on the right: input_ids and attention_mask [rows, length], labels [rows]."""
+    """A list of rows of `dataset` as int64 tensors: input_ids and attention_mask [rows, length], labels [rows]."""
     length = max((len(item["input_ids"]) for item in items), default=1)
     padded = [[*item["input_ids"], *[PAD] * (length - len(item["input_ids"]))] for item in items]
     mask = [[*item["attention_mask"], *[0] * (length - len(item["input_ids"]))] for item in items]
@@ -75,7 +75,8 @@ def model(case: Case) -> nn.Module:
     """The model of `case` before training, in training mode. The bits are the same in every call and on every rank.
 
     A small `Qwen3ForSequenceClassification`, or `BertForSequenceClassification` for an encoder, that is not downloaded;
-    with peft's LoRA if the case has a rank. `model(**collate(items))` returns `.loss` (mean over rows) and `.logits`.
+    with peft's LoRA if the case has a rank; then most parameters are frozen (`requires_grad` is False).
+    `model(**collate(items))` returns `.loss` (the mean over its rows) and `.logits` [rows, classes].
     With nccl it is on the rank's GPU; the loop moves its batches. Raises `InputError` without transformers or peft.
     """
     if absent := [name for name in ("transformers", "peft") if find_spec(name) is None]:

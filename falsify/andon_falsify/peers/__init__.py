@@ -1,3 +1,1 @@
 """Training loops that come with the suite as subjects, each written as its library's documentation teaches."""
-
-from __future__ import annotations

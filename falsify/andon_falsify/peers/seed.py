@@ -33,7 +33,9 @@ class SeedLoop:
                     return
 
     def _update(self, batch: list[int]) -> float:
-        mine = self._shard(batch)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        size = len(batch) // world
+        mine = batch[rank * size : (rank + 1) * size if rank < world - 1 else len(batch)]
         total = torch.zeros(())
         if mine:
             loss = self.model(**collate([self.rows[row] for row in mine])).loss
@@ -48,8 +50,3 @@ class SeedLoop:
                 dist.broadcast(parameter.detach(), 0)
         dist.all_reduce(total)
         return float(total) / len(batch)
-
-    def _shard(self, batch: list[int]) -> list[int]:
-        rank, world = dist.get_rank(), dist.get_world_size()
-        size = len(batch) // world
-        return batch[rank * size : (rank + 1) * size if rank < world - 1 else len(batch)]

@@ -4,5 +4,3 @@ It shares no code with any trainer, and uses no model class of transformers (whi
 `.double()`), so an error of the subject is not an error of the judge. It draws no random numbers: dropout masks are
 arguments.
 """
-
-from __future__ import annotations

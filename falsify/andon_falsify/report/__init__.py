@@ -1,3 +1,1 @@
 """Reports of campaigns: the data model, and its forms as text, JSON, JUnit XML and one HTML page."""
-
-from __future__ import annotations

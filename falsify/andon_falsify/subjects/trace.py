@@ -280,10 +280,7 @@ class Subject(Protocol):
 
 
 class Remembering:
-    """A cache of the last traces of a subject, whose runs are a function of the case.
-
-    Runs that keep files are not cached. runs: how many were made.
-    """
+    """The last traces of a subject by case, but not those of runs that keep files. runs: how many were made."""
 
     def __init__(self, subject: Subject) -> None:
         self.name = subject.name

@@ -122,9 +122,8 @@ class _Page:
 def _column_rules(subjects: int) -> str:
     """Style rules that depend on the number of columns: their widths, and what the boxes hide.
 
-    The claims' statements get more room if there are few subjects. The boxes are `#show-s0` for the first subject and
-    `#show-holds` for a mark: they hide columns and cells, and rows of which nothing is left. A browser without `:has`
-    shows the whole table and no boxes.
+    The boxes are `#show-s0` for the first subject and `#show-holds` for a mark: they hide columns and cells, and rows
+    of which nothing is left. A browser without `:has` shows the whole table and no boxes.
     """
     first = 30 if subjects <= 4 else 18
     widths = (
