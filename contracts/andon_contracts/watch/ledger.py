@@ -105,8 +105,7 @@ class Recorder:
         self._failure = ""
         self._violations = 0
         self._last: tuple[int, dict[str, str]] = (0, {})
-        self.earlier = file.path if file is not None and file.head[0] else None
-        """The file, if it had lines of an earlier process."""
+        self.earlier = file.path if file is not None and file.head[0] else None  # if it had lines before this process
         self._resume: record.Resume | None = None
         """Written before the next line, unless that one says where the run resumes."""
         self.left: dict[str, str] = {}  # what the present update leaves for a resume, besides its digests

@@ -110,9 +110,8 @@ class Gradients(Check):
         """The loop's norm if it is on a GPU, in a list that is copied to the CPU before `before`."""
         self._reduced: Look | None = None  # the gradient before clipping
         self._share = 0.0
-        # A parameter without elements on this rank, as the shard of a short one, cannot have a gradient.
+        # Those that never had a gradient. One without elements on this rank, a shard of a short one, cannot have any.
         self._absent = {index for index, member in enumerate(probe.members) if plain(member).numel()}
-        """The parameters that never had a gradient."""
         self._zero = set(self._absent)  # the parameters that never had a nonzero gradient
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}
         self._windows = 0

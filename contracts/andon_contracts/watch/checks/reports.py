@@ -137,8 +137,7 @@ class LoopReports(Check):
         super().__init__(context)
         self._rows = context.rows
         self.of_update = UpdateRows()  # the rows of this update, for the ledger
-        self.unreported = {"loss-reported", "randomness-declared"}
-        """Clauses for which the loop has reported nothing yet."""
+        self.unreported = {"loss-reported", "randomness-declared"}  # clauses for which nothing is reported yet
         self._expected: dict[str, tuple[int, int, str]] = {}
         self._contents: dict[int, int] = {}  # by row id, the digest of its content as first reported
         self._epochs_known = context.settings.rows is not None and context.settings.plan is not None

@@ -126,10 +126,10 @@ class LoadedRows(Check):
             return None
         waiting = [each for each in self._waiting if each.source is self._latest]
         found = known or (waiting[0] if waiting else None)
-        if found is not None and known is None and self.context.recorder.earlier:
-            # The first of them may be those that a resumed loop left out. A copy, as on a GPU, does not tell.
-            found.source.unclear |= found.source.batches == 0 and len(waiting) > 1
         if found is not None:
+            # The first ones may be those that a resumed loop left out. A copy, as on a GPU, does not tell.
+            if known is None and self.context.recorder.earlier and found.source.batches == 0:
+                found.source.unclear = len(waiting) > 1
             if found.source.unclear:
                 found.ids = found.keys = None
             for each in list(self._waiting)[: self._waiting.index(found) + 1]:
