@@ -43,7 +43,7 @@ def _sum_by_rank(parts: TrainerUnderTest, _: ExitStack) -> None:
         total: torch.Tensor = sum(rows[1:], rows[0])
         return total
 
-    around(parts.step._reduce, "_finish", finish)
+    around(parts.step._reduce, "finish", finish)
 
 
 def _order_by_world(parts: TrainerUnderTest, _: ExitStack) -> None:

@@ -143,9 +143,10 @@ def test_a_model_whose_numbers_no_key_decides_is_refused(
     rows = task([[1, 2, 3], [4, 5]], [0, 1])
     plain = rows.loss_sum
     monkeypatch.setattr(rows, "loss_sum", lambda *given: LeafLoss(plain(*given).loss_sum + draw(), torch.tensor(0)))
+    model = adapted()
     states = random.getstate(), repr(np.random.get_state())
     with pytest.raises(InputError, match=r"^model\.base: two passes .* differ: the model draws from numpy, random or"):
-        build_replicas(adapted(), Config(seed=5), InlineBackend([CPU]), rows, 0)
+        build_replicas(model, Config(seed=5), InlineBackend([CPU]), rows, 0)
     assert (random.getstate(), repr(np.random.get_state())) == states
 
 

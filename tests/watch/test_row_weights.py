@@ -92,9 +92,9 @@ OTHERS: dict[str, Loss] = {
 }
 
 
-@given(st.integers(0, 999), st.sampled_from(sorted(OTHERS)), st.sampled_from([3, 97, 1500]), st.booleans())
+@given(st.integers(0, 999), st.sampled_from(sorted(OTHERS)), st.sampled_from([5, 97, 1500]), st.booleans())
 def test_a_loss_other_than_cross_entropy_leaves_a_residual(seed: int, name: str, classes: int, half: bool) -> None:
-    """In 16 bits too, beyond their rounding, and for any number of classes but two."""
+    """In 16 bits too, beyond their rounding. With up to 4 classes, some rows of another loss look like it."""
     logits, labels = drawn(seed, 9, classes, torch.bfloat16 if half else torch.float32)
     assert float(read(OTHERS[name], logits, labels)[:, 1].max()) > 0.03
 
