@@ -53,6 +53,8 @@ class Course:
     told: bool = False
     skips: bool = False
     """Batches before the checkpoint are drawn and left out, and the model gets copies, as on a GPU."""
+    seeded: bool = False
+    """Each epoch begins with a seed of its own."""
     fault: str = ""
 
 
@@ -94,6 +96,8 @@ def process(course: Course, number: int, folder: Path, group: Any) -> Watch:
             watch.loaded(folder / str(begin))
         while made < stop:
             sampler.set_epoch(made // EPOCH)
+            if course.seeded:
+                torch.manual_seed(100 + made // EPOCH)
             for x, y in DataLoader(data(), BATCH // world, sampler=sampler):
                 drawn -= 1
                 if drawn >= 0:
@@ -140,6 +144,7 @@ RIGHT = {
     "an average of the weights": Course(adamw),
     "an older checkpoint": Course(adamw, (9, 14), (5,), scheduled=True, dropout=0.3),
     "batches left out one by one, on a GPU": Course(momentum, skips=True),
+    "a seed for each epoch, at its first update": Course(momentum, (EPOCH + 1, EPOCH + 8), (EPOCH + 1,), seeded=True),
     "twice": Course(momentum, (5, 9, 14), (5, 8), (2, 2, 2), scheduled=True),
 }
 

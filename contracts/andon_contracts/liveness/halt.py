@@ -95,8 +95,7 @@ class PendingCollectives:
         self.armed = False  # a forward pass of DDP has announced a backward pass that reduces
         self.waiting: Waiting | None = None  # the gather that this rank is in; one object as long as it lasts
         self._ranks = RankSet(ranks)
-        self.parameters: frozenset[int] = frozenset()
-        """By id, the parameters whose gradients a wrapper reduces."""
+        self.parameters: frozenset[int] = frozenset()  # by id, the parameters whose gradients a wrapper reduces
         self._gathers, self._backwards = 0, 0
         self._reductions: Counter[str] = Counter()
         self._inside: tuple[str, int] | None = None

@@ -71,8 +71,7 @@ class GradientHooks:
         self.halt: HaltSignal | None = None
         self.gradient_arrived = self.backward_seen = False
         """Whether a gradient arrived since this was last set to False, by the loop's pass and by its window."""
-        self.started = False
-        """Whether a backward pass of this window has reached a parameter."""
+        self.started = False  # whether a backward pass of this window has reached a parameter
         self.host_seconds = 0.0
         self._reads = True
         self._discarded = discarded

@@ -231,7 +231,7 @@ class LoaderPass:
     order: the first rows, in order. batches: the number that were trained on. rows: the number that were yielded.
     finished: the loader reached its end. iterator: returns the iterator, or None once the loop has dropped it.
     length: about how many rows this rank gets, by the length of the sampler; 0: unknown. even: all ranks get as many.
-    unclear: it is not known which of its batches are trained on.
+    ahead: how many batches the loop draws before it trains on the first. unclear: which ones it trains on is not known.
     """
 
     number: int = 1
@@ -247,6 +247,7 @@ class LoaderPass:
     iterator: Callable[[], Any] = lambda: None
     length: int = 0
     even: bool = False
+    ahead: int = 0
     unclear: bool = False
 
 

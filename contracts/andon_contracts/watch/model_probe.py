@@ -142,8 +142,7 @@ class ModelProbe:
         shards_of = [p for p in self.trainable.values() if only_data and id(p) in self.shards]
         self.even = {id(p) for p in shards_of if p.numel() == plain(p).numel() * self.shards[id(p)].parts}
         """By `id`, trained shards that have one size on all ranks: a loop may skip one that is empty on its rank."""
-        self.extra_tensors = self._extra_tensors()
-        """Optimizer tensors outside the model. Their updates are not checked."""
+        self.extra_tensors = self._extra_tensors()  # the optimizer's, not checked
 
     def _flat_shards(self) -> dict[int, Shard]:
         found: dict[int, Shard] = {}

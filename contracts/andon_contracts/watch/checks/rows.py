@@ -127,10 +127,12 @@ class LoadedRows(Check):
         waiting = [each for each in self._waiting if each.source is self._latest]
         found = known or (waiting[0] if waiting else None)
         if found is not None:
-            # The first ones may be those that a resumed loop left out. A copy, as on a GPU, does not tell.
-            if known is None and self.context.recorder.earlier and found.source.batches == 0:
-                found.source.unclear = len(waiting) > 1
-            if found.source.unclear:
+            # A copy, as on a GPU, does not tell which batches a loop left out, as one that resumes does at its start.
+            source, resumes = found.source, self.context.recorder.earlier and not self._next_number
+            if known is None:
+                source.ahead = source.ahead or (1 if resumes else len(waiting))
+                source.unclear |= len(waiting) > source.ahead
+            if source.unclear:
                 found.ids = found.keys = None
             for each in list(self._waiting)[: self._waiting.index(found) + 1]:
                 if each.source is found.source:
