@@ -28,6 +28,7 @@ from andon.model.masks import Masking
 from andon.run.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from andon.run.folder import RunFolder
 from andon.run.ledger import read_ledger
+from andon.step.replica import restore_state
 from andon.training.existing import require_same_as_finished
 from andon.training.inference import load_run
 from andon.training.run import resolved
@@ -189,6 +190,23 @@ def test_a_checkpoint_with_weights_that_are_not_finite_is_refused_by_name(
     save_checkpoint(found.path.parent, 4, found.tensors, found.state, found.head)
     with pytest.raises(InputError, match=rf"step-00000004: the tensor '{name}' is not finite: 1 of its"):
         runs.train(folder, resume="auto")
+
+
+def test_a_checkpoint_that_changes_while_it_is_restored_is_refused(
+    runs: Runs, interrupted: Interrupted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = interrupted(tmp_path / "run", 4)
+    file = folder / "checkpoints" / "step-00000004" / "tensors.safetensors"
+
+    def changing(*args: Any) -> None:
+        restore_state(*args)
+        with file.open("r+b") as opened:
+            opened.seek(-5, os.SEEK_END)
+            opened.write(bytes([file.read_bytes()[-5] ^ 1]))
+
+    monkeypatch.setattr("andon.training.build.restore_state", changing)
+    with pytest.raises(InputError, match="step-00000004: was changed while it was read; resume again"):
+        runs.train(folder, backend="inline", workers=1, resume="auto")
 
 
 def test_the_resolved_configuration_goes_on_from_anywhere(

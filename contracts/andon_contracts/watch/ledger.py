@@ -106,7 +106,7 @@ class Recorder:
         self._violations = 0
         self._last: tuple[int, dict[str, str]] = (0, {})
         self.earlier = file.path if file is not None and file.head[0] else None  # if it had lines before this process
-        self._resume: record.Resume | None = None  # written before the next line, unless it is a resume
+        self._resume: record.Resume | None = None  # written before the next line, unless that tells it too
         self.left: dict[str, str] = {}  # what the present update leaves for a resume, besides its digests
 
     def opened(self, world: int, optimizers: Sequence[Optimizer], rows: int | None, start: int) -> None:

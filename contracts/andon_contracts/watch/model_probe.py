@@ -141,8 +141,8 @@ class ModelProbe:
         """False if ranks share the rows of a batch, as they do under tensor parallelism."""
         shards_of = [p for p in self.trainable.values() if only_data and id(p) in self.shards]
         self.even = {id(p) for p in shards_of if p.numel() == plain(p).numel() * self.shards[id(p)].parts}
-        """By `id`, trained shards that have one size on all ranks: a loop may skip one that is empty on its rank."""
-        self.extra_tensors = self._extra_tensors()  # the optimizer's, not checked
+        """By `id`, trained shards of equal size on all ranks. A loop may skip a shard that is empty on its rank."""
+        self.extra_tensors = self._extra_tensors()  # of optimizers, outside the model; updates not checked
 
     def _flat_shards(self) -> dict[int, Shard]:
         found: dict[int, Shard] = {}

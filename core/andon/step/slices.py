@@ -1,9 +1,9 @@
-"""What ranks that divide the optimizer send each other: gradients within the backward pass, weights within the forward.
+"""The exchange of a divided optimizer: gradients during the backward pass, weights during the next forward pass.
 
 Invariant: all ranks send the same buckets in the same order, because each is a collective. On a GPU a side stream sends
 them: each bucket of the gradient when the rank's last pass has computed it, and the weights after the update, while
-the next pass starts. A layer waits for its own weights. Passes record and await external events only, so that a pass
-captured as a CUDA graph does it at every replay.
+the next pass runs. Each layer waits for its own weights. Passes record and await only external events, so a pass that
+is captured as a CUDA graph does so at every replay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from andon.step.flat import FlatParameters, Shards
 from andon.step.reduce import Roots, TreeReduction
 
 _BEFORE = -1
-"""The owner of weights outside of all layers: their gathering is awaited before the pass."""
+"""The owner of weights outside all layers. A pass waits for these before it starts."""
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -179,8 +179,8 @@ class SliceExchange:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes a pass: owners whose weights are read before their layer is entered (`early`). The passes after it wait
-    for these weights as for those outside of all layers."""
+    """Observes a pass. early: owners whose weights are read before their layer runs. Later passes wait for these
+    weights before they start."""
 
     def __init__(self, parameters: FlatParameters, owners: Sequence[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

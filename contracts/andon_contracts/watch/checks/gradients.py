@@ -110,7 +110,7 @@ class Gradients(Check):
         """The loop's norm if it is on a GPU, in a list that is copied to the CPU before `before`."""
         self._reduced: Look | None = None  # the gradient before clipping
         self._share = 0.0
-        # Those that never had a gradient. One without elements on this rank, a shard of a short one, cannot have any.
+        # Members that never had a gradient. A shard without elements on this rank cannot have one.
         self._absent = {index for index, member in enumerate(probe.members) if plain(member).numel()}
         self._zero = set(self._absent)  # the parameters that never had a nonzero gradient
         self._adapter = {index for index, name in enumerate(probe.names) if "lora_" in name}

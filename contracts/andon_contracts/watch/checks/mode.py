@@ -95,7 +95,7 @@ class Mode(Check):
         self._joined = context.world > 1
         self._random: torch.Tensor | None = None
         self._drew = self._drawn = self._alike = 0
-        """Digest of the random state from which this window drew, or 0. Updates that drew, and alike on all ranks."""
+        """Digest of the random state from which this window drew, or 0. Updates that drew; those that drew the same."""
         self.draws = ""  # the modules that drew in the forward passes of the last update; see `Step.draws`
 
     def cover(self) -> Mapping[str, Cover]:
@@ -182,7 +182,7 @@ class Mode(Check):
 
     def closing_lines(self) -> list[str]:
         what = f"in {self._alike} of {self._drawn} updates that were checked, all ranks drew the same masks or noise"
-        return [f"  randomness: {what}, as if seeded alike"] * bool(self._alike)
+        return [f"  randomness: {what}, as from one seed"] * bool(self._alike)
 
     def _is_alone(self) -> bool:
         world_size = os.environ.get("WORLD_SIZE", "")

@@ -214,7 +214,7 @@ class Applied(Check):
         super().__init__(context)
         self._optimizer, self._members = probe.optimizer, probe.members
         self._weights: list[Tensor] = []  # copies from before the update; empty if the window is not sampled
-        self._gradients: dict[int, Tensor] = {}  # by member: large enough that it must change
+        self._gradients: dict[int, Tensor] = {}  # by member index: so large that the member must change
         self._small_unmoved: set[int] = set()
         """Small members that kept every bit in the last window. They are reported if they do so twice in a row."""
 

@@ -127,7 +127,7 @@ class LoadedRows(Check):
         waiting = [each for each in self._waiting if each.source is self._latest]
         found = known or (waiting[0] if waiting else None)
         if found is not None:
-            # A copy, as on a GPU, does not tell which batches a loop left out, as one that resumes does at its start.
+            # The loop may leave out batches, for example when it resumes. Copies on a GPU do not show which ones.
             source, resumes = found.source, self.context.recorder.earlier and not self._next_number
             if known is None:
                 source.ahead = source.ahead or (1 if resumes else len(waiting))

@@ -80,7 +80,7 @@ class Weights(Check):
         self.synchrony = Synchrony()
         self.observers = self._observer, self._whole_observer = Observer(), Observer()
         self._look: Look | None = None
-        self._whole = self._whole_observer.look(())  # of the members that every rank holds whole
+        self._whole = self._whole_observer.look(())  # the last look at members that every rank holds whole
         self._digest = 0
         self._at_closure: Values = {}  # the values at the begin of a step with a closure, before it ran; else empty
         self._marks: list[int] = []
